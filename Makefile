@@ -1,0 +1,126 @@
+# Few verbs, the same for people and for CI. They need g++, make and Python >= 3.11 with venv, no root, and install
+# everything else into .venv by pip.
+
+PYTHON    ?= python3
+# Which torch. The range is the one of pyproject.toml; narrow it to choose a build.
+TORCH     ?= torch>=2.11,<2.14
+# Which of the Python tests: a pytest mark expression. PYTEST_ARGS goes behind it, as in PYTEST_ARGS='-k broadcast'.
+MARKS     ?= not slow
+PYTEST_ARGS ?=
+# Inputs per fuzz target.
+FUZZ_RUNS ?= 1000000
+BENCH_OUT ?= benchmarks/results/allreduce.json
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint bench fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
+
+SHELL := /bin/bash
+BIN := .venv/bin
+# pip's cmake and ninja come first, so that every machine builds with the same ones.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+ENGINE := $(wildcard engine/*.cpp engine/*.hpp)
+CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp)
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+# What builds the engine. Listed again in pyproject.toml; --check-build-dependencies below notices if the two disagree.
+.venv/.tools: Makefile
+	@echo "making .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq 'scikit-build-core>=1.1,<2' 'nanobind>=3.1,<4' cmake ninja
+	@touch $@
+
+# torch alone and first: packages that ask for any torch must find this one and not fetch another.
+.venv/.torch: .venv/.tools
+	@echo "installing $(TORCH): some hundred MB the first time"
+	@$(BIN)/python -m pip install -qq '$(TORCH)'
+	@touch $@
+
+# Editable: Python is read from src/ as it is, and this stamp rebuilds the module when the engine changes. (Rebuilding at
+# import instead would have all ranks of a job build at once.) The kept build directory recompiles only what changed.
+.venv/.installed: .venv/.torch pyproject.toml CMakeLists.txt engine $(ENGINE)
+	@echo "building stormtorch"
+	@$(BIN)/python -m pip install -qq --no-build-isolation --check-build-dependencies \
+		--config-settings=build-dir=build/python --editable '.[dev]'
+	@touch $@
+
+setup: .venv/.installed  ## make .venv and build stormtorch into it (the other verbs do it by themselves)
+
+# --- use it ----------------------------------------------------------------------------------------------------------
+
+demo: setup  ## see it work
+	$(BIN)/stormtorch demo
+
+bench: setup  ## measure all-reduce against its peers; writes benchmarks/results/*.json
+	@mkdir -p $(dir $(BENCH_OUT))
+	$(BIN)/stormtorch bench allreduce --output $(BENCH_OUT)
+
+# --- check it --------------------------------------------------------------------------------------------------------
+
+test: engine-test sanitize python-test  ## the engine's tests, plain and under sanitizers, then the Python tests
+sanitize: address-test thread-test  ## the engine's tests under ASan+UBSan and under TSan
+
+# Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
+build/%/build.ninja: Makefile | .venv/.tools
+	@cmake -S . -B build/$* -G Ninja $(CONFIGURE) >/dev/null
+
+build/tests/build.ninja: CONFIGURE = -DSTORM_TESTS=ON
+build/address/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=address,undefined
+build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
+build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
+
+engine-test: build/tests/build.ninja
+	@cmake --build build/tests
+	build/tests/engine_tests
+
+address-test: build/address/build.ninja
+	@cmake --build build/address
+	UBSAN_OPTIONS=print_stacktrace=1 build/address/engine_tests
+
+# setarch: TSan of older compilers cannot place its shadow where the kernel randomises addresses by more than 28 bits.
+# Containers may forbid it; the plain run is then the one to try.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+thread-test: build/thread/build.ninja
+	@cmake --build build/thread
+	$(FIXED_ADDRESSES) build/thread/engine_tests
+
+python-test: setup
+	$(BIN)/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+
+lint: setup stub-check  ## ruff, mypy and clang-format; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+# mypy cannot look into a native module: its types stand in a stub made from the module itself.
+STUB := src/stormtorch/_engine.pyi
+make_stub = $(BIN)/python -m nanobind.stubgen -q -m stormtorch._engine -o $(1) && \
+	$(BIN)/ruff check --quiet --fix $(1) && $(BIN)/ruff format --quiet $(1)
+
+stub: setup  ## write the type stub of the native module, after a change of the bindings
+	@$(call make_stub,$(STUB))
+
+stub-check: setup
+	@mkdir -p build/stub
+	@$(call make_stub,build/stub/_engine.pyi)
+	@diff -u $(STUB) build/stub/_engine.pyi || { echo "$(STUB) does not match the bindings: run 'make stub'"; exit 1; }
+
+fuzz:  ## FUZZ_RUNS inputs (1,000,000) into every parser, with clang's libFuzzer
+	@command -v clang++ >/dev/null || { echo "fuzzing needs clang: apt-get install clang"; exit 1; }
+	@$(MAKE) --no-print-directory build/fuzz/build.ninja
+	@cmake --build build/fuzz
+	@set -e; for target in build/fuzz/fuzz_*; do \
+		corpus=build/fuzz/corpus/$${target##*/}; mkdir -p $$corpus; \
+		echo "$$target, $(FUZZ_RUNS) inputs"; \
+		$$target -runs=$(FUZZ_RUNS) -timeout=10 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/ $$corpus; \
+	done
+
+clean:  ## remove what was built; .venv stays (rm -rf .venv removes that too)
+	rm -rf build dist .venv/.installed .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+// What a core does with a datagram that came in.
+#include <algorithm>
+
+#include "core.hpp"
+#include "peer.hpp"
+
+namespace storm {
+
+void Core::receive(std::span<std::byte> datagram, Nanos now) {
+    ++counters_.datagrams_received;
+    counters_.bytes_received += datagram.size();
+    const std::optional<Header> header = parse_header(datagram);
+    if (!header) {
+        ++counters_.malformed;
+        return;
+    }
+    if (header->cookie != seal_.visible_cookie() || header->source >= config_.world || header->source == config_.rank) {
+        ++counters_.foreign;
+        return;
+    }
+    Peer& peer = *peers_[header->source];
+    const std::uint64_t number = widen_number(header->number, peer.in.largest() + 1);
+    if (peer.in.seen(number)) {
+        ++counters_.duplicates;
+        return;
+    }
+    const auto payload = seal_.open(*header, number, datagram);
+    if (!payload) {
+        ++counters_.corrupt;
+        return;
+    }
+    peer.last_heard = now;
+    peer.silent = false;
+    bool taken = true;
+    switch (header->kind) {
+        case Kind::data:
+            taken = take_data(peer, *header, *payload, now);
+            break;
+        case Kind::report:
+            take_report(peer, *payload, now);
+            break;
+        case Kind::end:
+            if (Exchange* exchange = find(header->channel, header->seq)) {
+                take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
+                open_gates(*exchange);
+                finish_if_done(*exchange, now);
+            } else if (!is_over(header->channel, header->seq)) {
+                taken = pool_chunk(peer, *header, {});
+            }
+            break;
+        case Kind::ready:
+        case Kind::wait:
+        case Kind::done:
+            take_control(peer, *header, now);
+            break;
+        case Kind::ping:
+            peer.in.report_now();
+            break;
+        case Kind::bye:
+            take_bye(peer, now);
+            break;
+    }
+    // What was not taken is reported as lost, and so comes again.
+    if (taken) peer.in.arrive(number, datagram.size(), header->kind != Kind::report, now);
+}
+
+bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
+    if (Exchange* exchange = find(header.channel, header.seq)) {
+        deliver(*exchange, peer, header, payload, now);
+        open_gates(*exchange);
+        finish_if_done(*exchange, now);
+        return true;
+    }
+    if (!is_over(header.channel, header.seq)) return pool_chunk(peer, header, payload);
+    ++counters_.late;
+    const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
+    control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
+    return true;
+}
+
+bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload) {
+    // A chunk longer than ours can never fit any message of this job.
+    if (payload.size() > chunk_bytes_) {
+        ++counters_.unexpected;
+        return true;
+    }
+    if (!pool_.keep(header, payload)) {
+        ++counters_.pool_refused;
+        peer.refused = true;
+        const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
+        control(peer, {.kind = Kind::wait, .flags = stage, .channel = header.channel, .seq = header.seq});
+        return false;
+    }
+    ++counters_.pooled;
+    counters_.pool_bytes = pool_.bytes();
+    counters_.pool_peak_bytes = std::max(counters_.pool_peak_bytes, counters_.pool_bytes);
+    return true;
+}
+
+void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
+    const bool second_stage = (header.flags & flag_second_stage) != 0;
+    Incoming* message = exchange.incoming(peer.rank, second_stage);
+    if (message == nullptr) {
+        ++counters_.unexpected;
+        return;
+    }
+    if (header.message_bytes != message->cut.bytes) {
+        exchange.outcome.expected_bytes = message->cut.bytes;
+        exchange.outcome.announced_bytes = header.message_bytes;
+        fail(exchange, Status::size_mismatch, peer.rank, message->cut.bytes - message->arrived_bytes, now);
+        return;
+    }
+    if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
+        ++counters_.unexpected;
+        return;
+    }
+    const bool was_closed = message->closed;
+    if (!message->accept(header.chunk, payload)) {
+        ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
+        return;
+    }
+    message->ask_at = now + message->ask_every;
+    if (message->closed) {
+        --peer.open_receives;
+        // The sender waits for exactly this news.
+        peer.in.report_now();
+    } else if ((header.flags & flag_last) != 0 || message->ended) {
+        take_end(exchange, peer, second_stage, now);
+    }
+}
+
+void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+    Incoming* message = exchange.incoming(peer.rank, second_stage);
+    if (message == nullptr || message->closed || message->allowed == 0) return;
+    message->ended = true;
+    if (message->missing() > message->allowed || message->close_at != never) return;
+    // Chunks that were overtaken by the end get a moment more.
+    message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
+}
+
+void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    const std::optional<Report> report = parse_report(body);
+    if (!report) {
+        ++counters_.malformed;
+        return;
+    }
+    peer.out.settle(
+        *report, now, [&](const Flight& flight) { on_acked(peer, flight, now); },
+        [&](const Flight& flight) { on_lost(peer, flight, now); });
+    if (peer.out.last_delivery().delivered_bytes > 0 || peer.out.last_delivery().lost_bytes > 0) {
+        peer.rate.on_delivery(peer.out.last_delivery());
+    }
+}
+
+void Core::take_control(Peer& peer, const Header& header, Nanos now) {
+    Exchange* exchange = find(header.channel, header.seq);
+    if (exchange == nullptr) {
+        // A receiver that is ahead of us; if there is no room to remember it, it will ask again.
+        if (header.kind == Kind::ready && !is_over(header.channel, header.seq)) (void)pool_.keep(header, {});
+        return;
+    }
+    obey(*exchange, peer, header);
+    finish_if_done(*exchange, now);
+}
+
+void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
+    const bool second_stage = (header.flags & flag_second_stage) != 0;
+    for (Outgoing& message : exchange.sends) {
+        if (message.peer != peer.rank) continue;
+        if (header.kind == Kind::ready) {
+            message.ready = true;
+            message.parked = false;
+            enqueue(message);
+        } else if (message.second_stage == second_stage && header.kind == Kind::wait) {
+            message.parked = !message.ready;
+        } else if (message.second_stage == second_stage && header.kind == Kind::done) {
+            release(message);
+        }
+    }
+}
+
+void Core::take_bye(Peer& peer, Nanos now) {
+    peer.left = true;
+    peer.in.report_now();
+    peer.out.abandon();
+    std::vector<std::uint64_t> concerned;
+    for (const auto& [key, exchange] : active_) concerned.push_back(key);
+    for (const std::uint64_t key : concerned) {
+        Exchange& exchange = *active_.at(key);
+        for (Outgoing& message : exchange.sends) {
+            if (message.peer == peer.rank) release(message);
+        }
+        for (Incoming& message : exchange.receives) {
+            if (message.peer != peer.rank || message.closed) continue;
+            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
+                close(exchange, message, false, now);
+            } else {
+                fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            }
+        }
+        open_gates(exchange);
+        finish_if_done(exchange, now);
+    }
+}
+
+}  // namespace storm

@@ -1,0 +1,317 @@
+// Python's view of the engine: types and conversions, no logic. Tensors come as addresses; the caller keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "driver.hpp"
+#include "seal.hpp"
+#include "sim.hpp"
+
+namespace nb = nanobind;
+using namespace storm;
+
+namespace {
+
+Nanos to_nanos(std::optional<double> seconds) {
+    if (!seconds || std::isinf(*seconds) || *seconds > 1e9) return never;
+    return static_cast<Nanos>(std::max(*seconds, 0.0) * 1e9);
+}
+
+using PySend = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool>;
+using PyReceive = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool, bool>;
+using PyReduction = std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint32_t, bool>;
+
+ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
+                       const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
+                       std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
+                       std::optional<double> timeout_s) {
+    ExchangeSpec spec;
+    spec.channel = channel;
+    spec.seq = seq;
+    for (const auto& [peer, data, bytes, second_stage] : sends) {
+        spec.sends.push_back({.peer = peer, .second_stage = second_stage, .data = reinterpret_cast<const std::byte*>(data), .bytes = bytes});
+    }
+    for (const auto& [peer, into, bytes, second_stage, reduce] : receives) {
+        spec.receives.push_back(
+            {.peer = peer, .second_stage = second_stage, .reduce = reduce, .into = reinterpret_cast<std::byte*>(into), .bytes = bytes});
+    }
+    if (reduction) {
+        const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average] = *reduction;
+        spec.reduction = ReductionSpec{.mode = static_cast<Reduce>(mode),
+                                       .wire = static_cast<Dtype>(wire),
+                                       .out_dtype = static_cast<Dtype>(out_dtype),
+                                       .own = reinterpret_cast<const std::byte*>(own),
+                                       .out = reinterpret_cast<std::byte*>(out),
+                                       .bytes = bytes,
+                                       .own_position = own_position,
+                                       .average = average};
+    }
+    spec.stages[0] = {.budget = budgets.first, .deadline = to_nanos(deadlines_s.first)};
+    spec.stages[1] = {.budget = budgets.second, .deadline = to_nanos(deadlines_s.second)};
+    spec.timeout_at = to_nanos(timeout_s);
+    return spec;
+}
+
+LinkFaults to_link_faults(const nb::dict& from) {
+    LinkFaults link;
+    link.loss = nb::cast<double>(from["loss"]);
+    link.burst = nb::cast<double>(from["burst"]);
+    link.duplicate = nb::cast<double>(from["duplicate"]);
+    link.reorder = nb::cast<double>(from["reorder"]);
+    link.corrupt = nb::cast<double>(from["corrupt"]);
+    link.delay = nb::cast<Nanos>(from["delay_ns"]);
+    link.jitter = nb::cast<Nanos>(from["jitter_ns"]);
+    const auto trace = nb::cast<nb::bytes>(from["trace"]);
+    const auto* bits = static_cast<const std::uint8_t*>(trace.data());
+    link.trace.assign(bits, bits + trace.size());
+    return link;
+}
+
+FaultSettings to_fault_settings(const nb::dict& from) {
+    FaultSettings settings;
+    settings.seed = nb::cast<std::uint64_t>(from["seed"]);
+    settings.default_link = to_link_faults(nb::cast<nb::dict>(from["default"]));
+    for (const auto& [link, faults] : nb::cast<nb::dict>(from["links"])) {
+        settings.links[nb::cast<std::pair<std::uint16_t, std::uint16_t>>(link)] = to_link_faults(nb::cast<nb::dict>(faults));
+    }
+    return settings;
+}
+
+Key to_key(const nb::bytes& from) {
+    Key key{};
+    if (from.size() != key.size()) throw std::invalid_argument("a key has 16 bytes");
+    std::memcpy(key.data(), from.data(), key.size());
+    return key;
+}
+
+CoreConfig make_core_config(std::uint16_t rank, std::uint16_t world, const nb::dict& from) {
+    CoreConfig config;
+    config.rank = rank;
+    config.world = world;
+    config.datagram_bytes = nb::cast<std::size_t>(from["datagram_bytes"]);
+    config.receive_buffer = nb::cast<std::size_t>(from["receive_buffer"]);
+    config.pool_bytes = nb::cast<std::size_t>(from["pool_bytes"]);
+    config.eager_bytes = nb::cast<std::size_t>(from["eager_bytes"]);
+    config.rate_mode = static_cast<RateMode>(nb::cast<int>(from["rate_mode"]));
+    config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
+    config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
+    config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
+    const auto keys = nb::cast<std::vector<nb::bytes>>(from["keys"]);
+    if (!keys.empty()) {
+        if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");
+        config.secrets.sealed = true;
+        for (const nb::bytes& key : keys) config.secrets.peers.push_back(to_key(key));
+        config.secrets.own = config.secrets.peers.at(rank);
+    }
+    return config;
+}
+
+nb::dict to_dict(const Counters& c) {
+    nb::dict d;
+    d["datagrams_sent"] = c.datagrams_sent;
+    d["bytes_sent"] = c.bytes_sent;
+    d["datagrams_received"] = c.datagrams_received;
+    d["bytes_received"] = c.bytes_received;
+    d["repaired"] = c.repaired;
+    d["duplicates"] = c.duplicates;
+    d["late"] = c.late;
+    d["malformed"] = c.malformed;
+    d["foreign"] = c.foreign;
+    d["corrupt"] = c.corrupt;
+    d["unexpected"] = c.unexpected;
+    d["pooled"] = c.pooled;
+    d["pool_refused"] = c.pool_refused;
+    d["pool_bytes"] = c.pool_bytes;
+    d["pool_peak_bytes"] = c.pool_peak_bytes;
+    d["reports"] = c.reports;
+    d["probes"] = c.probes;
+    d["asks"] = c.asks;
+    return d;
+}
+
+nb::dict to_dict(const FaultCounters& c) {
+    nb::dict d;
+    d["seen"] = c.seen;
+    d["lost"] = c.lost;
+    d["duplicated"] = c.duplicated;
+    d["reordered"] = c.reordered;
+    d["corrupted"] = c.corrupted;
+    d["held"] = c.held;
+    d["dropped"] = c.dropped;
+    return d;
+}
+
+// A slice of waiting, after which Python may look at its signals.
+constexpr Nanos wait_slice = 200 * millisecond;
+
+nb::object wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {
+    const Nanos timeout = to_nanos(timeout_s);
+    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    Outcome outcome;
+    while (true) {
+        bool ended = false;
+        {
+            const nb::gil_scoped_release released;
+            const Nanos left = give_up_at == never ? wait_slice : std::max<Nanos>(give_up_at - clock_now(), 0);
+            ended = driver.wait(id, std::min(left, wait_slice), outcome);
+        }
+        if (ended) return nb::cast(std::move(outcome));
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (clock_now() >= give_up_at) return nb::none();
+    }
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+    m.doc() = "The native engine of stormtorch.";
+
+    nb::enum_<Status>(m, "Status")
+        .value("RUNNING", Status::running)
+        .value("OK", Status::ok)
+        .value("TIMED_OUT", Status::timed_out)
+        .value("PEER_SILENT", Status::peer_silent)
+        .value("PEER_LEFT", Status::peer_left)
+        .value("SIZE_MISMATCH", Status::size_mismatch)
+        .value("CLOSED", Status::closed);
+
+    nb::class_<Arrival>(m, "Arrival")
+        .def_ro("peer", &Arrival::peer)
+        .def_ro("second_stage", &Arrival::second_stage)
+        .def_ro("chunks", &Arrival::chunks)
+        .def_ro("arrived", &Arrival::arrived)
+        .def_ro("bytes", &Arrival::bytes)
+        .def_ro("missing_bytes", &Arrival::missing_bytes)
+        .def_prop_ro("mask", [](const Arrival& a) { return nb::bytes(reinterpret_cast<const char*>(a.mask.data()), a.mask.size() * 8); });
+
+    nb::class_<Outcome>(m, "Outcome")
+        .def_ro("status", &Outcome::status)
+        .def_ro("peer", &Outcome::peer)
+        .def_ro("missing_bytes", &Outcome::missing_bytes)
+        .def_ro("expected_bytes", &Outcome::expected_bytes)
+        .def_ro("announced_bytes", &Outcome::announced_bytes)
+        .def_ro("repaired", &Outcome::repaired)
+        .def_prop_ro("elapsed_s", [](const Outcome& o) { return static_cast<double>(o.ended - o.started) * 1e-9; })
+        .def_ro("arrivals", &Outcome::arrivals)
+        .def_prop_ro("counts", [](const Outcome& o) { return nb::bytes(reinterpret_cast<const char*>(o.counts.data()), o.counts.size() * 2); });
+
+    nb::class_<Driver>(m, "Endpoint")
+        .def(
+            "__init__",
+            [](Driver* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer, bool low_priority, bool segmentation,
+               bool coalescing) {
+                new (self) Driver(host, port,
+                                  {.receive_buffer = receive_buffer, .low_priority = low_priority, .segmentation = segmentation, .coalescing = coalescing});
+            },
+            nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"), nb::arg("segmentation"),
+            nb::arg("coalescing"))
+        .def_prop_ro("port", [](const Driver& d) { return d.socket().port(); })
+        .def_prop_ro("receive_buffer", [](const Driver& d) { return d.socket().receive_buffer(); })
+        .def(
+            "start",
+            [](Driver& d, std::uint16_t rank, const std::vector<std::pair<std::string, std::uint16_t>>& peers, const nb::dict& config) {
+                std::vector<Address> addresses;
+                for (const auto& [host, port] : peers) addresses.emplace_back(host, port);
+                d.start(make_core_config(rank, static_cast<std::uint16_t>(peers.size()), config), std::move(addresses));
+            },
+            nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
+        .def(
+            "post",
+            [](Driver& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends, const std::vector<PyReceive>& receives,
+               const std::optional<PyReduction>& reduction, std::pair<double, double> budgets,
+               std::pair<std::optional<double>, std::optional<double>> deadlines_s, std::optional<double> timeout_s) {
+                ExchangeSpec spec = make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s);
+                const nb::gil_scoped_release released;
+                return d.post(std::move(spec));
+            },
+            nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(), nb::arg("budgets"),
+            nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+        .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
+        .def("ended", &Driver::ended, nb::arg("id"))
+        .def("cancel", &Driver::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
+            nb::call_guard<nb::gil_scoped_release>())
+        .def("health",
+             [](Driver& d) {
+                 const Driver::Health health = d.health();
+                 nb::dict all = to_dict(health.counters);
+                 all["faults"] = to_dict(health.faults);
+                 all["overflow"] = health.overflow;
+                 all["segments"] = health.segments;
+                 all["coalesces"] = health.coalesces;
+                 return all;
+             })
+        .def(
+            "link",
+            [](Driver& d, std::uint16_t peer) {
+                const Driver::LinkHealth link = d.link(peer);
+                return std::tuple(static_cast<double>(link.round_trip) * 1e-9, link.loss, link.bytes_per_s);
+            },
+            nb::arg("peer"));
+
+    nb::class_<Sim>(m, "Sim")
+        .def(
+            "__init__",
+            [](Sim* self, std::uint16_t world, const nb::dict& core, const nb::dict& faults, double delay_s, double bytes_per_s, std::size_t queue_bytes) {
+                new (self) Sim({.core = make_core_config(0, world, core),
+                                .faults = to_fault_settings(faults),
+                                .delay = to_nanos(delay_s),
+                                .bytes_per_s = bytes_per_s,
+                                .queue_bytes = queue_bytes});
+            },
+            nb::arg("world"), nb::arg("core"), nb::arg("faults"), nb::arg("delay_s"), nb::arg("bytes_per_s"), nb::arg("queue_bytes"))
+        .def_prop_ro("now_s", [](const Sim& s) { return static_cast<double>(s.now()) * 1e-9; })
+        .def(
+            "post",
+            [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
+               const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction, std::pair<double, double> budgets,
+               std::pair<std::optional<double>, std::optional<double>> deadlines_s, std::optional<double> timeout_s) {
+                return s.post(rank, make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s));
+            },
+            nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
+            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+        .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
+        .def(
+            "advance", [](Sim& s, std::size_t most) {
+                std::size_t steps = 0;
+                while (steps < most && s.advance()) ++steps;
+                return steps;
+            },
+            nb::arg("most") = 1)
+        .def(
+            "take_finished",
+            [](Sim& s, std::uint16_t rank) {
+                nb::list all;
+                for (auto& finished : s.take_finished(rank)) all.append(nb::make_tuple(finished.id, nb::cast(std::move(finished.outcome))));
+                return all;
+            },
+            nb::arg("rank"))
+        .def("set_dark", &Sim::set_dark, nb::arg("rank"), nb::arg("dark"))
+        .def_prop_ro("queue_drops", &Sim::queue_drops)
+        .def("health", [](Sim& s, std::uint16_t rank) {
+            nb::dict all = to_dict(s.core(rank).counters());
+            all["faults"] = to_dict(s.fault_counters(rank));
+            return all;
+        });
+
+    m.def(
+        "set_faults",
+        [](std::optional<nb::dict> settings) {
+            Driver::set_faults(settings ? std::make_shared<const FaultSettings>(to_fault_settings(*settings)) : nullptr);
+        },
+        nb::arg("settings").none());
+    m.def(
+        "crc32c", [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); }, nb::arg("data"));
+    m.def("interface_mtu", &interface_mtu, nb::arg("host"));
+    m.def(
+        "datagram_bytes", [](const std::string& host, std::size_t mtu) { return datagram_bytes_for(mtu, Address(host, 0).family()); },
+        nb::arg("host"), nb::arg("mtu"));
+    m.def("chunk_bytes", &Core::chunk_bytes_for, nb::arg("datagram_bytes"), nb::arg("sealed"));
+}

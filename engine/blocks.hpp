@@ -1,0 +1,30 @@
+// Equal blocks of memory for chunks that must wait. Freed blocks are kept for the next exchange: touching fresh pages
+// costs more than the copy into them.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace storm {
+
+class Blocks {
+public:
+    Blocks(std::size_t block_bytes, std::size_t keep_bytes) : block_bytes_(block_bytes), keep_bytes_(keep_bytes) {}
+
+    [[nodiscard]] std::unique_ptr<std::byte[]> take() {
+        if (free_.empty()) return std::make_unique_for_overwrite<std::byte[]>(block_bytes_);
+        auto block = std::move(free_.back());
+        free_.pop_back();
+        return block;
+    }
+    void give_back(std::unique_ptr<std::byte[]> block) {
+        if (block && free_.size() * block_bytes_ < keep_bytes_) free_.push_back(std::move(block));
+    }
+
+private:
+    std::size_t block_bytes_, keep_bytes_;
+    std::vector<std::unique_ptr<std::byte[]>> free_;
+};
+
+}  // namespace storm

@@ -1,0 +1,351 @@
+// Beginnings, timers and endings; arrivals.cpp and departures.cpp hold the rest of Core.
+#include "core.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "peer.hpp"
+
+namespace storm {
+namespace {
+
+std::uint64_t key_of(std::uint32_t channel, std::uint32_t seq) { return std::uint64_t{channel} << 32 | seq; }
+
+constexpr Nanos longest_ask = second;
+
+}  // namespace
+
+std::size_t Core::chunk_bytes_for(std::size_t datagram_bytes, bool sealed) {
+    const std::size_t overhead = header_bytes + (sealed ? tag_bytes : 0);
+    return datagram_bytes > overhead ? (datagram_bytes - overhead) / 16 * 16 : 0;
+}
+
+Core::Core(CoreConfig config, Nanos now)
+    : config_(std::move(config)),
+      chunk_bytes_(chunk_bytes_for(config_.datagram_bytes, config_.secrets.sealed)),
+      seal_(config_.secrets, config_.rank),
+      blocks_(chunk_bytes_, 64 << 20),
+      pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U) {
+    if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
+    if (chunk_bytes_ < 16 || config_.datagram_bytes > max_datagram_bytes) {
+        throw std::invalid_argument("datagram_bytes must lie in [64, 65507], got " + std::to_string(config_.datagram_bytes));
+    }
+    if (config_.rate_mode == RateMode::fixed) {
+        if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
+        // Two milliseconds' worth may leave at once, or two datagrams if that is more.
+        const double burst = std::max(config_.bytes_per_s * 0.002, 2.0 * static_cast<double>(config_.datagram_bytes));
+        shared_pacer_.emplace(config_.bytes_per_s, burst, now);
+    }
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        peers_.push_back(rank == config_.rank ? nullptr
+                                              : std::make_unique<Peer>(rank, credit_bytes(), config_.rate_mode,
+                                                                       config_.datagram_bytes, now));
+    }
+    turn_ = (config_.rank + 1U) % config_.world;
+}
+
+Core::~Core() = default;
+
+std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
+    if (is_over(spec.channel, spec.seq) || find(spec.channel, spec.seq) != nullptr) {
+        throw std::invalid_argument("this sequence number of the channel was posted before");
+    }
+    Posted& posted = posted_[spec.channel];
+    if (spec.seq > posted.next && spec.seq - posted.next + posted.skipped.size() > Posted::most_skipped) {
+        throw std::invalid_argument("too many sequence numbers of the channel were passed over");
+    }
+    for (const auto& send : spec.sends) {
+        if (send.peer >= config_.world || send.peer == config_.rank) throw std::invalid_argument("send to a rank outside the world");
+        if (send.bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
+    }
+    for (const auto& receive : spec.receives) {
+        if (receive.peer >= config_.world || receive.peer == config_.rank) throw std::invalid_argument("receive from a rank outside the world");
+        if (receive.bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
+    }
+    posted.skipped.erase(spec.seq);
+    for (; posted.next <= spec.seq; ++posted.next) {
+        if (posted.next != spec.seq) posted.skipped.insert(posted.next);
+    }
+
+    auto owned = std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now);
+    Exchange& exchange = *owned;
+    exchange.id = next_id_++;
+    key_of_[exchange.id] = key_of(spec.channel, spec.seq);
+    active_[key_of(spec.channel, spec.seq)] = std::move(owned);
+
+    for (Outgoing& message : exchange.sends) {
+        if (free_slots_.empty()) {
+            free_slots_.push_back(static_cast<std::uint32_t>(slots_.size()));
+            slots_.push_back({});
+        }
+        message.slot = free_slots_.back();
+        free_slots_.pop_back();
+        slots_[message.slot].message = &message;
+        message.generation = slots_[message.slot].generation;
+        const Peer& peer = *peers_[message.peer];
+        if (peer.left || (peer.silent && !message.lossless())) {
+            release(message);
+        } else {
+            enqueue(message);
+        }
+    }
+    for (Incoming& message : exchange.receives) ++peers_[message.peer]->open_receives;
+
+    for (Pool::Entry& entry : pool_.take(spec.channel, spec.seq)) {
+        Peer& peer = *peers_[entry.header.source];
+        if (entry.header.kind == Kind::end) {
+            take_end(exchange, peer, (entry.header.flags & flag_second_stage) != 0, now);
+        } else if (entry.header.kind == Kind::ready) {
+            obey(exchange, peer, entry.header);
+        } else {
+            deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
+        }
+    }
+    counters_.pool_bytes = pool_.bytes();
+
+    for (Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        Peer& peer = *peers_[message.peer];
+        const bool lossy = message.allowed > 0 || exchange.stage(message.second_stage).deadline != never;
+        if (peer.left && !lossy) {
+            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+        } else if (peer.left || (peer.silent && lossy)) {
+            close(exchange, message, false, now);
+        } else {
+            message.ask_every = std::max(4 * peer.out.patience(), 20 * millisecond);
+            message.ask_at = now + message.ask_every;
+            if (message.cut.bytes > config_.eager_bytes || peer.refused) {
+                control(peer, {.kind = Kind::ready, .channel = spec.channel, .seq = spec.seq});
+            }
+        }
+    }
+    open_gates(exchange);
+    const std::uint64_t id = exchange.id;
+    finish_if_done(exchange, now);
+    return id;
+}
+
+void Core::cancel(std::uint64_t id, Nanos now) {
+    const auto key = key_of_.find(id);
+    if (key != key_of_.end()) finish(*active_.at(key->second), Status::closed, now);
+}
+
+void Core::leave(Nanos) {
+    for (auto& peer : peers_) {
+        if (peer && !peer->left) control(*peer, {.kind = Kind::bye});
+    }
+}
+
+bool Core::gone() const {
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const auto& peer) { return !peer || peer->left || peer->told || peer->silent; });
+}
+
+Exchange* Core::find(std::uint32_t channel, std::uint32_t seq) {
+    const auto found = active_.find(key_of(channel, seq));
+    return found == active_.end() ? nullptr : found->second.get();
+}
+
+bool Core::is_over(std::uint32_t channel, std::uint32_t seq) const {
+    const auto posted = posted_.find(channel);
+    return posted != posted_.end() && seq < posted->second.next && !posted->second.skipped.contains(seq);
+}
+
+void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
+    if (message.closed) return;
+    message.close();
+    Peer& peer = *peers_[message.peer];
+    --peer.open_receives;
+    if (tell) {
+        const std::uint8_t flags = message.second_stage ? flag_second_stage : std::uint8_t{0};
+        control(peer, {.kind = Kind::done, .flags = flags, .channel = exchange.channel, .seq = exchange.seq});
+    }
+    (void)now;
+}
+
+void Core::close_stage(Exchange& exchange, bool second_stage, Nanos now) {
+    for (Incoming& message : exchange.receives) {
+        if (message.second_stage == second_stage) close(exchange, message, true, now);
+    }
+    for (Outgoing& message : exchange.sends) {
+        if (message.second_stage == second_stage) release(message);
+    }
+}
+
+void Core::open_gates(Exchange& exchange) {
+    if (!exchange.take_news()) return;
+    for (Outgoing& message : exchange.sends) {
+        if (message.second_stage) enqueue(message);
+    }
+}
+
+void Core::finish_if_done(Exchange& exchange, Nanos now) {
+    if (exchange.outcome.status != Status::running) {
+        finish(exchange, exchange.outcome.status, now);
+    } else if (exchange.finished()) {
+        finish(exchange, Status::ok, now);
+    }
+}
+
+void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos) {
+    if (exchange.outcome.status != Status::running) return;
+    exchange.outcome.status = status;
+    exchange.outcome.peer = peer;
+    exchange.outcome.missing_bytes = missing_bytes;
+}
+
+void Core::finish(Exchange& exchange, Status status, Nanos now) {
+    for (Incoming& message : exchange.receives) close(exchange, message, true, now);
+    exchange.conclude(status, now);
+    bool pinned = false;
+    for (Outgoing& message : exchange.sends) {
+        message.wanted = false;
+        if (message.queued) std::erase(peers_[message.peer]->queue, &message);
+        pinned |= message.pins > 0;
+        // A pinned message keeps its slot until the last batch that points into it has left.
+        if (message.pins == 0) {
+            ++slots_[message.slot].generation;
+            free_slots_.push_back(message.slot);
+        }
+    }
+    const auto found = active_.find(key_of(exchange.channel, exchange.seq));
+    std::unique_ptr<Exchange> owned = std::move(found->second);
+    active_.erase(found);
+    key_of_.erase(owned->id);
+    if (pinned) {
+        leaving_.push_back(std::move(owned));
+    } else {
+        finished_.push_back({.id = owned->id, .outcome = std::move(owned->outcome)});
+    }
+}
+
+std::optional<Core::Finished> Core::take_finished() {
+    if (finished_.empty()) return std::nullopt;
+    Finished first = std::move(finished_.front());
+    finished_.pop_front();
+    return first;
+}
+
+void Core::tick(Nanos now) {
+    for (auto& peer : peers_) {
+        if (peer) tick_peer(*peer, now);
+    }
+    // Ticking may end exchanges, so walk a copy of the keys.
+    std::vector<std::uint64_t> due;
+    for (const auto& [key, exchange] : active_) {
+        if (exchange_timer(*exchange) <= now) due.push_back(key);
+    }
+    for (const std::uint64_t key : due) {
+        const auto found = active_.find(key);
+        if (found != active_.end()) tick_exchange(*found->second, now);
+    }
+}
+
+void Core::tick_peer(Peer& peer, Nanos now) {
+    peer.out.expire(now, [&](const Flight& flight) { on_lost(peer, flight, now); });
+    if (now < peer.out.probe_at()) return;
+    peer.out.probed(now);
+    ++counters_.probes;
+    control(peer, {.kind = Kind::ping});
+}
+
+void Core::tick_exchange(Exchange& exchange, Nanos now) {
+    for (const bool second_stage : {false, true}) {
+        if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage, now);
+    }
+    for (Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now >= message.close_at) {
+            close(exchange, message, true, now);
+        } else if (now - std::max(peer.last_heard, exchange.outcome.started) >= config_.silence) {
+            peer.silent = true;
+            peer.out.abandon();
+            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
+                close(exchange, message, false, now);
+            } else {
+                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            }
+        } else if (now >= message.ask_at) {
+            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
+            message.ask_at = now + message.ask_every;
+            ++counters_.asks;
+            control(peer, {.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
+        }
+    }
+    for (Outgoing& message : exchange.sends) {
+        if (message.released) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now - std::max(peer.last_heard, exchange.outcome.started) < config_.silence) continue;
+        peer.silent = true;
+        peer.out.abandon();
+        if (message.lossless()) {
+            fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - std::uint64_t{message.acked} * chunk_bytes_, now);
+        } else {
+            release(message);
+        }
+    }
+    if (now >= exchange.timeout_at) {
+        for (const Incoming& message : exchange.receives) {
+            if (!message.closed) {
+                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - message.arrived_bytes, now);
+            }
+        }
+        for (const Outgoing& message : exchange.sends) {
+            if (!message.released) {
+                const std::uint64_t acked = std::min<std::uint64_t>(std::uint64_t{message.acked} * chunk_bytes_, message.cut.bytes);
+                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - acked, now);
+            }
+        }
+    }
+    open_gates(exchange);
+    finish_if_done(exchange, now);
+}
+
+Nanos Core::exchange_timer(const Exchange& exchange) const {
+    Nanos at = exchange.timeout_at;
+    for (const Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        const Nanos silent_at = std::max(peers_[message.peer]->last_heard, exchange.outcome.started) + config_.silence;
+        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at, silent_at});
+    }
+    for (const Outgoing& message : exchange.sends) {
+        if (message.released) continue;
+        const Nanos silent_at = std::max(peers_[message.peer]->last_heard, exchange.outcome.started) + config_.silence;
+        at = std::min({at, exchange.stage(message.second_stage).deadline, silent_at});
+    }
+    return at;
+}
+
+Nanos Core::next_timer() const {
+    Nanos at = paced_until_;
+    for (const auto& peer : peers_) {
+        if (!peer) continue;
+        at = std::min({at, peer->out.loss_at(), peer->out.probe_at(), peer->in.report_at(credit_bytes(), peer->report_delay())});
+    }
+    for (const auto& [key, exchange] : active_) at = std::min(at, exchange_timer(*exchange));
+    return at;
+}
+
+Nanos Core::round_trip(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->out.smooth_rtt() : 0; }
+
+double Core::loss_from(std::uint16_t peer) const {
+    if (!peers_.at(peer) || peers_[peer]->in.largest() == 0) return 0.0;
+    const Inbound& in = peers_[peer]->in;
+    return 1.0 - static_cast<double>(in.arrived()) / static_cast<double>(in.largest());
+}
+
+double Core::rate_to(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->rate.bytes_per_s() : 0.0; }
+
+std::uint64_t Core::credit_bytes() const {
+    if (config_.world < 2) return config_.receive_buffer;
+    // Half of the socket's buffer is divided among all, a quarter among those that we wait for: as they finish one after
+    // the other the last ones get more, and a quarter is left for what was granted to those before.
+    const auto waited = static_cast<std::size_t>(
+        std::count_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer && peer->open_receives > 0; }));
+    const std::size_t quarter = config_.receive_buffer / 4;
+    return 2 * quarter / (config_.world - 1U) + quarter / std::max<std::size_t>(waited, 1);
+}
+
+}  // namespace storm

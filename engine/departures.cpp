@@ -1,0 +1,281 @@
+// What a core sends, to whom and when; and what became of it.
+#include <algorithm>
+
+#include "core.hpp"
+#include "peer.hpp"
+
+namespace storm {
+
+bool Core::transmit(Batch& batch, Nanos now) {
+    batch.segments = batch.bytes = batch.parts = 0;
+    batch.sealed.clear();
+    batch.pinned.reset();
+    for (auto& peer : peers_) {
+        if (peer && fill_control(batch, *peer, now)) return true;
+    }
+    paced_until_ = never;
+    for (std::size_t k = 0; k < peers_.size(); ++k) {
+        const std::size_t index = (turn_ + k) % peers_.size();
+        if (!peers_[index] || peers_[index]->queue.empty() || !fill_data(batch, *peers_[index], now)) continue;
+        turn_ = index + 1;
+        return true;
+    }
+    return false;
+}
+
+void Core::transmitted(const Batch& batch, Nanos now) {
+    if (!batch.pinned) return;
+    const auto [slot, generation] = *batch.pinned;
+    Outgoing* message = message_of(slot, generation);
+    if (message == nullptr || --message->pins > 0) return;
+    Exchange& exchange = *message->exchange;
+    if (exchange.outcome.status == Status::running) {
+        release_if_done(*message);
+        finish_if_done(exchange, now);
+        return;
+    }
+    // The exchange ended with this batch still pointing into its buffers.
+    ++slots_[slot].generation;
+    free_slots_.push_back(slot);
+    for (const Outgoing& other : exchange.sends) {
+        if (other.pins > 0) return;
+    }
+    const auto found = std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& e) { return e.get() == &exchange; });
+    finished_.push_back({.id = exchange.id, .outcome = std::move(exchange.outcome)});
+    leaving_.erase(found);
+}
+
+bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
+    Header header{.source = config_.rank, .cookie = seal_.visible_cookie()};
+    Flight flight{};
+    std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
+    std::size_t body_bytes = 0;
+    if (peer.in.report_at(credit_bytes(), peer.report_delay()) <= now) {
+        header.kind = Kind::report;
+        body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now), body);
+        flight.settled = true;  // reports are not reported
+        ++counters_.reports;
+    } else if (!peer.controls.empty()) {
+        const Control what = peer.controls.front();
+        peer.controls.pop_front();
+        header.kind = what.kind;
+        header.flags = flight.flags = what.flags;
+        header.channel = flight.channel = what.channel;
+        header.seq = flight.seq = what.seq;
+    } else {
+        return false;
+    }
+    batch.peer = peer.rank;
+    flight.kind = header.kind;
+    flight.bytes = static_cast<std::uint32_t>(header_bytes + body_bytes);
+    batch.segment_bytes = header_bytes + body_bytes + seal_.overhead_bytes();
+    // The body is copied: it must outlive this call.
+    batch.sealed.reserve(Batch::max_bytes);
+    const std::uint64_t number = peer.out.depart(flight, now);
+    seal_segment(batch, peer, number, header, {body.data(), body_bytes});
+    return true;
+}
+
+bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
+    Outgoing* message = nullptr;
+    for (std::size_t i = 0; i < peer.queue.size();) {
+        Outgoing* candidate = peer.queue[i];
+        if (!candidate->sendable() && !candidate->parked) {
+            candidate->queued = false;
+            peer.queue.erase(peer.queue.begin() + static_cast<std::ptrdiff_t>(i));
+            continue;
+        }
+        const bool within_eager = candidate->ready || candidate->sent_bytes < config_.eager_bytes;
+        if (candidate->sendable() && within_eager) {
+            message = candidate;
+            break;
+        }
+        ++i;
+    }
+    if (message == nullptr) return false;
+
+    const std::size_t segment = std::min<std::size_t>(chunk_bytes_, message->cut.bytes) + header_bytes + seal_.overhead_bytes();
+    if (!peer.out.window_open(segment)) return false;
+    const std::size_t available =
+        message->repairs.size() + (message->source != nullptr ? message->source->final_chunks().size() : message->cut.chunks) - message->cursor;
+    const std::size_t limit =
+        std::min({std::size_t{Batch::max_bytes}, peer.rate.batch_bytes(), std::max<std::size_t>(peer.out.window_bytes(), segment)});
+    const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, available), 1, Batch::max_segments);
+    const std::size_t bytes = segments * segment;
+    if (shared_pacer_) {
+        if (!shared_pacer_->try_send(bytes, now)) {
+            paced_until_ = std::min(paced_until_, shared_pacer_->next_send_at(now));
+            return false;
+        }
+    } else if (!peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now)) {
+        paced_until_ = std::min(paced_until_, peer.rate.next_send_at(now));
+        return false;
+    }
+
+    batch.peer = peer.rank;
+    batch.segment_bytes = 0;
+    if (seal_.encrypts()) batch.sealed.reserve(Batch::max_bytes + max_datagram_bytes);
+    while (batch.segments < segments && message->sendable()) {
+        const bool repair = !message->repairs.empty();
+        const std::uint32_t chunk = repair ? message->repairs.front() : message->chunk_at(message->cursor);
+        if (repair && message->acked_chunks.test(chunk)) {
+            message->repairs.pop_front();
+            continue;
+        }
+        if (!repair && message->source != nullptr && message->source->counts()[chunk] == 0) {
+            // We were to pass this chunk on and never got it: for our receivers it is lost.
+            ++message->cursor;
+            ++message->given_up;
+            if (message->first_pass_over()) end_message(peer, *message);
+            continue;
+        }
+        // Segments of one batch are equal, but for a shorter last one.
+        const std::size_t size = message->cut.size(chunk) + header_bytes + seal_.overhead_bytes();
+        if (batch.segments > 0 && size > batch.segment_bytes) break;
+        if (batch.segments == 0) batch.segment_bytes = size;
+        std::uint8_t flags = message->second_stage ? flag_second_stage : std::uint8_t{0};
+        if (repair) {
+            message->repairs.pop_front();
+            flags |= flag_repair;
+            ++message->repaired;
+            ++counters_.repaired;
+        } else {
+            ++message->cursor;
+            if (message->first_pass_over() && !message->lossless()) flags |= flag_last;
+        }
+        add_chunk(batch, peer, *message, chunk, flags, now);
+        if ((flags & flag_last) != 0) end_message(peer, *message);
+        if (size < batch.segment_bytes) break;
+    }
+    if (batch.segments == 0) {
+        Exchange& exchange = *message->exchange;
+        release_if_done(*message);
+        finish_if_done(exchange, now);
+        return false;
+    }
+    if (!message->sendable() && peer.queue.size() == 1) peer.out.on_app_limited();
+    ++message->pins;
+    batch.pinned = {message->slot, message->generation};
+    return true;
+}
+
+// The end of a lossy message must be heard even if its last datagram is lost.
+void Core::end_message(Peer& peer, const Outgoing& message) {
+    const std::uint8_t stage = message.second_stage ? flag_second_stage : std::uint8_t{0};
+    control(peer, {.kind = Kind::end, .flags = stage, .channel = message.exchange->channel, .seq = message.exchange->seq});
+}
+
+void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now) {
+    const std::uint32_t size = message.cut.size(chunk);
+    const Flight flight{.bytes = static_cast<std::uint32_t>(size + header_bytes + seal_.overhead_bytes()),
+                        .kind = Kind::data,
+                        .flags = flags,
+                        .slot = message.slot,
+                        .generation = message.generation,
+                        .chunk = chunk};
+    const std::uint64_t number = peer.out.depart(flight, now);
+    message.sent_bytes += size;
+    seal_segment(batch, peer, number,
+                 {.kind = Kind::data,
+                  .flags = flags,
+                  .source = config_.rank,
+                  .cookie = seal_.visible_cookie(),
+                  .channel = message.exchange->channel,
+                  .seq = message.exchange->seq,
+                  .chunk = chunk,
+                  .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)},
+                 {message.data + std::size_t{chunk} * message.cut.chunk_bytes, size});
+}
+
+void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload) {
+    header.number = static_cast<std::uint32_t>(number);
+    if (seal_.encrypts()) header.flags |= flag_sealed;
+    const std::span<std::byte, header_bytes> wire_header(batch.headers[batch.segments]);
+    write_header(header, wire_header);
+    std::size_t bytes = header_bytes;
+    batch.iov[batch.parts++] = {.iov_base = wire_header.data(), .iov_len = header_bytes};
+    if (seal_.encrypts() || header.kind != Kind::data) {
+        const std::size_t at = batch.sealed.size();
+        batch.sealed.resize(at + payload.size() + seal_.overhead_bytes());
+        const std::span<std::byte> out(batch.sealed.data() + at, payload.size() + seal_.overhead_bytes());
+        if (seal_.encrypts()) {
+            seal_.encrypt(wire_header, payload, peer.rank, number, out);
+        } else {
+            seal_.protect(wire_header, payload);
+            std::copy(payload.begin(), payload.end(), out.begin());
+        }
+        if (!out.empty()) batch.iov[batch.parts++] = {.iov_base = out.data(), .iov_len = out.size()};
+        bytes += out.size();
+    } else {
+        seal_.protect(wire_header, payload);
+        if (!payload.empty()) {
+            batch.iov[batch.parts++] = {.iov_base = const_cast<std::byte*>(payload.data()), .iov_len = payload.size()};
+        }
+        bytes += payload.size();
+    }
+    ++batch.segments;
+    batch.bytes += bytes;
+    ++counters_.datagrams_sent;
+    counters_.bytes_sent += bytes;
+}
+
+void Core::control(Peer& peer, Control what) {
+    if (peer.left && what.kind != Kind::done) return;
+    // Every control is sent again or asked for again if it matters, so a bound may drop some.
+    constexpr std::size_t most_controls = 1024;
+    if (peer.controls.size() >= most_controls) return;
+    if (std::find(peer.controls.begin(), peer.controls.end(), what) == peer.controls.end()) peer.controls.push_back(what);
+}
+
+void Core::enqueue(Outgoing& message) {
+    if (message.queued || message.released || !message.wanted) return;
+    message.queued = true;
+    peers_[message.peer]->queue.push_back(&message);
+}
+
+Outgoing* Core::message_of(std::uint32_t slot, std::uint32_t generation) {
+    if (slot >= slots_.size() || slots_[slot].generation != generation) return nullptr;
+    return slots_[slot].message;
+}
+
+void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.kind == Kind::bye) peer.told = true;
+    if (flight.kind == Kind::data) {
+        Outgoing* message = message_of(flight.slot, flight.generation);
+        if (message == nullptr || message->released || !message->acked_chunks.set(flight.chunk)) return;
+        ++message->acked;
+        release_if_done(*message);
+        if (message->released) finish_if_done(*message->exchange, now);
+    }
+}
+
+void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.kind == Kind::data) {
+        Outgoing* message = message_of(flight.slot, flight.generation);
+        if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
+        if (message->given_up < message->allowed) {
+            ++message->given_up;
+            release_if_done(*message);
+            if (message->released) finish_if_done(*message->exchange, now);
+        } else {
+            message->repairs.push_back(flight.chunk);
+            enqueue(*message);
+        }
+    } else if (flight.kind == Kind::end || flight.kind == Kind::bye) {
+        control(peer, {.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
+    }
+}
+
+void Core::release_if_done(Outgoing& message) {
+    if (message.released || message.pins > 0) return;
+    const bool settled = message.acked + message.given_up >= message.cut.chunks;
+    if (!message.wanted || settled || (message.never_repaired() && message.first_pass_over())) release(message);
+}
+
+void Core::release(Outgoing& message) {
+    message.wanted = false;
+    message.repairs.clear();
+    if (message.pins == 0) message.released = true;
+}
+
+}  // namespace storm

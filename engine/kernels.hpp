@@ -1,0 +1,36 @@
+// Arithmetic on chunks where the kernel put them: any alignment, float32 accumulation, one rounding at the end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace storm {
+
+// How the elements of a message read. `bytes` can only be placed.
+enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16 };
+
+[[nodiscard]] std::size_t element_bytes(Dtype dtype);
+
+// out[i] = round(scale * ((in[0][i] + in[1][i]) + in[2][i] + ...)): the sum in the order given, so that it is the same
+// whatever arrived first. All inputs are `wire`; `out` is `wire` or float32 and may be one of the inputs' memory.
+// scale == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
+// a dtype that cannot be summed: the latter throws std::invalid_argument here and below.
+void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale, Dtype out_dtype,
+                  std::byte* out);
+
+// sum[i] = a[i] (as float32).
+void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
+// sum[i] = a[i] + b[i]; `sum` may be a's memory where wire is float32.
+void add_first(Dtype wire, const std::byte* a, const std::byte* b, std::size_t elements, float* sum);
+// sum[i] += a[i].
+void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
+// out[i] = round(scale * sum[i]); `out` may be sum's memory where out_dtype is float32.
+void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_dtype, std::byte* out);
+
+// The instruction sets that the loops above can use on this machine, best first; the first is in use. All give the same
+// bits; tests and benchmarks choose another by its index.
+[[nodiscard]] std::span<const char* const> instruction_sets();
+void use_instruction_set(std::size_t index);
+
+}  // namespace storm

@@ -1,0 +1,116 @@
+#include "link.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace storm {
+
+std::uint64_t Outbound::depart(Flight flight, Nanos now) {
+    if (flights_in_use() >= ring_.size()) grow();
+    if (flight.settled) {
+        flight.bytes = 0;
+    } else {
+        flight.stamp = meter_.on_send(in_flight_bytes_, now);
+        in_flight_bytes_ += flight.bytes;
+        active_at_ = now;
+    }
+    at(next_) = flight;
+    return next_++;
+}
+
+void Outbound::abandon() {
+    for (std::uint64_t number = base_; number < next_; ++number) at(number).settled = true;
+    in_flight_bytes_ = 0;
+    loss_at_ = never;
+    retire();
+}
+
+Nanos Outbound::patience() const {
+    if (smooth_rtt_ == 0) return 20 * millisecond;
+    return smooth_rtt_ + std::max(4 * rtt_variation_, millisecond) + millisecond;
+}
+
+Nanos Outbound::probe_at() const {
+    if (in_flight_bytes_ == 0) return never;
+    return active_at_ + std::min(patience() << std::min(probes_, 10U), second);
+}
+
+void Outbound::probed(Nanos now) {
+    ++probes_;
+    active_at_ = now;
+}
+
+void Outbound::grow() {
+    std::vector<Flight> larger(ring_.size() * 2);
+    for (std::uint64_t number = base_; number < next_; ++number) larger[number & (larger.size() - 1)] = at(number);
+    ring_ = std::move(larger);
+}
+
+void Outbound::sample_rtt(Nanos rtt) {
+    latest_rtt_ = rtt;
+    if (smooth_rtt_ == 0) {
+        smooth_rtt_ = rtt;
+        rtt_variation_ = rtt / 2;
+        return;
+    }
+    rtt_variation_ += (std::abs(smooth_rtt_ - rtt) - rtt_variation_) / 4;
+    smooth_rtt_ += (rtt - smooth_rtt_) / 8;
+}
+
+void Outbound::retire() {
+    while (base_ < next_ && at(base_).settled) ++base_;
+}
+
+bool Inbound::seen(std::uint64_t number) const {
+    if (number == 0) return true;
+    if (number > largest_) return false;
+    if (largest_ - number >= bits) return true;
+    return (window_[number % bits / 64] >> (number % 64) & 1) != 0;
+}
+
+void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now) {
+    if (number > largest_) {
+        // Forget the numbers that the window moves over.
+        const std::uint64_t steps = std::min<std::uint64_t>(number - largest_, bits);
+        for (std::uint64_t i = 1; i <= steps; ++i) {
+            const std::uint64_t old = number - steps + i;
+            window_[old % bits / 64] &= ~(1ULL << (old % 64));
+        }
+        largest_ = number;
+        largest_at_ = now;
+    }
+    window_[number % bits / 64] |= 1ULL << (number % 64);
+    ++arrived_;
+    if (!elicits) return;
+    unreported_bytes_ += bytes;
+    unreported_since_ = std::min(unreported_since_, now);
+}
+
+Nanos Inbound::report_at(std::uint64_t credit_bytes, Nanos delay) const {
+    if (largest_ == 0) return never;
+    if (urgent_ || unreported_bytes_ * 4 >= credit_bytes) return unreported_bytes_ > 0 || urgent_ ? 0 : never;
+    return unreported_since_ == never ? never : unreported_since_ + delay;
+}
+
+Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now) {
+    Report report;
+    report.largest = largest_;
+    report.credit_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(credit_bytes, 0xffff'ffff));
+    report.held_us = static_cast<std::uint32_t>(std::min<Nanos>((now - largest_at_) / microsecond, 0xffff'ffff));
+    report.overflow = overflow;
+    std::uint64_t& fourth = reported_[reports_++ % reported_.size()];
+    const std::uint64_t reach = std::min<std::uint64_t>(largest_ - fourth + 64, bits);
+    fourth = largest_;
+    report.words = static_cast<std::uint32_t>((std::min(reach, largest_) + 63) / 64);
+    if (report.words == 0) report.words = 1;
+    for (std::uint64_t i = 0; i < std::uint64_t{report.words} * 64 && i < largest_; ++i) {
+        const std::uint64_t number = largest_ - i;
+        if ((window_[number % bits / 64] >> (number % 64) & 1) != 0) report.arrived[i / 64] |= 1ULL << (i % 64);
+    }
+    unreported_bytes_ = 0;
+    unreported_since_ = never;
+    urgent_ = false;
+    return report;
+}
+
+}  // namespace storm

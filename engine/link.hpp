@@ -1,0 +1,185 @@
+// One directed pair of endpoints, both ways: packet numbers, what is in flight, what arrived, the round trip.
+//
+// Every datagram on a link has its own number, never used twice. A receiver reports which numbers arrived; the sender
+// knows what each number carried and so knows what was lost, without guessing from timers of the whole message.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "clock.hpp"
+#include "pacer.hpp"
+#include "wire.hpp"
+
+namespace storm {
+
+// What one numbered datagram carried, kept until its fate is known.
+struct Flight {
+    SendStamp stamp{};
+    std::uint32_t bytes{};
+    Kind kind{};
+    std::uint8_t flags{};
+    bool settled{};
+    std::uint32_t slot{}, generation{};  // the outgoing message, for data
+    std::uint32_t chunk{};
+    std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
+};
+
+// The sending half: what is in flight and what became of it.
+class Outbound {
+public:
+    // As many numbers as a report can name.
+    static constexpr std::uint64_t max_flights = std::uint64_t{Report::max_words} * 64;
+    // A number this far below an arrived one is lost and not merely reordered.
+    static constexpr std::uint64_t reorder_limit = 8;
+
+    explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
+
+    // The number of the next datagram, which `flight` describes.
+    std::uint64_t depart(Flight flight, Nanos now);
+    // Takes a report; settled flights go to `acked(flight)` or `lost(flight)`.
+    template <class Acked, class Lost>
+    void settle(const Report& report, Nanos now, Acked&& acked, Lost&& lost);
+    // Flights whose time threshold has passed.
+    template <class Lost>
+    void expire(Nanos now, Lost&& lost);
+    // Gives everything in flight up for lost, without telling anyone.
+    void abandon();
+
+    [[nodiscard]] bool window_open(std::size_t bytes) const {
+        return flights_in_use() < max_flights && (in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= credit_bytes_);
+    }
+    [[nodiscard]] std::uint64_t window_bytes() const {
+        return in_flight_bytes_ >= credit_bytes_ ? 0 : credit_bytes_ - in_flight_bytes_;
+    }
+    [[nodiscard]] std::uint64_t flights_in_use() const { return next_ - base_; }
+    [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
+    [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
+    [[nodiscard]] Delivery last_delivery() const { return delivery_; }
+    // When a probe is due because nothing was heard of what is in flight; `never` when nothing is.
+    [[nodiscard]] Nanos probe_at() const;
+    [[nodiscard]] Nanos loss_at() const { return loss_at_; }
+    void probed(Nanos now);
+    // How long to wait for an answer before acting: the round trip and its variation.
+    [[nodiscard]] Nanos patience() const;
+    // Nothing is left to send for now: what the link delivers no longer tells what it could.
+    void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
+
+private:
+    Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
+    void grow();
+    void sample_rtt(Nanos rtt);
+    void retire();
+    template <class Lost>
+    void detect(Nanos now, Lost&& lost);
+
+    std::vector<Flight> ring_ = std::vector<Flight>(64);
+    std::uint64_t base_{1}, next_{1};  // numbers in [base_, next_) are in the ring; 0 is no number
+    std::uint64_t largest_acked_{};
+    std::uint64_t credit_bytes_;
+    std::uint64_t in_flight_bytes_{};
+    DeliveryMeter meter_;
+    Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
+    Nanos active_at_;  // last departure or progress
+    Nanos loss_at_{never};
+    unsigned probes_{};
+    Delivery delivery_{};
+};
+
+// The receiving half: which numbers arrived (which is also the replay window), and what to report.
+class Inbound {
+public:
+    [[nodiscard]] std::uint64_t largest() const { return largest_; }
+    // Whether the number was seen already or is too old to tell.
+    [[nodiscard]] bool seen(std::uint64_t number) const;
+    // `elicits` is false for reports themselves, which are not reported.
+    void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now);
+    void report_now() { urgent_ = true; }
+    // When the next report is due; `never` when there is nothing to say.
+    [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
+    [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now);
+
+    // Of the numbers up to `largest`, how many arrived: the link's loss as the receiver sees it.
+    [[nodiscard]] std::uint64_t arrived() const { return arrived_; }
+
+private:
+    static constexpr std::size_t bits = Report::max_words * 64;
+    std::array<std::uint64_t, Report::max_words> window_{};
+    std::uint64_t largest_{};
+    std::uint64_t arrived_{};
+    Nanos largest_at_{};
+    std::uint64_t unreported_bytes_{};
+    Nanos unreported_since_{never};
+    bool urgent_{};
+    // Reports overlap so that one lost report loses no knowledge: each reaches back to the fourth before it.
+    std::array<std::uint64_t, 4> reported_{};
+    std::size_t reports_{};
+};
+
+template <class Acked, class Lost>
+void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& lost) {
+    if (report.largest >= next_) return;  // names what was never sent
+    credit_bytes_ = report.credit_bytes;
+    Delivery delivery;
+    SendStamp newest{};
+    const Nanos held = Nanos{report.held_us} * microsecond;
+    const std::uint64_t covered = std::uint64_t{report.words} * 64;
+    const std::uint64_t from =
+        report.largest >= covered ? std::max(base_, report.largest - covered + 1) : std::max<std::uint64_t>(base_, 1);
+    for (std::uint64_t number = from; number <= report.largest; ++number) {
+        Flight& flight = at(number);
+        const std::uint64_t bit = report.largest - number;
+        if (flight.settled || (report.arrived[bit / 64] >> (bit % 64) & 1) == 0) continue;
+        flight.settled = true;
+        in_flight_bytes_ -= flight.bytes;
+        delivery.delivered_bytes += flight.bytes;
+        if (number > largest_acked_) largest_acked_ = number;
+        if (number == report.largest) {
+            delivery.rtt = std::max<Nanos>(now - flight.stamp.sent_at - held, 1);
+            sample_rtt(delivery.rtt);
+        }
+        newest = flight.stamp;
+        acked(flight);
+    }
+    if (delivery.delivered_bytes > 0) {
+        delivery.bytes_per_s = meter_.on_report(newest, delivery.delivered_bytes, held, now);
+        delivery.app_limited = newest.app_limited;
+        active_at_ = now;
+        probes_ = 0;
+    }
+    detect(now, [&](const Flight& flight) {
+        delivery.lost_bytes += flight.bytes;
+        lost(flight);
+    });
+    delivery.now = now;
+    delivery.in_flight_bytes = in_flight_bytes_;
+    delivery_ = delivery;
+}
+
+template <class Lost>
+void Outbound::expire(Nanos now, Lost&& lost) {
+    if (now >= loss_at_) detect(now, lost);
+}
+
+template <class Lost>
+void Outbound::detect(Nanos now, Lost&& lost) {
+    loss_at_ = never;
+    const Nanos delay = std::max(smooth_rtt_, latest_rtt_) * 5 / 4 + 50 * microsecond;
+    for (std::uint64_t number = base_; number < largest_acked_; ++number) {
+        Flight& flight = at(number);
+        if (flight.settled) continue;
+        if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
+            flight.settled = true;
+            in_flight_bytes_ -= flight.bytes;
+            lost(flight);
+        } else {
+            loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);
+        }
+    }
+    retire();
+}
+
+}  // namespace storm

@@ -1,0 +1,34 @@
+// All that a core knows of one peer. Private to the core.
+#pragma once
+
+#include <algorithm>
+#include <deque>
+
+#include "core.hpp"
+
+namespace storm {
+
+struct Core::Peer {
+    Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, Nanos now)
+        : rank(its_rank), out(credit, now), rate(mode, datagram_bytes, now), last_heard(now) {}
+
+    std::uint16_t rank;
+    Outbound out;
+    Inbound in;
+    RateControl rate;
+    std::deque<Outgoing*> queue;   // messages with something to send, oldest first
+    std::deque<Control> controls;  // bounded: equal ones are merged
+    Nanos last_heard;
+    std::uint32_t open_receives{};  // messages that we wait for
+    bool silent{};                  // nothing heard for too long; heals by itself
+    bool left{};                    // said goodbye
+    bool told{};                    // knows that we leave
+    bool refused{};                 // the pool turned something of it away
+
+    // A report may wait this long for more to report.
+    [[nodiscard]] Nanos report_delay() const {
+        return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond);
+    }
+};
+
+}  // namespace storm

@@ -1,0 +1,35 @@
+#include "pool.hpp"
+
+#include <cstring>
+
+namespace storm {
+
+bool Pool::keep(const Header& header, std::span<const std::byte> payload) {
+    const std::size_t cost = payload.size() + entry_overhead;
+    std::size_t& held = held_[header.source];
+    if (held + cost > share_bytes_) return false;
+    Entry entry{.header = header, .payload = nullptr, .bytes = payload.size()};
+    if (!payload.empty()) {
+        entry.payload = std::make_unique_for_overwrite<std::byte[]>(payload.size());
+        std::memcpy(entry.payload.get(), payload.data(), payload.size());
+    }
+    held += cost;
+    bytes_ += cost;
+    waiting_[std::uint64_t{header.channel} << 32 | header.seq].push_back(std::move(entry));
+    return true;
+}
+
+std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
+    const auto found = waiting_.find(std::uint64_t{channel} << 32 | seq);
+    if (found == waiting_.end()) return {};
+    std::vector<Entry> entries = std::move(found->second);
+    waiting_.erase(found);
+    for (const Entry& entry : entries) {
+        const std::size_t cost = entry.bytes + entry_overhead;
+        held_[entry.header.source] -= cost;
+        bytes_ -= cost;
+    }
+    return entries;
+}
+
+}  // namespace storm

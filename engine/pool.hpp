@@ -1,0 +1,40 @@
+// Where chunks of exchanges that were not posted yet wait, within bounds: no peer can make us hold more than its share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "wire.hpp"
+
+namespace storm {
+
+class Pool {
+public:
+    struct Entry {
+        Header header;
+        std::unique_ptr<std::byte[]> payload;
+        std::size_t bytes{};
+    };
+    // What an entry costs beside its payload; counted, so that floods of empty chunks are bounded too.
+    static constexpr std::size_t entry_overhead = 128;
+
+    Pool(std::size_t total_bytes, std::size_t peers) : share_bytes_(peers == 0 ? 0 : total_bytes / peers) {}
+
+    // Keeps a copy; false when the source's share is used up.
+    [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
+    // All that waited for an exchange, in the order it came.
+    [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+
+private:
+    std::size_t share_bytes_;
+    std::size_t bytes_{};
+    std::unordered_map<std::uint16_t, std::size_t> held_;
+    std::unordered_map<std::uint64_t, std::vector<Entry>> waiting_;
+};
+
+}  // namespace storm

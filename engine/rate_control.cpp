@@ -1,0 +1,291 @@
+#include "rate_control.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace storm {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double gso_bytes = 65'536;           // what one system call carries at most
+constexpr double batch_s = 0.00025;            // a batch is this long at the current rate: a tenth of a small switch queue
+constexpr double initial_datagrams = 16;       // sent before anything is known
+constexpr double startup_gain = 2.77;          // 4 ln 2: doubles the delivered rate each round (BBR)
+constexpr double occupancy_bytes = 16'384;     // what a link keeps in the bottleneck's queue
+constexpr double least_target_s = 0.0002;      // delay below which a queue cannot be told from scheduling noise
+constexpr double most_noise_s = 0.001;          // delay that is never taken for noise, whatever a dip shows
+constexpr double max_loss = 0.45;              // more than this is taken for an outage, not for a lossy link
+constexpr double floor_bytes = 3'000;            // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double dip_gain = 0.3;               // of the rate while the queue is emptied to see the bare round trip
+constexpr double least_step = 1.0 / 32, most_step = 1.0 / 8;
+constexpr Nanos least_round = millisecond;     // short links: rates over less than this are noise of batches
+constexpr Nanos min_rtt_bucket = 5 * second;   // two of them make the window of ten seconds
+
+double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
+
+}  // namespace
+
+SendStamp DeliveryMeter::on_send(std::uint64_t in_flight_bytes_before, Nanos now) {
+    if (in_flight_bytes_before == 0) {
+        first_sent_at_ = delivered_at_ = now;
+        limited_until_ = std::min(limited_until_, delivered_);  // what was lost on the way will not be delivered
+    }
+    return {delivered_, delivered_at_, first_sent_at_, now, limited_until_ > 0 && delivered_ <= limited_until_};
+}
+
+double DeliveryMeter::on_report(const SendStamp& newest, std::uint64_t newly_delivered_bytes, Nanos held, Nanos now) {
+    delivered_ += newly_delivered_bytes;
+    delivered_at_ = std::max(delivered_at_, now - held);
+    first_sent_at_ = std::max(first_sent_at_, newest.sent_at);
+    const Nanos elapsed = std::max(delivered_at_ - newest.delivered_at, newest.sent_at - newest.first_sent_at);
+    if (elapsed <= 0) return 0;
+    return static_cast<double>(delivered_ - newest.delivered_bytes) / seconds(elapsed);
+}
+
+RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
+    : mode_(mode),
+      datagram_bytes_(static_cast<double>(datagram_bytes)),
+      batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
+      pacer_(infinity, 0, now),
+      rate_(infinity),
+      pace_(infinity),
+      window_(infinity),
+      step_(least_step),
+      noise_s_(least_target_s),
+      dip_loss_(max_loss),
+      bucket_(now / min_rtt_bucket) {
+    round_.begin = now;
+    if (!paced()) return;
+    window_ = initial_datagrams * datagram_bytes_;
+    batch_bytes_ = std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
+}
+
+bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now) {
+    if (!paced()) return true;
+    window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
+    if (window_full_ || !pacer_.try_send(bytes, now)) return false;
+    // After a pause the queue is empty anyway: no dip in the burst that follows, unless the last one is long ago.
+    if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && phase_ == Phase::cruise)
+        next_dip_at_ = std::min(now + dip_period(), dip_until_ + 2 * min_rtt_bucket);
+    sent_at_ = now;
+    return true;
+}
+
+Nanos RateControl::next_send_at(Nanos now) const {
+    if (!paced()) return now;
+    return window_full_ ? never : pacer_.next_send_at(now);
+}
+
+double RateControl::bytes_per_s() const { return pace_; }
+double RateControl::window_bytes() const { return window_; }
+
+double RateControl::best_delivery() const { return *std::max_element(delivery_.begin(), delivery_.end()); }
+
+// Equal occupancy makes links that share a queue equal; the rest is what must be allowed for noise.
+double RateControl::target_queue_s() const {
+    return shallow_ * (std::max(noise_s_, 0.1 * seconds(min_rtt_)) + std::max(occupancy_bytes, datagram_bytes_) / rate_);
+}
+
+void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
+    const Nanos bucket = now / min_rtt_bucket;
+    if (bucket != bucket_) {
+        older_min_ = bucket == bucket_ + 1 ? newer_min_ : never;
+        newer_min_ = never;
+        bucket_ = bucket;
+    }
+    newer_min_ = std::min(newer_min_, rtt);
+    min_rtt_ = std::min(older_min_, newer_min_);
+}
+
+void RateControl::on_delivery(const Delivery& delivery) {
+    if (!paced()) return;
+    window_full_ = false;
+    app_limited_ = delivery.app_limited;
+    const Nanos now = delivery.now;
+    if (delivery.rtt > 0) {
+        learn_min_rtt(delivery.rtt, now);
+        round_.min_rtt = std::min(round_.min_rtt, delivery.rtt);
+        round_.rtt_sum_s += seconds(delivery.rtt);
+        ++round_.rtts;
+    }
+    const auto delivered = static_cast<double>(delivery.delivered_bytes);
+    const auto lost = static_cast<double>(delivery.lost_bytes);
+    round_.delivered += delivered;
+    round_.lost += lost;
+    quantum_[slot_] = std::max(quantum_[slot_], delivered + lost);
+    ++round_.reports;
+    if (delivery.app_limited) {
+        round_.limited_rate = std::max(round_.limited_rate, delivery.bytes_per_s);
+    } else if (delivery.bytes_per_s > 0) {
+        round_.rated += delivery.bytes_per_s * delivered;
+        round_.weight += delivered;
+    }
+    if (round_.min_rtt == never) return;
+    // A round needs some reports for its least delay to mean a queue, but may not wait for them long.
+    const Nanos elapsed = now - round_.begin;
+    const bool enough = phase_ == Phase::startup || (elapsed >= least_round && round_.reports >= 4) || elapsed >= 4 * least_round;
+    if (enough && elapsed >= round_.min_rtt) end_round(now);
+}
+
+void RateControl::end_round(Nanos now) {
+    const double round_s = std::min(seconds(now - round_.begin), 4 * seconds(std::max(round_.min_rtt, least_round)));
+    const double queue_s = seconds(round_.min_rtt - min_rtt_);
+    if (std::isinf(rate_)) rate_ = pace_ = initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt);
+    learn_delivery(queue_s);
+    advance(queue_s, round_s, now);
+    round_ = {};
+    round_.begin = now;
+}
+
+void RateControl::learn_delivery(double queue_s) {
+    const double total = round_.delivered + round_.lost;
+    const double loss = total > 0 ? std::min(round_.lost / total, max_loss) : 0;
+    overflowed_ = false;
+    if (total > 0) {
+        const double spread = 0.02 + 3 * std::sqrt(std::max(loss_ * (1 - loss_), 0.01) * datagram_bytes_ / total);
+        const double weight = std::min(0.25, total / (400 * datagram_bytes_));
+        if (loss < loss_ - spread) {  // what was taken for the link's loss came from a queue after all
+            loss_ += 0.5 * (loss - loss_);
+        } else if (queue_s <= std::max(0.5 * target_queue_s(), least_target_s / 4)) {
+            if (loss > dip_loss_ + spread) next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
+            loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, dip_loss_ + 0.05));
+        } else {
+            overflowed_ = loss > loss_ + spread;
+        }
+    }
+    shallow_ = overflowed_ ? std::max(0.8 * shallow_, 0.1) : std::min(1.004 * shallow_, 1.0);
+    const double limited = round_.limited_rate / (1 - loss_);
+    if (round_.weight > 0) {
+        slot_ = (slot_ + 1) % delivery_.size();
+        delivery_[slot_] = std::max(round_.rated / round_.weight / (1 - loss_), limited > best_delivery() ? limited : 0);
+        quantum_[slot_] = 0;
+    } else if (limited > best_delivery()) {
+        delivery_[slot_] = limited;
+    }
+}
+
+void RateControl::advance(double queue_s, double round_s, Nanos now) {
+    const double best = best_delivery();
+    const bool has_data = round_.weight > 0;
+    const double target_s = target_queue_s();
+    switch (phase_) {
+    case Phase::startup: {
+        if (best > 0) rate_ = best;
+        if (has_data) {
+            plateau_rounds_ = best >= 1.25 * plateau_rate_ ? 0 : plateau_rounds_ + 1;
+            plateau_rate_ = std::max(plateau_rate_, plateau_rounds_ == 0 ? best : 0);
+        }
+        if (plateau_rounds_ >= 3 || (has_data && queue_s > 2 * target_s)) {
+            phase_ = Phase::drain;
+            begin_dip(now);
+        } else {
+            apply(startup_gain, now);
+            return;
+        }
+        [[fallthrough]];
+    }
+    case Phase::drain:
+        if (dipping(now) || (queue_s > target_s && ++drain_rounds_ <= 4)) {
+            apply(dip_gain, now);
+            return;
+        }
+        learn_from_dip();
+        phase_ = Phase::cruise;
+        step_ = most_step;  // startup may have stopped short
+        [[fallthrough]];
+    case Phase::cruise:
+        if (mode_ == RateMode::low_priority)
+            yield(queue_s);
+        else
+            follow_delay(queue_s, round_s);
+        if (has_data && now >= next_dip_at_) {
+            phase_ = Phase::probe_rtt;
+            begin_dip(now);
+            apply(dip_gain, now);
+            return;
+        }
+        break;
+    case Phase::probe_rtt:
+        if (dipping(now)) return;
+        learn_from_dip();
+        phase_ = Phase::cruise;
+        break;
+    }
+    const double excess_s = queue_s - target_s;
+    apply(1 - std::clamp(0.5 * excess_s / round_s, 0.0, 0.5), now);
+}
+
+Nanos RateControl::dip_period() const { return std::clamp(100 * min_rtt_, second, min_rtt_bucket); }
+
+// Links of one endpoint share a clock, so most of them dip together and see the path without their own queue.
+void RateControl::begin_dip(Nanos now) {
+    next_dip_at_ = (now / dip_period() + 1) * dip_period();
+    dip_until_ = now + std::max(3 * min_rtt_ / 2, 8 * least_round);
+    dip_seen_at_ = now + min_rtt_;
+    drain_rounds_ = 0;
+}
+
+// A round counts for a dip when all it reports was sent within.
+bool RateControl::dipping(Nanos now) const { return now < dip_until_ || round_.begin < dip_seen_at_; }
+
+// What delays a packet while the queue is empty is no queue: threads that wake late, Wi-Fi, batches. What is lost then is
+// no overflow.
+void RateControl::learn_from_dip() {
+    const double mean_s = round_.rtt_sum_s / round_.rtts - seconds(min_rtt_);
+    noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);
+    const double total = round_.delivered + round_.lost;
+    if (total <= 0) return;
+    dip_loss_ = std::min(round_.lost / total, max_loss);
+    loss_ += std::min(0.5, total / (100 * datagram_bytes_)) * (dip_loss_ - loss_);
+}
+
+// Automatic: grows while the queue is below its target, gives back what stands above it.
+void RateControl::follow_delay(double queue_s, double round_s) {
+    const double target_s = target_queue_s();
+    const double excess_s = queue_s - target_s;
+    if (excess_s > 0 || overflowed_) {
+        // Far above, the rate falls at once to what is delivered: the path became slower or was joined by others.
+        if (round_.weight > 0 && (overflowed_ || queue_s > 3 * target_s))
+            rate_ = std::min(rate_, std::max(delivery_[slot_], 0.7 * rate_));
+        rate_ *= 1 - std::clamp(0.125 * excess_s / round_s, overflowed_ ? 0.05 : 0.0, 0.2);
+    }
+    const bool queued = excess_s > 0 || overflowed_;
+    grow(queued, queue_s < target_s / 4, 1 - queue_s / target_s);
+}
+
+// Low priority: any queue is somebody else's turn. The threshold lies below that of `automatic`, which keeps at least
+// noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to its floor.
+void RateControl::yield(double queue_s) {
+    const bool queued = queue_s > std::max(0.75 * noise_s_, 0.05 * seconds(min_rtt_));
+    if (queued) rate_ *= 0.5;
+    grow(queued, !queued, 1);
+}
+
+// Grows the rate in rounds with data, faster after several that met no queue, within what the model allows.
+void RateControl::grow(bool queued, bool empty, double share) {
+    if (queued) {
+        step_ = least_step;
+        free_rounds_ = 0;
+    } else if (round_.weight > 0) {
+        if (empty && ++free_rounds_ > 4) step_ = std::min(2 * step_, most_step);
+        rate_ *= 1 + step_ * share;
+    }
+    const double best = best_delivery();
+    if (best > 0) rate_ = std::min(rate_, 1.25 * best);
+    rate_ = std::max(rate_, floor_bytes / std::max(seconds(min_rtt_), 0.001));
+}
+
+void RateControl::apply(double gain, Nanos now) {
+    pace_ = gain * rate_;
+    const double batch = std::clamp(batch_s * rate_, 2 * datagram_bytes_, std::max(gso_bytes, 2 * datagram_bytes_));
+    batch_bytes_ = static_cast<std::size_t>(std::max(std::min(batch, gso_bytes), datagram_bytes_));
+    pacer_.set_rate(pace_, now);
+    pacer_.set_burst(2 * static_cast<double>(batch_bytes_), now);
+    const double bdp = rate_ * seconds(min_rtt_);
+    const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
+    const double bdps = phase_ == Phase::startup ? startup_gain : phase_ == Phase::cruise && gain >= 1 ? 2.0 : 1.1;
+    window_ = std::max(bdps * bdp + quantum + 2 * static_cast<double>(batch_bytes_), 2 * datagram_bytes_);
+}
+
+}  // namespace storm

@@ -1,0 +1,73 @@
+// One rank's shard, reduced from every rank's contribution, chunk by chunk.
+//
+// A chunk is final when each contributor's copy of it has arrived or been given up. Final chunks are listed in the order
+// they became final, so that a second stage can send them on while others are still on their way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "blocks.hpp"
+#include "kernels.hpp"
+
+namespace storm {
+
+enum class Reduce : std::uint8_t {
+    in_order,  // exact: the sum in the order of the contributors, whatever arrived first
+    arrived,   // lossy: add as they come; the mean is over what arrived
+    copy       // one contributor, nothing of our own: its bytes
+};
+
+struct ReductionSpec {
+    Reduce mode{};
+    Dtype wire{};
+    Dtype out_dtype{};             // `wire` or float32
+    const std::byte* own{};        // our own contribution; null in `copy`
+    std::byte* out{};              // where the result goes; may be `own`
+    std::uint64_t bytes{};         // of the shard, as on the wire
+    std::uint32_t own_position{};  // how many contributors come before us in the order of summation
+    bool average{};                // the mean; else the sum (where some are missing: the mean times the world)
+};
+
+class Reduction {
+public:
+    Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, Blocks& blocks);
+    ~Reduction();
+    Reduction(const Reduction&) = delete;
+    Reduction& operator=(const Reduction&) = delete;
+
+    // Each (contributor, chunk) is settled once, by one of these two.
+    void contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload);
+    void give_up(std::uint32_t contributor, std::uint32_t chunk);
+
+    [[nodiscard]] std::uint32_t chunks() const { return chunks_; }
+    [[nodiscard]] const std::vector<std::uint32_t>& final_chunks() const { return final_; }
+    // Copies of each chunk in the result, our own included.
+    [[nodiscard]] const std::vector<std::uint16_t>& counts() const { return count_; }
+
+private:
+    [[nodiscard]] std::size_t wire_bytes(std::uint32_t chunk) const;
+    void finish(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
+    void finish_in_order(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
+    void settle(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload);
+    [[nodiscard]] float scale(std::uint32_t count) const;
+    [[nodiscard]] std::byte* out_at(std::uint32_t chunk) const;
+    [[nodiscard]] float* sum_at(std::uint32_t chunk);
+
+    ReductionSpec spec_;
+    std::uint32_t contributors_;
+    std::uint32_t chunks_;
+    std::size_t chunk_bytes_;
+    Blocks& blocks_;
+    std::vector<std::uint16_t> pending_;                  // contributors not settled yet, per chunk
+    std::vector<std::uint16_t> count_;                    // copies in the sum, per chunk
+    std::vector<std::unique_ptr<std::byte[]>> waiting_;   // in_order: copies that wait for the rest, [chunk][contributor]
+    std::unique_ptr<float[]> wide_sum_;                   // arrived: float32 sums where `out` is narrower
+    std::vector<const std::byte*> inputs_;
+    std::vector<std::uint32_t> final_;
+};
+
+}  // namespace storm

@@ -1,0 +1,100 @@
+// Whether a datagram may be believed: CRC32C against accidents, AES-GCM against people.
+//
+// Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's cookie;
+// the other half stands in the header. A stranger off the path must guess both halves: 64 bits.
+// With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "wire.hpp"
+
+namespace storm {
+
+// CRC32C (Castagnoli), by the hardware instruction where there is one. Chain: crc32c(b, crc32c(a)) == crc32c(ab).
+[[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t seed = 0);
+// The portable table version, for machines without the instruction and for tests.
+[[nodiscard]] std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t seed = 0);
+
+// Every version this machine can run, fastest first: crc32c is the first. For tests and benchmarks.
+struct Crc32cVersion {
+    const char* name;
+    std::uint32_t (*run)(std::span<const std::byte> bytes, std::uint32_t seed);
+};
+[[nodiscard]] std::span<const Crc32cVersion> crc32c_versions();
+
+using Key = std::array<std::byte, 16>;
+
+// AES-128-GCM through libcrypto, opened at run time. One object per thread of use.
+class Aead {
+public:
+    static constexpr std::array library_names{"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
+    // Empty result when libcrypto cannot be opened; `why` then says what was tried and what to install.
+    // Tests pass other names to play a machine without it.
+    static std::unique_ptr<Aead> open(std::string& why, std::span<const char* const> names = library_names);
+    ~Aead();
+
+    // Encrypts `plain` into `out` (plain.size() + tag_bytes), which may be the same memory; `nonce` must never repeat under
+    // one key. Keys are remembered by content: only a change of key costs its expansion.
+    bool encrypt(const Key& key, std::span<const std::byte, 12> nonce, std::span<const std::byte> associated,
+                 std::span<const std::byte> plain, std::span<std::byte> out);
+    // Decrypts `sealed` (ciphertext and tag) into `out`, which may be the same memory; false if it was not made with this key,
+    // and then `out` holds nothing that may be used.
+    bool decrypt(const Key& key, std::span<const std::byte, 12> nonce, std::span<const std::byte> associated,
+                 std::span<const std::byte> sealed, std::span<std::byte> out);
+
+    struct Library;
+
+private:
+    explicit Aead(const Library& library);
+    struct Contexts;
+    std::unique_ptr<Contexts> contexts_;
+};
+
+// The secrets of a job as one endpoint holds them.
+struct Secrets {
+    std::uint64_t cookie{};
+    bool sealed{};
+    Key own{};               // seals what this endpoint sends
+    std::vector<Key> peers;  // opens what peer i sends; empty when not sealed
+};
+
+// Seals outgoing datagrams and opens incoming ones of one endpoint.
+class Seal {
+public:
+    // Throws std::runtime_error, saying what to install, when a key is given and libcrypto is missing.
+    Seal(Secrets secrets, std::uint16_t rank);
+    ~Seal();
+
+    [[nodiscard]] bool encrypts() const { return secrets_.sealed; }
+    [[nodiscard]] std::uint32_t visible_cookie() const { return static_cast<std::uint32_t>(secrets_.cookie); }
+    // Bytes that sealing adds to a datagram behind its payload.
+    [[nodiscard]] std::size_t overhead_bytes() const { return encrypts() ? tag_bytes : 0; }
+
+    // Unencrypted: fills the check of the header that `header` holds in wire form and clears flag_sealed. The payload is
+    // only read.
+    void protect(std::span<std::byte, header_bytes> header, std::span<const std::byte> payload) const;
+    // Encrypted: writes ciphertext and tag to `out` (payload.size() + tag_bytes), zeroes the header's check and sets
+    // flag_sealed. `number` is the full packet number. Throws std::logic_error without a key, std::runtime_error when
+    // libcrypto refuses.
+    void encrypt(std::span<std::byte, header_bytes> header, std::span<const std::byte> payload, std::uint16_t peer,
+                 std::uint64_t number, std::span<std::byte> out);
+    // The payload of a datagram whose check or tag is right, decrypted in place; empty result otherwise.
+    // `header` is what parse_header made of it, `number` its widened packet number. Never throws.
+    [[nodiscard]] std::optional<std::span<std::byte>> open(const Header& header, std::uint64_t number,
+                                                           std::span<std::byte> datagram);
+
+private:
+    Secrets secrets_;
+    std::uint16_t rank_;
+    std::unique_ptr<Aead> aead_;
+};
+
+}  // namespace storm

@@ -1,0 +1,121 @@
+#include "sim.hpp"
+
+#include <algorithm>
+
+namespace storm {
+
+Sim::Sim(const SimConfig& config) : config_(config) {
+    config_.faults.validate();
+    const auto faults = std::make_shared<const FaultSettings>(config_.faults);
+    for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
+        CoreConfig own = config_.core;
+        own.rank = rank;
+        Host& host = hosts_.emplace_back();
+        host.core = std::make_unique<Core>(std::move(own), now_);
+        host.faults = std::make_unique<FaultPath>(rank);
+        host.faults->set(faults, now_);
+    }
+}
+
+Sim::~Sim() = default;
+
+std::uint64_t Sim::post(std::uint16_t rank, ExchangeSpec spec) {
+    for (StageSpec& stage : spec.stages) {
+        if (stage.deadline != never) stage.deadline += now_;
+    }
+    if (spec.timeout_at != never) spec.timeout_at += now_;
+    const std::uint64_t id = core(rank).post(spec, now_);
+    pump(rank);
+    return id;
+}
+
+void Sim::cancel(std::uint16_t rank, std::uint64_t id) {
+    core(rank).cancel(id, now_);
+    pump(rank);
+}
+
+std::vector<Core::Finished> Sim::take_finished(std::uint16_t rank) {
+    std::vector<Core::Finished> all;
+    while (auto one = core(rank).take_finished()) all.push_back(std::move(*one));
+    return all;
+}
+
+bool Sim::advance() {
+    Nanos next = packets_.empty() ? never : packets_.top().at;
+    std::uint16_t timed = 0;
+    bool by_timer = false;
+    for (std::uint16_t rank = 0; rank < hosts_.size(); ++rank) {
+        if (hosts_[rank].timer >= next) continue;
+        next = hosts_[rank].timer;
+        timed = rank;
+        by_timer = true;
+    }
+    if (next == never) return false;
+    now_ = std::max(now_, next);
+    if (by_timer) {
+        Host& host = hosts_[timed];
+        host.faults->release(now_, [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
+        host.core->tick(now_);
+        pump(timed);
+    } else {
+        // The heap owns its elements; the packet is moved out just before it is popped.
+        Packet packet = std::move(const_cast<Packet&>(packets_.top()));
+        packets_.pop();
+        arrive(std::move(packet));
+    }
+    return true;
+}
+
+void Sim::arrive(Packet packet) {
+    Host& host = hosts_[packet.target];
+    if (host.dark || hosts_[packet.source].dark) return;
+    if (!packet.queued && config_.bytes_per_s > 0) {
+        // The switch's queue towards the target: what does not fit is dropped.
+        const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
+        if (waiting_s * config_.bytes_per_s + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
+            ++queue_drops_;
+            return;
+        }
+        const auto takes = static_cast<Nanos>(static_cast<double>(packet.bytes.size()) / config_.bytes_per_s * 1e9);
+        host.downlink_free_at = std::max(host.downlink_free_at, now_) + takes;
+        packet.at = host.downlink_free_at;
+        packet.queued = true;
+        packet.order = ++order_;
+        packets_.push(std::move(packet));
+        return;
+    }
+    host.faults->receive(packet.source, packet.bytes, now_,
+                         [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
+    pump(packet.target);
+}
+
+void Sim::pump(std::uint16_t rank) {
+    Host& host = hosts_[rank];
+    while (host.core->transmit(batch_, now_)) {
+        std::vector<std::byte> joined;
+        joined.reserve(batch_.bytes);
+        for (std::size_t i = 0; i < batch_.parts; ++i) {
+            const auto* from = static_cast<const std::byte*>(batch_.iov[i].iov_base);
+            joined.insert(joined.end(), from, from + batch_.iov[i].iov_len);
+        }
+        for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes) {
+            const std::size_t size = std::min(batch_.segment_bytes, joined.size() - at);
+            Nanos leaves = now_;
+            if (config_.bytes_per_s > 0) {
+                const auto takes = static_cast<Nanos>(static_cast<double>(size) / config_.bytes_per_s * 1e9);
+                leaves = host.uplink_free_at = std::max(host.uplink_free_at, now_) + takes;
+            }
+            const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
+            packets_.push({.at = leaves + config_.delay,
+                           .order = ++order_,
+                           .source = rank,
+                           .target = batch_.peer,
+                           .queued = false,
+                           .bytes = {begin, begin + static_cast<std::ptrdiff_t>(size)}});
+        }
+        host.core->transmitted(batch_, now_);
+    }
+    host.timer = std::min(host.core->next_timer(), host.faults->next_release_at());
+}
+
+}  // namespace storm

@@ -1,0 +1,75 @@
+// A network in memory under virtual time: any number of shipped cores, joined by links that delay, queue and lose.
+// An hour of traffic costs what its datagrams cost, and the same seed gives the same run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <queue>
+#include <vector>
+
+#include "core.hpp"
+#include "faults.hpp"
+
+namespace storm {
+
+struct SimConfig {
+    CoreConfig core;  // as for every rank; `rank` is filled in
+    FaultSettings faults;
+    Nanos delay{50 * microsecond};  // one way
+    double bytes_per_s{};           // of each rank's link to the switch, both ways; 0 is unlimited
+    std::size_t queue_bytes{512 << 10};  // at the switch, per rank
+};
+
+class Sim {
+public:
+    explicit Sim(const SimConfig& config);
+    ~Sim();
+    Sim(const Sim&) = delete;
+    Sim& operator=(const Sim&) = delete;
+
+    [[nodiscard]] Nanos now() const { return now_; }
+    [[nodiscard]] Core& core(std::uint16_t rank) { return *hosts_.at(rank).core; }
+    // Deadlines in the spec are relative to now.
+    std::uint64_t post(std::uint16_t rank, ExchangeSpec spec);
+    void cancel(std::uint16_t rank, std::uint64_t id);
+    // Runs up to the next thing that happens; false when nothing ever will.
+    bool advance();
+    // What ended at a rank since the last call.
+    [[nodiscard]] std::vector<Core::Finished> take_finished(std::uint16_t rank);
+    // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
+    void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
+
+    [[nodiscard]] std::uint64_t queue_drops() const { return queue_drops_; }
+    [[nodiscard]] const FaultCounters& fault_counters(std::uint16_t rank) const { return hosts_.at(rank).faults->counters(); }
+
+private:
+    struct Host {
+        std::unique_ptr<Core> core;
+        std::unique_ptr<FaultPath> faults;
+        Nanos uplink_free_at{}, downlink_free_at{};
+        Nanos timer{never};
+        bool dark{};
+    };
+    struct Packet {
+        Nanos at{};
+        std::uint64_t order{};
+        std::uint16_t source{}, target{};
+        bool queued{};  // has passed the switch's queue
+        std::vector<std::byte> bytes;
+        bool operator>(const Packet& other) const { return at != other.at ? at > other.at : order > other.order; }
+    };
+
+    void pump(std::uint16_t rank);
+    void arrive(Packet packet);
+
+    SimConfig config_;
+    Nanos now_{second};  // not zero, so that no time is mistaken for none
+    std::uint64_t order_{};
+    std::uint64_t queue_drops_{};
+    std::vector<Host> hosts_;
+    std::priority_queue<Packet, std::vector<Packet>, std::greater<>> packets_;
+    Batch batch_;
+};
+
+}  // namespace storm

@@ -1,0 +1,246 @@
+#include "socket.hpp"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/udp.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+// Older headers lack these; older kernels refuse them, which is handled.
+#ifndef UDP_SEGMENT
+#define UDP_SEGMENT 103
+#endif
+#ifndef UDP_GRO
+#define UDP_GRO 104
+#endif
+#ifndef SOL_UDP
+#define SOL_UDP 17
+#endif
+
+namespace storm {
+namespace {
+
+constexpr int lower_effort = 1 << 2;  // DSCP 000001 in the upper six bits of the traffic class
+
+bool try_option(int fd, int level, int option, int value) {
+    return setsockopt(fd, level, option, &value, sizeof value) == 0;
+}
+
+bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS; }
+
+}  // namespace
+
+Address::Address(const std::string& host, std::uint16_t port) {
+    auto* four = reinterpret_cast<sockaddr_in*>(&storage_);
+    auto* six = reinterpret_cast<sockaddr_in6*>(&storage_);
+    // A link-local IPv6 address needs its interface: fe80::1%eth0.
+    const std::size_t percent = host.find('%');
+    if (inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
+        four->sin_family = AF_INET;
+        four->sin_port = htons(port);
+    } else if (inet_pton(AF_INET6, host.substr(0, percent).c_str(), &six->sin6_addr) == 1) {
+        six->sin6_family = AF_INET6;
+        six->sin6_port = htons(port);
+        if (percent != std::string::npos) six->sin6_scope_id = if_nametoindex(host.c_str() + percent + 1);
+    } else {
+        throw std::invalid_argument("not a numeric IPv4 or IPv6 address: " + host);
+    }
+}
+
+socklen_t Address::size() const { return storage_.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in); }
+
+std::uint16_t Address::port() const {
+    return ntohs(storage_.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_port
+                                                : reinterpret_cast<const sockaddr_in*>(&storage_)->sin_port);
+}
+
+std::size_t interface_mtu(const std::string& host) {
+    const Address wanted(host, 0);
+    ifaddrs* all = nullptr;
+    if (getifaddrs(&all) != 0) return 0;
+    const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(all, freeifaddrs);
+    const auto* wanted4 = reinterpret_cast<const sockaddr_in*>(wanted.get());
+    for (const ifaddrs* each = all; each != nullptr; each = each->ifa_next) {
+        if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != wanted.family()) continue;
+        bool same = false;
+        if (wanted.family() == AF_INET) {
+            const auto* four = reinterpret_cast<const sockaddr_in*>(each->ifa_addr);
+            // All of 127/8 is the loopback's, though only one address is listed.
+            const bool loopback = (each->ifa_flags & IFF_LOOPBACK) != 0 && ntohl(wanted4->sin_addr.s_addr) >> 24 == 127;
+            same = loopback || four->sin_addr.s_addr == wanted4->sin_addr.s_addr;
+        } else {
+            const auto* six = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
+            same = std::memcmp(&six->sin6_addr, &reinterpret_cast<const sockaddr_in6*>(wanted.get())->sin6_addr, sizeof(in6_addr)) == 0;
+        }
+        if (!same) continue;
+        const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) return 0;
+        ifreq request{};
+        std::strncpy(request.ifr_name, each->ifa_name, IFNAMSIZ - 1);
+        const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
+        close(fd);
+        return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
+    }
+    return 0;
+}
+
+std::size_t datagram_bytes_for(std::size_t mtu, int family) {
+    const std::size_t overhead = (family == AF_INET6 ? 40U : 20U) + 8U;
+    return std::min(mtu > overhead ? mtu - overhead : 0, max_datagram_bytes);
+}
+
+Socket::Socket(const Address& address, const SocketConfig& config) {
+    fd_ = socket(address.family(), SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "cannot open a UDP socket");
+    if (bind(fd_, address.get(), address.size()) != 0) {
+        const int error = errno;
+        close(fd_);
+        throw std::system_error(error, std::generic_category(), "cannot bind UDP port " + std::to_string(address.port()));
+    }
+    // The privileged form may exceed net.core.rmem_max.
+    const int wanted = static_cast<int>(std::min<std::size_t>(config.receive_buffer, 1 << 30));
+    if (!try_option(fd_, SOL_SOCKET, SO_RCVBUFFORCE, wanted)) try_option(fd_, SOL_SOCKET, SO_RCVBUF, wanted);
+    if (!try_option(fd_, SOL_SOCKET, SO_SNDBUFFORCE, wanted)) try_option(fd_, SOL_SOCKET, SO_SNDBUF, wanted);
+    int granted = 0;
+    socklen_t size = sizeof granted;
+    getsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &granted, &size);
+    receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
+    try_option(fd_, SOL_SOCKET, SO_RXQ_OVFL, 1);
+    segmentation_ = config.segmentation && try_option(fd_, SOL_UDP, UDP_SEGMENT, 0);
+    coalescing_ = config.coalescing && try_option(fd_, SOL_UDP, UDP_GRO, 1);
+    if (config.low_priority) {
+        if (address.family() == AF_INET6) {
+            try_option(fd_, IPPROTO_IPV6, IPV6_TCLASS, lower_effort);
+        } else {
+            try_option(fd_, IPPROTO_IP, IP_TOS, lower_effort);
+        }
+    }
+    buffer_ = std::make_unique_for_overwrite<std::byte[]>(slots * slot_bytes);
+    for (std::size_t slot = 0; slot < slots; ++slot) {
+        parts_[slot] = {.iov_base = buffer_.get() + slot * slot_bytes, .iov_len = slot_bytes};
+    }
+}
+
+Socket::~Socket() { close(fd_); }
+
+std::uint16_t Socket::port() const {
+    Address bound;
+    socklen_t size = sizeof bound.storage_;
+    getsockname(fd_, reinterpret_cast<sockaddr*>(&bound.storage_), &size);
+    return bound.port();
+}
+
+std::size_t Socket::send(std::span<Batch* const> batches) {
+    constexpr std::size_t most = 16;
+    std::array<mmsghdr, most> messages;
+    struct alignas(cmsghdr) SegmentSpace {
+        std::byte bytes[CMSG_SPACE(sizeof(std::uint16_t))];
+    };
+    std::array<SegmentSpace, most> controls;
+    std::size_t sent = 0;
+    while (sent < batches.size()) {
+        std::size_t count = 0;
+        for (; count < most && sent + count < batches.size(); ++count) {
+            Batch& batch = *batches[sent + count];
+            if (batch.segments > 1 && !segmentation_) break;
+            const Address& to = peers_[batch.peer];
+            msghdr& header = messages[count].msg_hdr;
+            header = {};
+            header.msg_name = const_cast<sockaddr*>(to.get());
+            header.msg_namelen = to.size();
+            header.msg_iov = batch.iov.data();
+            header.msg_iovlen = batch.parts;
+            if (batch.segments < 2) continue;
+            header.msg_control = controls[count].bytes;
+            header.msg_controllen = sizeof controls[count].bytes;
+            cmsghdr* control = CMSG_FIRSTHDR(&header);
+            control->cmsg_level = SOL_UDP;
+            control->cmsg_type = UDP_SEGMENT;
+            control->cmsg_len = CMSG_LEN(sizeof(std::uint16_t));
+            const auto segment = static_cast<std::uint16_t>(batch.segment_bytes);
+            std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
+        }
+        if (count == 0) {
+            if (!send_one_by_one(*batches[sent])) return sent;
+            ++sent;
+            continue;
+        }
+        const int done = sendmmsg(fd_, messages.data(), static_cast<unsigned>(count), 0);
+        if (done > 0) {
+            sent += static_cast<std::size_t>(done);
+            continue;
+        }
+        if (errno == EINTR) continue;
+        if (is_full(errno)) return sent;
+        // Some devices and kernels accept the option and refuse the segments.
+        const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
+        if (batches[sent]->segments > 1 && refused) {
+            segmentation_ = false;
+        } else {
+            ++sent;
+        }
+    }
+    return sent;
+}
+
+bool Socket::send_one_by_one(const Batch& batch) {
+    // Each segment is a header and, unless it is empty, a payload.
+    std::array<mmsghdr, Batch::max_segments> messages{};
+    const Address& to = peers_[batch.peer];
+    for (std::size_t i = 0; i < batch.segments; ++i) {
+        msghdr& header = messages[i].msg_hdr;
+        header.msg_name = const_cast<sockaddr*>(to.get());
+        header.msg_namelen = to.size();
+        header.msg_iov = const_cast<iovec*>(batch.iov.data()) + 2 * i;
+        header.msg_iovlen = std::min<std::size_t>(2, batch.parts - 2 * i);
+    }
+    std::size_t sent = 0;
+    while (sent < batch.segments) {
+        const int done = sendmmsg(fd_, messages.data() + sent, static_cast<unsigned>(batch.segments - sent), 0);
+        if (done > 0) {
+            sent += static_cast<std::size_t>(done);
+        } else if (errno != EINTR) {
+            // A full buffer at the start means try again; in the middle the rest counts as lost.
+            if (is_full(errno)) return sent > 0;
+            ++sent;
+        }
+    }
+    return true;
+}
+
+std::size_t Socket::receive_messages() {
+    for (std::size_t slot = 0; slot < slots; ++slot) {
+        msghdr& header = messages_[slot].msg_hdr;
+        header = {};
+        header.msg_iov = &parts_[slot];
+        header.msg_iovlen = 1;
+        header.msg_control = controls_[slot].bytes;
+        header.msg_controllen = sizeof controls_[slot].bytes;
+    }
+    const int count = recvmmsg(fd_, messages_.data(), slots, MSG_DONTWAIT, nullptr);
+    return count > 0 ? static_cast<std::size_t>(count) : 0;
+}
+
+std::size_t Socket::segment_bytes(std::size_t slot) {
+    std::size_t segment = std::max<std::size_t>(messages_[slot].msg_len, 1);
+    msghdr& header = messages_[slot].msg_hdr;
+    for (cmsghdr* control = CMSG_FIRSTHDR(&header); control != nullptr; control = CMSG_NXTHDR(&header, control)) {
+        if (control->cmsg_level == SOL_UDP && control->cmsg_type == UDP_GRO) {
+            int size = 0;
+            std::memcpy(&size, CMSG_DATA(control), sizeof size);
+            if (size > 0) segment = static_cast<std::size_t>(size);
+        } else if (control->cmsg_level == SOL_SOCKET && control->cmsg_type == SO_RXQ_OVFL) {
+            std::memcpy(&overflow_, CMSG_DATA(control), sizeof overflow_);
+        }
+    }
+    return segment;
+}
+
+}  // namespace storm

@@ -1,0 +1,112 @@
+// The only system calls on the data path: one UDP socket, many datagrams per call.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core.hpp"
+
+namespace storm {
+
+// A numeric IPv4 or IPv6 address and a port.
+class Address {
+public:
+    Address() = default;
+    // Throws std::invalid_argument for anything but a numeric address.
+    Address(const std::string& host, std::uint16_t port);
+
+    [[nodiscard]] const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
+    [[nodiscard]] socklen_t size() const;
+    [[nodiscard]] int family() const { return storage_.ss_family; }
+    [[nodiscard]] std::uint16_t port() const;
+
+private:
+    friend class Socket;
+    sockaddr_storage storage_{};
+};
+
+// The MTU of the interface that owns a numeric address; 0 when no interface does.
+[[nodiscard]] std::size_t interface_mtu(const std::string& host);
+// The largest UDP payload of an interface with this MTU.
+[[nodiscard]] std::size_t datagram_bytes_for(std::size_t mtu, int family);
+
+struct SocketConfig {
+    std::size_t receive_buffer{4 << 20};
+    bool low_priority{};              // marks datagrams with DSCP LE (RFC 8622)
+    bool segmentation{true};          // UDP_SEGMENT, where the kernel has it
+    bool coalescing{true};            // UDP_GRO, where the kernel has it
+};
+
+class Socket {
+public:
+    // Binds; port 0 chooses one. Throws std::system_error.
+    Socket(const Address& address, const SocketConfig& config);
+    ~Socket();
+    Socket(const Socket&) = delete;
+    Socket& operator=(const Socket&) = delete;
+
+    void set_peers(std::vector<Address> peers) { peers_ = std::move(peers); }
+
+    // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
+    // What the network refuses (no route, no such port) is gone too: it counts as lost.
+    [[nodiscard]] std::size_t send(std::span<Batch* const> batches);
+    // Calls `take` with each datagram that waits, up to one system call's worth; returns how many there were.
+    template <class Take>
+    std::size_t receive(Take&& take);
+
+    [[nodiscard]] int fd() const { return fd_; }
+    [[nodiscard]] std::uint16_t port() const;
+    [[nodiscard]] std::size_t receive_buffer() const { return receive_buffer_; }  // as the kernel granted it
+    [[nodiscard]] bool segments() const { return segmentation_; }
+    [[nodiscard]] bool coalesces() const { return coalescing_; }
+    [[nodiscard]] std::uint32_t overflow() const { return overflow_; }  // datagrams the kernel dropped for lack of room
+
+private:
+    static constexpr std::size_t slots = 8;  // messages per receive call: few, so that they are still in the cache when read
+    static constexpr std::size_t slot_bytes = 65'536;
+
+    [[nodiscard]] bool send_one_by_one(const Batch& batch);
+    [[nodiscard]] std::size_t receive_messages();
+    // The segment size that the kernel coalesced by, or the whole.
+    [[nodiscard]] std::size_t segment_bytes(std::size_t slot);
+
+    int fd_{-1};
+    bool segmentation_{}, coalescing_{};
+    std::size_t receive_buffer_{};
+    std::uint32_t overflow_{};
+    std::vector<Address> peers_;
+    std::unique_ptr<std::byte[]> buffer_;
+    std::array<mmsghdr, slots> messages_{};
+    std::array<iovec, slots> parts_{};
+    struct alignas(cmsghdr) ControlSpace {
+        std::byte bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(std::uint32_t))];
+    };
+    std::array<ControlSpace, slots> controls_{};
+};
+
+template <class Take>
+std::size_t Socket::receive(Take&& take) {
+    const std::size_t count = receive_messages();
+    std::size_t datagrams = 0;
+    for (std::size_t slot = 0; slot < count; ++slot) {
+        std::span<std::byte> rest(buffer_.get() + slot * slot_bytes, messages_[slot].msg_len);
+        const std::size_t segment = segment_bytes(slot);
+        do {
+            const std::size_t size = std::min(segment, rest.size());
+            take(rest.first(size));
+            rest = rest.subspan(size);
+            ++datagrams;
+        } while (!rest.empty());
+    }
+    return datagrams;
+}
+
+}  // namespace storm

@@ -1,0 +1,94 @@
+// The layout of a datagram: parse and write. docs/protocol.md draws it.
+//
+//   0        1        2                 4
+//   +--------+--------+-----------------+-----------------------------------+
+//   |ver|kind| flags  |     source      |              check                |
+//   +--------+--------+-----------------+-----------------------------------+
+//   |              cookie               |              number               |
+//   +-----------------------------------+-----------------------------------+
+//   |              channel              |                seq                |
+//   +-----------------------------------+-----------------------------------+
+//   |               chunk               |           message_bytes           |
+//   +-----------------------------------+-----------------------------------+
+//   |  payload ... (sealed: ciphertext, then a tag of 16 bytes)             |
+//
+// All integers are little-endian, as are all tensors on the wire.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace storm {
+
+static_assert(std::endian::native == std::endian::little, "tensors travel in host order, which must be little-endian");
+
+inline constexpr std::uint8_t wire_version = 1;
+inline constexpr std::size_t header_bytes = 32;
+inline constexpr std::size_t tag_bytes = 16;
+// The largest UDP payload over IPv4; a datagram never exceeds it.
+inline constexpr std::size_t max_datagram_bytes = 65'507;
+
+enum class Kind : std::uint8_t {
+    data = 1,    // one chunk of a message
+    report = 2,  // which packet numbers arrived, and how much more may be in flight
+    ready = 3,   // the exchange is posted here: send beyond the eager bytes
+    wait = 4,    // the pool is full: hold this message until `ready`
+    end = 5,     // the first pass of a lossy message is over
+    done = 6,    // this message is closed here: stop sending it
+    ping = 7,    // report at once
+    bye = 8,     // this endpoint is leaving and needs nothing more
+};
+
+// Flags of `data`, `end` and `done`.
+inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
+inline constexpr std::uint8_t flag_last = 2;          // the last datagram of the message's first pass
+inline constexpr std::uint8_t flag_repair = 4;        // this chunk was sent before
+inline constexpr std::uint8_t flag_sealed = 8;        // the payload is ciphertext, a tag follows
+inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed;
+
+struct Header {
+    Kind kind{};
+    std::uint8_t flags{};
+    std::uint16_t source{};
+    std::uint32_t check{};
+    std::uint32_t cookie{};
+    std::uint32_t number{};  // low half of the packet number on this link
+    std::uint32_t channel{};
+    std::uint32_t seq{};
+    std::uint32_t chunk{};
+    std::uint32_t message_bytes{};
+
+    bool operator==(const Header&) const = default;
+};
+
+inline constexpr std::size_t check_offset = 4;
+
+// Bytes come from strangers: malformed input is an empty result, never a throw.
+[[nodiscard]] std::optional<Header> parse_header(std::span<const std::byte> datagram);
+void write_header(const Header& header, std::span<std::byte, header_bytes> out);
+
+// What a receiver knows of a link. Bit i of `arrived` says that packet `largest - i` arrived.
+struct Report {
+    static constexpr std::size_t max_words = 128;
+    static constexpr std::size_t fixed_bytes = 24;
+
+    std::uint64_t largest{};       // highest packet number that arrived
+    std::uint32_t credit_bytes{};  // how much the sender may have in flight on this link
+    std::uint32_t held_us{};       // time between the arrival of `largest` and this report
+    std::uint32_t overflow{};      // datagrams that the receiver's socket buffer dropped, over all links
+    std::uint32_t words{};         // valid words of `arrived`
+    std::array<std::uint64_t, max_words> arrived{};
+};
+
+[[nodiscard]] std::optional<Report> parse_report(std::span<const std::byte> body);
+// Returns the bytes written; `out` holds at least `Report::fixed_bytes + 8 * report.words`.
+std::size_t write_report(const Report& report, std::span<std::byte> out);
+
+// The packet number nearest to `expected` whose low half is `low`.
+[[nodiscard]] std::uint64_t widen_number(std::uint32_t low, std::uint64_t expected);
+
+}  // namespace storm

@@ -1,0 +1,38 @@
+"""Names for sequences of exchanges: two ranks that use the same name meet in the same exchange."""
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Channel:
+    name: tuple[object, ...]
+    number: int
+    next_seq: int = 0
+
+
+class Channels:
+    """The channels of one transport and how far each has come."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[object, ...], _Channel] = {}
+        self._by_number: dict[int, _Channel] = {}
+
+    def take(self, name: tuple[object, ...], count: int = 1) -> tuple[int, int]:
+        """The channel's number and the first of `count` sequence numbers, which are then used up."""
+        channel = self._by_name.get(name)
+        if channel is None:
+            channel = _Channel(name, _number(name))
+            other = self._by_number.setdefault(channel.number, channel)
+            if other is not channel:
+                raise ValueError(f"channels {name} and {other.name} hash alike: use another group name or tag")
+            self._by_name[name] = channel
+        first = channel.next_seq
+        channel.next_seq += count
+        return channel.number, first
+
+
+def _number(name: tuple[object, ...]) -> int:
+    # 32 bits keep the header short; a collision within one transport is noticed above.
+    text = "\x1f".join(map(str, name)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")

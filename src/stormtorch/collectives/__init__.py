@@ -1,0 +1,31 @@
+"""Collectives over any transport, each made of one or two exchanges."""
+
+from stormtorch.collectives.all_gather import all_gather
+from stormtorch.collectives.all_reduce import all_reduce
+from stormtorch.collectives.all_to_all import all_to_all
+from stormtorch.collectives.barrier import barrier
+from stormtorch.collectives.broadcast import broadcast
+from stormtorch.collectives.gather import gather
+from stormtorch.collectives.group import Group, Pending
+from stormtorch.collectives.ops import Op
+from stormtorch.collectives.pair import receive, send
+from stormtorch.collectives.reduce import reduce
+from stormtorch.collectives.reduce_scatter import reduce_scatter
+from stormtorch.collectives.scatter import scatter
+
+__all__ = [
+    "Group",
+    "Op",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "receive",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

@@ -1,0 +1,61 @@
+"""All-gather: every rank ends with every rank's tensor."""
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, Send
+
+
+def all_gather(
+    group: Group,
+    outputs: list[torch.Tensor],
+    tensor: torch.Tensor,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies rank i's `tensor` into every rank's `outputs[i]`.
+
+    Args:
+        group: Who takes part.
+        outputs: One tensor per rank, of that rank's size. Where a chunk is lost it keeps its old value.
+        tensor: What this rank gives. It may be the memory of `outputs[rank]`.
+        reliability: How much may be missing.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    if len(outputs) != group.size:
+        raise ValueError(f"outputs must hold one tensor per rank, {group.size}, got {len(outputs)}")
+    if size(outputs[group.rank]) != size(tensor):
+        raise ValueError(f"outputs[{group.rank}] has {size(outputs[group.rank])} bytes, tensor has {size(tensor)}")
+    check_lossy(tensor, reliability, "all_gather")
+    address(tensor, "tensor")
+    for index, each in enumerate(outputs):
+        address(each, f"outputs[{index}]")
+    return group.start(_steps(group, outputs, tensor, group.reserve(), reliability, timeout_s))
+
+
+def _steps(
+    group: Group,
+    outputs: list[torch.Tensor],
+    tensor: torch.Tensor,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    own = outputs[group.rank]
+    if own.data_ptr() != tensor.data_ptr():
+        own.view(-1).copy_(tensor.view(-1))
+    if group.size == 1:
+        return
+    ranks, others = group.ranks, group.others()
+    yield Plan(
+        "all_gather",
+        *name,
+        [Send(ranks[peer], tensor.data_ptr(), size(tensor)) for peer in others],
+        [Receive(ranks[peer], outputs[peer].data_ptr(), size(outputs[peer])) for peer in others],
+        reliability=reliability,
+        timeout_s=timeout_s,
+        keep=(tensor, *outputs),
+    )

@@ -1,0 +1,159 @@
+"""All-reduce: every rank ends with the reduction of all ranks' tensors."""
+
+import torch
+
+from stormtorch.collectives import ops
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.ops import Op
+from stormtorch.collectives.spans import address, shards, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
+
+# Below this, everyone sends everything to everyone: more bytes, but one trip instead of two.
+DIRECT_BYTES = 32 << 10
+# One exchange carries at most this much, far below the 4 GiB that a message's length field can say.
+_PIECE_BYTES = 1 << 31
+
+
+def all_reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op = Op.SUM,
+    *,
+    reliability: Reliability = EXACT,
+    share: Reliability | None = None,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Reduces `tensor` over the group, in place.
+
+    Exact reductions sum in rank order and give the same bits on every rank. A lossy SUM or AVG takes the mean of what
+    arrived (times the group's size for SUM).
+
+    Args:
+        group: Who takes part.
+        tensor: This rank's contribution, then the result. Contiguous, on the CPU.
+        op: The operation.
+        reliability: Of the first stage, in which each shard's owner collects the contributions.
+        share: Of the second stage, in which owners send their results; None is the same as `reliability`. Where a
+            result is lost, a rank keeps its own contribution (scaled by the group's size for SUM). With `EXACT`, all
+            ranks end with the same bits even if the first stage loses.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    share = reliability if share is None else share
+    ops.check(tensor, op, reliability)
+    ops.check(tensor, op, share)
+    address(tensor, "tensor")
+    flat = tensor.view(-1)
+    if group.size == 1:
+        return group.start(_nothing())
+    if not ops.on_arrival(tensor, op):
+        return group.start(_by_torch(group, flat, op, group.reserve(2), timeout_s))
+    if reliability.exact and share.exact and size(flat) <= DIRECT_BYTES:
+        return group.start(_direct(group, flat, op, group.reserve(), timeout_s))
+    piece = _PIECE_BYTES // flat.element_size()
+    pieces = flat.split(piece) if flat.numel() > piece else (flat,)
+    names = [group.reserve() for _ in pieces]
+    return group.start(_in_two_stages(group, pieces, op, names, reliability, share, timeout_s))
+
+
+def _nothing() -> Steps:
+    return
+    yield
+
+
+def _direct(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
+    # A copy is sent, as the result replaces the original before the last peer may have got it.
+    own = flat.clone()
+    source, out, length = own.data_ptr(), flat.data_ptr(), size(flat)
+    wire = WIRE_DTYPES[flat.dtype]
+    ranks = group.ranks
+    yield Plan(
+        "all_reduce",
+        *name,
+        [Send(ranks[peer], source, length) for peer in group.others()],
+        [Receive(ranks[peer], 0, length, False, True) for peer in range(group.size) if peer != group.rank],
+        Reduction(ReduceMode.IN_ORDER, wire, wire, source, out, length, group.rank, op is Op.AVG),
+        timeout_s=timeout_s,
+        keep=(own, flat),
+    )
+
+
+def _in_two_stages(
+    group: Group,
+    pieces: tuple[torch.Tensor, ...],
+    op: Op,
+    names: list[tuple[int, int]],
+    reliability: Reliability,
+    share: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    ranks, me = group.ranks, group.rank
+    for flat, name in zip(pieces, names, strict=True):
+        element = flat.element_size()
+        spans = [
+            (flat.data_ptr() + first * element, count * element)
+            for first, count in shards(flat.numel(), element, group.size)
+        ]
+        own, length = spans[me]
+        wire = WIRE_DTYPES[flat.dtype]
+        mode = ReduceMode.IN_ORDER if reliability.exact else ReduceMode.ARRIVED
+        others = group.others()
+        in_order = sorted(others)
+        arrival = yield Plan(
+            "all_reduce",
+            *name,
+            [Send(ranks[peer], *spans[peer]) for peer in others]
+            + [Send(ranks[peer], own, length, True) for peer in others],
+            [Receive(ranks[peer], 0, length, False, True) for peer in in_order]
+            + [Receive(ranks[peer], *spans[peer], True) for peer in others],
+            Reduction(mode, wire, wire, own, own, length, me, op is Op.AVG),
+            reliability,
+            share,
+            timeout_s,
+            (flat,),
+        )
+        if op is Op.SUM and not share.exact:
+            for peer in others:
+                _scale_what_is_missing(flat, spans[peer], arrival.mask(ranks[peer], stage=1), group)
+
+
+def _scale_what_is_missing(flat: torch.Tensor, span: tuple[int, int], mask: torch.Tensor, group: Group) -> None:
+    """Where the shared sum was lost, this rank's own contribution stands for everyone's."""
+    if bool(mask.all()):
+        return
+    element = flat.element_size()
+    first = (span[0] - flat.data_ptr()) // element
+    per_chunk = group.transport.chunk_bytes // element
+    shard = flat.narrow(0, first, span[1] // element)
+    for chunk in (~mask).nonzero().flatten().tolist():
+        shard[chunk * per_chunk : (chunk + 1) * per_chunk] *= group.size
+
+
+def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
+    """Any dtype and operation: contributions are placed side by side, and torch reduces them in rank order."""
+    channel, seq = name
+    element, ranks, others = flat.element_size(), group.ranks, group.others()
+    cuts = shards(flat.numel(), element, group.size)
+    spans = [(flat.data_ptr() + first * element, count * element) for first, count in cuts]
+    first, count = cuts[group.rank]
+    own = flat.narrow(0, first, count)
+    placed = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.size)]
+    yield Plan(
+        "all_reduce",
+        channel,
+        seq,
+        [Send(ranks[peer], *spans[peer]) for peer in others],
+        [Receive(ranks[peer], placed[peer].data_ptr(), size(own)) for peer in others],
+        timeout_s=timeout_s,
+        keep=(flat, *placed),
+    )
+    ops.fold(placed, op, own)
+    yield Plan(
+        "all_reduce",
+        channel,
+        seq + 1,
+        [Send(ranks[peer], *spans[group.rank]) for peer in others],
+        [Receive(ranks[peer], *spans[peer]) for peer in others],
+        timeout_s=timeout_s,
+        keep=(flat,),
+    )

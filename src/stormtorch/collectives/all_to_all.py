@@ -1,0 +1,61 @@
+"""All-to-all: every rank gives every rank its own tensor."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, Send
+
+
+def all_to_all(
+    group: Group,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies rank i's `inputs[j]` into rank j's `outputs[i]`. Sizes may differ from pair to pair, and may be zero.
+
+    Args:
+        group: Who takes part.
+        outputs: One tensor per rank; what is lost keeps its old value.
+        inputs: One tensor per rank. They must not overlap the outputs.
+        reliability: How much may be missing.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    for name, tensors in (("outputs", outputs), ("inputs", inputs)):
+        if len(tensors) != group.size:
+            raise ValueError(f"{name} must hold one tensor per rank, {group.size}, got {len(tensors)}")
+        for index, each in enumerate(tensors):
+            address(each, f"{name}[{index}]")
+            check_lossy(each, reliability, "all_to_all")
+    if size(outputs[group.rank]) != size(inputs[group.rank]):
+        raise ValueError(f"outputs[{group.rank}] and inputs[{group.rank}] must have the same size: they are this rank's own")
+    return group.start(_steps(group, outputs, inputs, group.reserve(), reliability, timeout_s))
+
+
+def _steps(
+    group: Group,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    outputs[group.rank].view(-1).copy_(inputs[group.rank].view(-1))
+    if group.size == 1:
+        return
+    ranks, others = group.ranks, group.others()
+    yield Plan(
+        "all_to_all",
+        *name,
+        [Send(ranks[peer], inputs[peer].data_ptr(), size(inputs[peer])) for peer in others],
+        [Receive(ranks[peer], outputs[peer].data_ptr(), size(outputs[peer])) for peer in others],
+        reliability=reliability,
+        timeout_s=timeout_s,
+        keep=(*outputs, *inputs),
+    )

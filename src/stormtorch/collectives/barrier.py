@@ -1,0 +1,22 @@
+"""Barrier: nobody goes on before everybody has come."""
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.transport import Plan, Receive, Send
+
+
+def barrier(group: Group, *, timeout_s: float | None = None) -> Pending:
+    """Waits for all ranks of the group: an exchange of empty messages."""
+    return group.start(_steps(group, group.reserve(), timeout_s))
+
+
+def _steps(group: Group, name: tuple[int, int], timeout_s: float | None) -> Steps:
+    if group.size == 1:
+        return
+    ranks, others = group.ranks, group.others()
+    yield Plan(
+        "barrier",
+        *name,
+        [Send(ranks[peer], 0, 0) for peer in others],
+        [Receive(ranks[peer], 0, 0) for peer in others],
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,80 @@
+"""Broadcast: every rank ends with the root's tensor."""
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, shards, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+
+# Below this the root sends to everyone: one trip. Above, each other rank gets one shard and passes it on.
+DIRECT_BYTES = 32 << 10
+
+
+def broadcast(
+    group: Group,
+    tensor: torch.Tensor,
+    root: int,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies the root's `tensor` into every rank's `tensor`.
+
+    A large tensor leaves the root once, whatever the size of the group: every other rank passes one shard of it on,
+    chunk by chunk as it arrives.
+
+    Args:
+        group: Who takes part.
+        tensor: The root's is read, the others' are written; what is lost keeps its old value.
+        root: The rank that gives.
+        reliability: How much of each message may be missing. With loss p, a shard that is passed on is lost with
+            probability 1 - (1 - p)^2.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    group.check_rank(root, "root")
+    check_lossy(tensor, reliability, "broadcast")
+    address(tensor, "tensor")
+    steps = _direct if group.size < 3 or size(tensor) <= DIRECT_BYTES else _passed_on
+    return group.start(steps(group, tensor.view(-1), root, group.reserve(), reliability, timeout_s))
+
+
+def _direct(
+    group: Group, flat: torch.Tensor, root: int, name: tuple[int, int], reliability: Reliability, timeout_s: float | None
+) -> Steps:
+    if group.size == 1:
+        return
+    ranks, data, length = group.ranks, flat.data_ptr(), size(flat)
+    yield Plan(
+        "broadcast",
+        *name,
+        [Send(ranks[peer], data, length) for peer in group.others()] if group.rank == root else [],
+        [] if group.rank == root else [Receive(ranks[root], data, length)],
+        reliability=reliability,
+        timeout_s=timeout_s,
+        keep=(flat,),
+    )
+
+
+def _passed_on(
+    group: Group, flat: torch.Tensor, root: int, name: tuple[int, int], reliability: Reliability, timeout_s: float | None
+) -> Steps:
+    ranks, me, element = group.ranks, group.rank, flat.element_size()
+    passing = [peer for peer in group.others() if peer != root]
+    owners = [peer for peer in range(group.size) if peer != root]
+    cuts = shards(flat.numel(), element, len(owners))
+    spans = {
+        owner: (flat.data_ptr() + first * element, count * element)
+        for owner, (first, count) in zip(owners, cuts, strict=True)
+    }
+    if me == root:
+        sends = [Send(ranks[peer], *spans[peer]) for peer in group.others()]
+        receives: list[Receive] = []
+        reduction = None
+    else:
+        own, length = spans[me]
+        sends = [Send(ranks[peer], own, length, True) for peer in passing]
+        receives = [Receive(ranks[root], 0, length, False, True)]
+        receives += [Receive(ranks[peer], *spans[peer], True) for peer in passing]
+        reduction = Reduction(ReduceMode.COPY, WireDtype.BYTES, WireDtype.BYTES, 0, own, length, 0, False)
+    yield Plan("broadcast", *name, sends, receives, reduction, reliability, reliability, timeout_s, (flat,))

@@ -1,0 +1,66 @@
+"""Gather: one rank ends with every rank's tensor."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, Send
+
+
+def gather(
+    group: Group,
+    tensor: torch.Tensor,
+    outputs: Sequence[torch.Tensor] | None,
+    root: int,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies rank i's `tensor` into the root's `outputs[i]`.
+
+    Args:
+        group: Who takes part.
+        tensor: What this rank gives.
+        outputs: On the root, one tensor per rank; None elsewhere.
+        root: The rank that gets everything.
+        reliability: How much may be missing; what is lost keeps its old value.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    group.check_rank(root, "root")
+    check_lossy(tensor, reliability, "gather")
+    address(tensor, "tensor")
+    if group.rank == root and (outputs is None or len(outputs) != group.size):
+        raise ValueError(f"outputs must hold one tensor per rank, {group.size}, on the root")
+    for index, each in enumerate(outputs or ()):
+        address(each, f"outputs[{index}]")
+    return group.start(_steps(group, tensor, outputs or (), root, group.reserve(), reliability, timeout_s))
+
+
+def _steps(
+    group: Group,
+    tensor: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    root: int,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    ranks, sends, receives = group.ranks, [], []
+    if group.rank == root:
+        outputs[root].view(-1).copy_(tensor.view(-1))
+        receives = [Receive(ranks[peer], outputs[peer].data_ptr(), size(outputs[peer])) for peer in group.others()]
+    else:
+        sends = [Send(ranks[root], tensor.data_ptr(), size(tensor))]
+    if group.size > 1:
+        yield Plan(
+            "gather",
+            *name,
+            sends,
+            receives,
+            reliability=reliability,
+            timeout_s=timeout_s,
+            keep=(tensor, *outputs),
+        )

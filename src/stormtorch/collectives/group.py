@@ -1,0 +1,76 @@
+"""Some ranks of a transport that call the same collectives in the same order."""
+
+from collections.abc import Generator, Sequence
+
+from stormtorch.transport import Arrival, Exchange, Plan, Transport
+
+Steps = Generator[Plan, Arrival, None]
+"""A collective as it runs: it yields the plan of an exchange and is sent back what arrived."""
+
+
+class Pending:
+    """A collective under way. The tensors given to it are the caller's again when `wait` returns."""
+
+    def __init__(self, transport: Transport, steps: Steps) -> None:
+        self._transport = transport
+        self._steps = steps
+        self._arrivals: list[Arrival] = []
+        self._exchange: Exchange | None = None
+        self._advance(None)
+
+    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+        """Blocks until the collective is done and returns what each of its exchanges brought."""
+        while self._exchange is not None:
+            arrival = self._exchange.wait(timeout_s)
+            self._arrivals.append(arrival)
+            self._advance(arrival)
+        return self._arrivals
+
+    def _advance(self, arrival: Arrival | None) -> None:
+        self._exchange = None
+        try:
+            plan = next(self._steps) if arrival is None else self._steps.send(arrival)
+        except StopIteration:
+            return
+        self._exchange = self._transport.post(plan)
+
+
+class Group:
+    """Ranks that call collectives together.
+
+    Every member makes the group with the same name and ranks and calls the same collectives in the same order.
+    Collectives return a `Pending` at once; `wait` on it. Within a group, a rank is a position in `ranks`.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int] | None = None, *, name: str = "world") -> None:
+        self.transport = transport
+        self.ranks = tuple(range(transport.world) if ranks is None else ranks)
+        if len(set(self.ranks)) != len(self.ranks) or not all(0 <= rank < transport.world for rank in self.ranks):
+            raise ValueError(f"ranks must be distinct ranks of a world of {transport.world}, got {self.ranks}")
+        if transport.rank not in self.ranks:
+            raise ValueError(f"rank {transport.rank} is not among the group's ranks {self.ranks}")
+        self.name = name
+        self.rank = self.ranks.index(transport.rank)
+        self.size = len(self.ranks)
+        self._channel = (name, *self.ranks)
+
+    def start(self, steps: Steps) -> Pending:
+        """Begins a collective."""
+        return Pending(self.transport, steps)
+
+    def reserve(self, count: int = 1) -> tuple[int, int]:
+        """The group's channel and the first of `count` sequence numbers."""
+        return self.transport.channels.take(self._channel, count)
+
+    def reserve_pair(self, source: int, target: int, tag: int) -> tuple[int, int]:
+        """The channel of messages from one rank to another, and the next sequence number on it."""
+        return self.transport.channels.take((*self._channel, "pair", source, target, tag))
+
+    def others(self) -> list[int]:
+        """The other ranks of the group, beginning with the next one, so that not all send to the same one first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def check_rank(self, rank: int, what: str) -> None:
+        """Raises ValueError unless `rank` is one of the group's."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{what} must lie in [0, {self.size}), got {rank}")

@@ -1,0 +1,62 @@
+"""What a reduction does with the ranks' contributions."""
+
+from enum import Enum
+
+import torch
+
+from stormtorch.reliability import Reliability
+from stormtorch.transport import WIRE_DTYPES
+
+
+class Op(Enum):
+    """A reduce operation, as in torch.distributed."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+_FOLDS = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PROD: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+
+
+def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
+    """Raises ValueError where the operation does not exist for the tensor, or may not lose."""
+    if op in (Op.BAND, Op.BOR, Op.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{op.name} needs integers or booleans, got {tensor.dtype}")
+    if op is Op.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"AVG needs a floating-point tensor, got {tensor.dtype}")
+    if op in (Op.MIN, Op.MAX) and tensor.is_complex():
+        raise ValueError(f"{op.name} is not defined for {tensor.dtype}")
+    if not reliability.exact and not on_arrival(tensor, op):
+        raise ValueError(
+            f"{op.name} of {tensor.dtype} must be exact: only SUM and AVG of float32, bfloat16 and float16 may lose"
+        )
+
+
+def on_arrival(tensor: torch.Tensor, op: Op) -> bool:
+    """Whether the engine itself reduces chunks as they arrive."""
+    return op in (Op.SUM, Op.AVG) and tensor.dtype in WIRE_DTYPES
+
+
+def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    """Reduces in the order given, so that every rank gets the same bits."""
+    result = contributions[0].clone()
+    for contribution in contributions[1:]:
+        _FOLDS[op](result, contribution, out=result)
+    if op is Op.AVG:
+        result /= len(contributions)
+    out.copy_(result)

@@ -1,0 +1,76 @@
+"""Send and receive: one tensor from one rank to another."""
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, Send
+
+
+def send(
+    group: Group,
+    tensor: torch.Tensor,
+    target: int,
+    *,
+    tag: int = 0,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Sends `tensor` to the rank `target`, which receives it under the same tag. Equal tags keep their order.
+
+    Args:
+        group: Both ranks' group.
+        tensor: Stays as it is until `wait` returns.
+        target: The receiving rank.
+        tag: Tells apart messages between the same two ranks.
+        reliability: The same as the receiver's.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    group.check_rank(target, "target")
+    if target == group.rank:
+        raise ValueError(f"target must be another rank than {group.rank}")
+    check_lossy(tensor, reliability, "send")
+    message = Send(group.ranks[target], address(tensor, "tensor"), size(tensor))
+    name = group.reserve_pair(group.rank, target, tag)
+    return group.start(_steps("send", name, [message], [], tensor, reliability, timeout_s))
+
+
+def receive(
+    group: Group,
+    tensor: torch.Tensor,
+    source: int,
+    *,
+    tag: int = 0,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Receives into `tensor` what the rank `source` sends under the same tag.
+
+    Args:
+        group: Both ranks' group.
+        tensor: Of the sender's size; what is lost keeps its old value.
+        source: The sending rank.
+        tag: Tells apart messages between the same two ranks.
+        reliability: The same as the sender's.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    group.check_rank(source, "source")
+    if source == group.rank:
+        raise ValueError(f"source must be another rank than {group.rank}")
+    check_lossy(tensor, reliability, "receive")
+    message = Receive(group.ranks[source], address(tensor, "tensor"), size(tensor))
+    name = group.reserve_pair(source, group.rank, tag)
+    return group.start(_steps("receive", name, [], [message], tensor, reliability, timeout_s))
+
+
+def _steps(
+    what: str,
+    name: tuple[int, int],
+    sends: list[Send],
+    receives: list[Receive],
+    tensor: torch.Tensor,
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    yield Plan(what, *name, sends, receives, reliability=reliability, timeout_s=timeout_s, keep=(tensor,))

@@ -1,0 +1,108 @@
+"""Reduce-scatter: each rank ends with its own shard of the reduction."""
+
+import torch
+
+from stormtorch.collectives import ops
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.ops import Op
+from stormtorch.collectives.spans import address, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
+
+
+def reduce_scatter(
+    group: Group,
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Op = Op.SUM,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Reduces `inputs[i]` of all ranks into rank i's `output`.
+
+    Exact reductions sum in rank order. A lossy SUM or AVG takes the mean of what arrived, the rank's own contribution
+    always included (times the group's size for SUM). `wait()[0].counts()` tells how many copies each chunk is made of.
+
+    Args:
+        group: Who takes part.
+        output: This rank's shard of the result. It may be float32 where the inputs are bfloat16 or float16.
+        inputs: One contribution per rank. They may be views of one tensor.
+        op: The operation.
+        reliability: How much may be missing.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    if len(inputs) != group.size:
+        raise ValueError(f"inputs must hold one tensor per rank, {group.size}, got {len(inputs)}")
+    own = inputs[group.rank]
+    ops.check(own, op, reliability)
+    widened = output.dtype == torch.float32 and ops.on_arrival(own, op)
+    if output.numel() != own.numel() or (output.dtype != own.dtype and not widened):
+        raise ValueError(
+            f"output has {output.numel()} x {output.dtype}, inputs[{group.rank}] has {own.numel()} x {own.dtype}"
+        )
+    address(output, "output")
+    for index, each in enumerate(inputs):
+        address(each, f"inputs[{index}]")
+    if ops.on_arrival(own, op):
+        return group.start(_on_arrival(group, output, inputs, op, group.reserve(), reliability, timeout_s))
+    return group.start(_by_torch(group, output, inputs, op, group.reserve(), timeout_s))
+
+
+def _on_arrival(
+    group: Group,
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Op,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    own, ranks = inputs[group.rank], group.ranks
+    if group.size == 1:
+        output.copy_(own)
+        return
+    wire = WIRE_DTYPES[own.dtype]
+    mode = ReduceMode.IN_ORDER if reliability.exact else ReduceMode.ARRIVED
+    yield Plan(
+        "reduce_scatter",
+        *name,
+        [Send(ranks[peer], inputs[peer].data_ptr(), size(inputs[peer])) for peer in group.others()],
+        [Receive(ranks[peer], 0, size(own), False, True) for peer in range(group.size) if peer != group.rank],
+        Reduction(
+            mode,
+            wire,
+            WIRE_DTYPES[output.dtype],
+            own.data_ptr(),
+            output.data_ptr(),
+            size(own),
+            group.rank,
+            op is Op.AVG,
+        ),
+        reliability,
+        timeout_s=timeout_s,
+        keep=(output, *inputs),
+    )
+
+
+def _by_torch(
+    group: Group,
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Op,
+    name: tuple[int, int],
+    timeout_s: float | None,
+) -> Steps:
+    """Any dtype and operation: contributions are placed side by side, and torch reduces them in rank order."""
+    own, ranks = inputs[group.rank], group.ranks
+    placed = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.size)]
+    if group.size > 1:
+        yield Plan(
+            "reduce_scatter",
+            *name,
+            [Send(ranks[peer], inputs[peer].data_ptr(), size(inputs[peer])) for peer in group.others()],
+            [Receive(ranks[peer], placed[peer].data_ptr(), size(own)) for peer in group.others()],
+            timeout_s=timeout_s,
+            keep=(*placed, *inputs),
+        )
+    ops.fold(placed, op, output)

@@ -1,0 +1,66 @@
+"""Scatter: one rank gives each rank its own tensor."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.transport import Plan, Receive, Send
+
+
+def scatter(
+    group: Group,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor] | None,
+    root: int,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies the root's `inputs[i]` into rank i's `output`.
+
+    Args:
+        group: Who takes part.
+        output: What this rank gets; what is lost keeps its old value.
+        inputs: On the root, one tensor per rank; None elsewhere.
+        root: The rank that gives.
+        reliability: How much may be missing.
+        timeout_s: Error after so long; None is the transport's default.
+    """
+    group.check_rank(root, "root")
+    check_lossy(output, reliability, "scatter")
+    address(output, "output")
+    if group.rank == root and (inputs is None or len(inputs) != group.size):
+        raise ValueError(f"inputs must hold one tensor per rank, {group.size}, on the root")
+    for index, each in enumerate(inputs or ()):
+        address(each, f"inputs[{index}]")
+    return group.start(_steps(group, output, inputs or (), root, group.reserve(), reliability, timeout_s))
+
+
+def _steps(
+    group: Group,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    root: int,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
+    ranks, sends, receives = group.ranks, [], []
+    if group.rank == root:
+        output.view(-1).copy_(inputs[root].view(-1))
+        sends = [Send(ranks[peer], inputs[peer].data_ptr(), size(inputs[peer])) for peer in group.others()]
+    else:
+        receives = [Receive(ranks[root], output.data_ptr(), size(output))]
+    if group.size > 1:
+        yield Plan(
+            "scatter",
+            *name,
+            sends,
+            receives,
+            reliability=reliability,
+            timeout_s=timeout_s,
+            keep=(output, *inputs),
+        )

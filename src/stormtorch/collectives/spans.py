@@ -1,0 +1,46 @@
+"""Tensors as the engine sees them: an address and a number of bytes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stormtorch.reliability import Reliability
+
+_ALIGNMENT_BYTES = 64
+
+
+def address(tensor: torch.Tensor, what: str) -> int:
+    """The address of a dense CPU tensor; anything else is an error that names the argument."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what} must be on the CPU, got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous: call .contiguous() and copy the result back")
+    return tensor.data_ptr()
+
+
+def size(tensor: torch.Tensor) -> int:
+    """Bytes of a dense tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def check_lossy(tensor: torch.Tensor, reliability: Reliability, what: str) -> None:
+    """Only floating-point data may lose: half of an index or of an object is worse than none."""
+    if not reliability.exact and not tensor.is_floating_point():
+        raise ValueError(f"{what} of {tensor.dtype} must be exact: only floating-point tensors may lose")
+
+
+def shards(elements: int, element_bytes: int, count: int) -> list[tuple[int, int]]:
+    """Cuts a vector into `count` nearly equal shards: (first element, elements), in order; the last may be empty."""
+    align = max(_ALIGNMENT_BYTES // element_bytes, 1)
+    each = -(-elements // count)
+    each = -(-each // align) * align
+    return [(min(i * each, elements), max(min(each, elements - i * each), 0)) for i in range(count)]
+
+
+def check_same(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+    """Raises ValueError unless all have the dtype and the number of elements of `like`."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+            raise ValueError(
+                f"{what}[{index}] has {tensor.numel()} x {tensor.dtype}, expected {like.numel()} x {like.dtype}"
+            )

@@ -1,0 +1,25 @@
+"""What can go wrong, each with the rank, the peer, the operation, what is missing and what to change."""
+
+
+class StormError(RuntimeError):
+    """Base of all errors that stormtorch raises about the network."""
+
+
+class PeerSilent(StormError):
+    """A peer was not heard of for `silence_s` while an exact exchange needed it."""
+
+
+class PeerLeft(StormError):
+    """A peer closed its transport while an exact exchange needed it."""
+
+
+class ExchangeTimeout(StormError, TimeoutError):
+    """An exchange did not end within its time-out."""
+
+
+class SizeMismatch(StormError):
+    """Two ranks called the same collective with tensors of different sizes."""
+
+
+class Closed(StormError):
+    """The transport was closed while an exchange was running, or before it began."""

@@ -1,0 +1,303 @@
+"""The seam: a transport carries exchanges, and every collective is made of exchanges.
+
+There are two transports: UDP (`UdpTransport`) and a simulated network (`stormtorch.sim`). Both drive the same native core.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from stormtorch import _engine
+from stormtorch.channels import Channels
+from stormtorch.errors import Closed, ExchangeTimeout, PeerLeft, PeerSilent, SizeMismatch, StormError
+from stormtorch.reliability import EXACT, Reliability
+
+
+class WireDtype(IntEnum):
+    """How the engine reads the elements of a message."""
+
+    BYTES = 0
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+
+WIRE_DTYPES = {
+    torch.float32: WireDtype.FLOAT32,
+    torch.bfloat16: WireDtype.BFLOAT16,
+    torch.float16: WireDtype.FLOAT16,
+}
+"""What the engine can add up on arrival; everything else is placed and reduced by torch."""
+
+
+class ReduceMode(IntEnum):
+    """How contributions become one: the sum in rank order, the mean of what arrived, or a copy of the only one."""
+
+    IN_ORDER = 0
+    ARRIVED = 1
+    COPY = 2
+
+
+class Send(NamedTuple):
+    """A message to a peer: an address and a length. The plan keeps the tensor alive."""
+
+    peer: int
+    data: int
+    bytes: int
+    second_stage: bool = False
+
+
+class Receive(NamedTuple):
+    """A message from a peer, placed at an address or, with `reduce`, added to the plan's reduction."""
+
+    peer: int
+    into: int
+    bytes: int
+    second_stage: bool = False
+    reduce: bool = False
+
+
+class Reduction(NamedTuple):
+    """What becomes of the first stage's contributions; its result is what the second stage sends."""
+
+    mode: ReduceMode
+    wire: WireDtype
+    out_dtype: WireDtype
+    own: int
+    out: int
+    bytes: int
+    own_position: int
+    average: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """One exchange, as one rank sees it."""
+
+    what: str
+    channel: int
+    seq: int
+    sends: list[Send]
+    receives: list[Receive]
+    reduction: Reduction | None = None
+    reliability: Reliability = EXACT
+    """Of the first stage."""
+    share: Reliability = EXACT
+    """Of the second stage."""
+    timeout_s: float | None = None
+    keep: Sequence[torch.Tensor] = field(default_factory=tuple)
+    """Tensors that must live until the exchange ends."""
+
+    @property
+    def deadlines_s(self) -> tuple[float | None, float | None]:
+        """When each stage ends, counted from the start of the exchange."""
+        first, second = self.reliability.deadline_s, self.share.deadline_s
+        return first, None if second is None else second + (first or 0.0)
+
+
+class Arrival:
+    """What an exchange brought: how much of each message arrived, and what it took."""
+
+    __slots__ = ("_outcome", "rank")
+
+    def __init__(self, outcome: _engine.Outcome, rank: int) -> None:
+        self._outcome = outcome
+        self.rank = rank
+
+    @property
+    def arrived(self) -> float:
+        """The fraction of all chunks that arrived here, over both stages."""
+        return self.fraction()
+
+    def fraction(self, *, stage: int | None = None, peer: int | None = None) -> float:
+        """The fraction of chunks that arrived, of one stage (0 or 1) or from one peer if wished; 1.0 of nothing."""
+        chunks = arrived = 0
+        for each in self._outcome.arrivals:
+            if stage in (None, int(each.second_stage)) and peer in (None, each.peer):
+                chunks += each.chunks
+                arrived += each.arrived
+        return arrived / chunks if chunks else 1.0
+
+    def mask(self, peer: int, *, stage: int = 0) -> torch.Tensor:
+        """Which chunks of a peer's message arrived, as booleans."""
+        for each in self._outcome.arrivals:
+            if each.peer == peer and int(each.second_stage) == stage:
+                packed = torch.frombuffer(bytearray(each.mask), dtype=torch.uint8)
+                bits = packed.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and(1)
+                return bits.flatten()[: each.chunks].bool()
+        raise KeyError(f"rank {self.rank} expected no message from rank {peer} in stage {stage}")
+
+    def counts(self) -> torch.Tensor:
+        """For each chunk of this rank's reduction, how many ranks' copies are in it, its own included."""
+        counts = self._outcome.counts
+        return torch.frombuffer(bytearray(counts), dtype=torch.uint16).int() if counts else torch.empty(0, dtype=torch.int32)
+
+    @property
+    def repaired(self) -> int:
+        """Chunks that this rank had to send again."""
+        return self._outcome.repaired
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from posting to the end, in the transport's own time."""
+        return self._outcome.elapsed_s
+
+    def __repr__(self) -> str:
+        return f"Arrival(arrived={self.arrived:.4f}, repaired={self.repaired}, elapsed_s={self.elapsed_s:.6f})"
+
+
+class Exchange(Protocol):
+    """An exchange under way."""
+
+    def wait(self, timeout_s: float | None = None) -> Arrival:
+        """Blocks until the exchange has ended; the tensors are then the caller's again."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries exchanges between the ranks of a world."""
+
+    rank: int
+    world: int
+    chunk_bytes: int
+    """The payload of one datagram: what is lost at once."""
+    channels: Channels
+
+    def post(self, plan: Plan) -> Exchange:
+        """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        ...
+
+    def close(self) -> None:
+        """Says goodbye to the peers and frees everything."""
+        ...
+
+
+def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None) -> Arrival:
+    """The arrival of an exchange that ended well, or the error that says what did not."""
+    status = outcome.status
+    if status == _engine.Status.OK:
+        return Arrival(outcome, rank)
+    where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
+    missing = f"{outcome.missing_bytes} bytes missing"
+    if status == _engine.Status.PEER_SILENT:
+        raise PeerSilent(
+            f"{where}: nothing was heard of rank {outcome.peer} for {silence_s:g} s, {missing}. "
+            "Is it alive and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
+        )
+    if status == _engine.Status.PEER_LEFT:
+        raise PeerLeft(f"{where}: rank {outcome.peer} closed its transport before this was done, {missing}.")
+    if status == _engine.Status.TIMED_OUT:
+        raise ExchangeTimeout(
+            f"{where}: not done after {timeout_s or 0.0:g} s, waiting for rank {outcome.peer}, {missing}. "
+            "Has every rank called it? Raise timeout_s if it may take longer."
+        )
+    if status == _engine.Status.SIZE_MISMATCH:
+        raise SizeMismatch(
+            f"{where}: rank {outcome.peer} sends {outcome.announced_bytes} bytes where {outcome.expected_bytes} are expected. "
+            "Every rank must pass tensors that agree in size and dtype."
+        )
+    if status == _engine.Status.CLOSED:
+        raise Closed(f"{where}: was cancelled.")
+    raise StormError(f"{where}: ended with {status}")
+
+
+class UdpExchange:
+    """An exchange over UDP."""
+
+    __slots__ = ("_arrival", "_id", "_plan", "_transport")
+
+    def __init__(self, transport: "UdpTransport", plan: Plan, exchange_id: int) -> None:
+        self._transport = transport
+        self._plan = plan
+        self._id = exchange_id
+        self._arrival: Arrival | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Arrival:
+        """Blocks until the exchange has ended; the tensors are then the caller's again."""
+        if self._arrival is None:
+            transport = self._transport
+            try:
+                outcome = transport.endpoint.wait(self._id, timeout_s)
+            except RuntimeError as error:
+                raise Closed(f"rank {transport.rank}: {self._plan.what}: {error}") from error
+            if outcome is None:
+                raise ExchangeTimeout(f"rank {transport.rank}: {self._plan.what} is not done after {timeout_s} s")
+            self._arrival = conclude(outcome, self._plan, transport.rank, transport.silence_s, self._plan.timeout_s)
+            self._plan.keep = ()
+        return self._arrival
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._arrival is not None or self._transport.endpoint.ended(self._id)
+
+    def cancel(self) -> None:
+        """Gives it up; wait() then raises `Closed`."""
+        self._transport.endpoint.cancel(self._id)
+
+
+class UdpTransport:
+    """A rank's endpoint on a real network. Made by `stormtorch.connect`."""
+
+    def __init__(
+        self,
+        endpoint: _engine.Endpoint,
+        *,
+        rank: int,
+        world: int,
+        chunk_bytes: int,
+        silence_s: float,
+        timeout_s: float,
+        linger_s: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self.world = world
+        self.chunk_bytes = chunk_bytes
+        self.silence_s = silence_s
+        self.timeout_s = timeout_s
+        self.channels = Channels()
+        self._linger_s = linger_s
+
+    def post(self, plan: Plan) -> UdpExchange:
+        """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        if plan.timeout_s is None:
+            plan.timeout_s = self.timeout_s
+        try:
+            exchange_id = self.endpoint.post(
+                plan.channel,
+                plan.seq,
+                plan.sends,
+                plan.receives,
+                plan.reduction,
+                (plan.reliability.budget, plan.share.budget),
+                plan.deadlines_s,
+                plan.timeout_s,
+            )
+        except RuntimeError as error:
+            raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        return UdpExchange(self, plan, exchange_id)
+
+    def health(self) -> dict[str, Any]:
+        """Counters of all that was sent, received, repaired and turned away."""
+        return dict(self.endpoint.health())
+
+    def link(self, peer: int) -> tuple[float, float, float]:
+        """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
+        return self.endpoint.link(peer)
+
+    def close(self) -> None:
+        """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket."""
+        self.endpoint.close(self._linger_s)
+
+    def __enter__(self) -> "UdpTransport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
