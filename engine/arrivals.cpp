@@ -57,7 +57,10 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
             peer.in.report_now();
             break;
         case Kind::bye:
-            take_bye(peer, now);
+            take_bye(peer, *payload, now);
+            break;
+        case Kind::failed:
+            take_failed(peer, *header, now);
             break;
     }
     // What was not taken is reported as lost, and so comes again.
@@ -73,8 +76,7 @@ bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte
     }
     if (!is_over(header.channel, header.seq)) return pool_chunk(peer, header, payload);
     ++counters_.late;
-    const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
-    control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
+    answer_for_ended(peer, header);
     return true;
 }
 
@@ -155,8 +157,13 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
 void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     Exchange* exchange = find(header.channel, header.seq);
     if (exchange == nullptr) {
-        // A receiver that is ahead of us; if there is no room to remember it, it will ask again.
-        if (header.kind == Kind::ready && !is_over(header.channel, header.seq)) (void)pool_.keep(header, {});
+        if (header.kind != Kind::ready) return;
+        // A receiver that is ahead of us (if there is no room to remember it, it will ask again), or that asks in vain.
+        if (!is_over(header.channel, header.seq)) {
+            (void)pool_.keep(header, {});
+        } else if (ended_badly(header)) {
+            answer_for_ended(peer, header);
+        }
         return;
     }
     obey(*exchange, peer, header);
@@ -179,7 +186,9 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
     }
 }
 
-void Core::take_bye(Peer& peer, Nanos now) {
+void Core::take_bye(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    // The last report tells apart what it received before it left and what it never will.
+    take_report(peer, body, now);
     peer.left = true;
     peer.in.report_now();
     peer.out.abandon();
@@ -187,19 +196,53 @@ void Core::take_bye(Peer& peer, Nanos now) {
     for (const auto& [key, exchange] : active_) concerned.push_back(key);
     for (const std::uint64_t key : concerned) {
         Exchange& exchange = *active_.at(key);
-        for (Outgoing& message : exchange.sends) {
-            if (message.peer == peer.rank) release(message);
-        }
-        for (Incoming& message : exchange.receives) {
-            if (message.peer != peer.rank || message.closed) continue;
-            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
-                close(exchange, message, false, now);
-            } else {
-                fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, now);
-            }
-        }
+        abandon_peer(exchange, peer, Status::peer_left, now);
         open_gates(exchange);
         finish_if_done(exchange, now);
+    }
+}
+
+void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
+    if (Exchange* exchange = find(header.channel, header.seq)) {
+        abandon_peer(*exchange, peer, Status::peer_failed, now);
+        open_gates(*exchange);
+        finish_if_done(*exchange, now);
+    } else if (!is_over(header.channel, header.seq)) {
+        (void)pool_.keep(header, {});
+    }
+}
+
+// The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
+void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now) {
+    for (Outgoing& message : exchange.sends) {
+        if (message.peer != peer.rank || message.released) continue;
+        if (message.lossless() && message.acked < message.cut.chunks) {
+            fail(exchange, status, peer.rank, message.unacked_bytes(), now);
+        } else {
+            release(message);
+        }
+    }
+    for (Incoming& message : exchange.receives) {
+        if (message.peer != peer.rank || message.closed) continue;
+        if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
+            close(exchange, message, false, now);
+        } else {
+            fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+        }
+    }
+}
+
+bool Core::ended_badly(const Header& header) const {
+    const std::uint64_t key = std::uint64_t{header.channel} << 32 | header.seq;
+    return std::find(failed_.begin(), failed_.end(), key) != failed_.end();
+}
+
+void Core::answer_for_ended(Peer& peer, const Header& header) {
+    if (ended_badly(header)) {
+        control(peer, {.kind = Kind::failed, .channel = header.channel, .seq = header.seq});
+    } else {
+        const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
+        control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
     }
 }
 

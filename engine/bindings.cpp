@@ -178,6 +178,7 @@ NB_MODULE(_engine, m) {
         .value("TIMED_OUT", Status::timed_out)
         .value("PEER_SILENT", Status::peer_silent)
         .value("PEER_LEFT", Status::peer_left)
+        .value("PEER_FAILED", Status::peer_failed)
         .value("SIZE_MISMATCH", Status::size_mismatch)
         .value("CLOSED", Status::closed);
 

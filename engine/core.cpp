@@ -83,14 +83,21 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         free_slots_.pop_back();
         slots_[message.slot].message = &message;
         message.generation = slots_[message.slot].generation;
-        const Peer& peer = *peers_[message.peer];
-        if (peer.left || (peer.silent && !message.lossless())) {
+        Peer& peer = *peers_[message.peer];
+        if (peer.silent) control(peer, {.kind = Kind::ping});  // it heals when it answers
+        if (peer.left && message.lossless()) {
+            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes, now);
+        } else if (peer.left || (peer.silent && !message.lossless())) {
             release(message);
         } else {
             enqueue(message);
         }
     }
-    for (Incoming& message : exchange.receives) ++peers_[message.peer]->open_receives;
+    for (Incoming& message : exchange.receives) {
+        Peer& peer = *peers_[message.peer];
+        ++peer.open_receives;
+        if (peer.silent) control(peer, {.kind = Kind::ping});
+    }
 
     for (Pool::Entry& entry : pool_.take(spec.channel, spec.seq)) {
         Peer& peer = *peers_[entry.header.source];
@@ -98,6 +105,8 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
             take_end(exchange, peer, (entry.header.flags & flag_second_stage) != 0, now);
         } else if (entry.header.kind == Kind::ready) {
             obey(exchange, peer, entry.header);
+        } else if (entry.header.kind == Kind::failed) {
+            abandon_peer(exchange, peer, Status::peer_failed, now);
         } else {
             deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
         }
@@ -196,8 +205,16 @@ void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint
 }
 
 void Core::finish(Exchange& exchange, Status status, Nanos now) {
-    for (Incoming& message : exchange.receives) close(exchange, message, true, now);
+    for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
     exchange.conclude(status, now);
+    if (status != Status::ok) {
+        constexpr std::size_t most_failed = 1024;
+        failed_.push_back(key_of(exchange.channel, exchange.seq));
+        if (failed_.size() > most_failed) failed_.pop_front();
+        const Control notice{.kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq};
+        for (const Outgoing& message : exchange.sends) control(*peers_[message.peer], notice);
+        for (const Incoming& message : exchange.receives) control(*peers_[message.peer], notice);
+    }
     bool pinned = false;
     for (Outgoing& message : exchange.sends) {
         message.wanted = false;
@@ -281,7 +298,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
         peer.silent = true;
         peer.out.abandon();
         if (message.lossless()) {
-            fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - std::uint64_t{message.acked} * chunk_bytes_, now);
+            fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
         } else {
             release(message);
         }
@@ -293,10 +310,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
             }
         }
         for (const Outgoing& message : exchange.sends) {
-            if (!message.released) {
-                const std::uint64_t acked = std::min<std::uint64_t>(std::uint64_t{message.acked} * chunk_bytes_, message.cut.bytes);
-                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - acked, now);
-            }
+            if (!message.released) fail(exchange, Status::timed_out, message.peer, message.unacked_bytes(), now);
         }
     }
     open_gates(exchange);

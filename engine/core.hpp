@@ -128,7 +128,11 @@ private:
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header);
-    void take_bye(Peer& peer, Nanos now);
+    void take_bye(Peer& peer, std::span<const std::byte> body, Nanos now);
+    void take_failed(Peer& peer, const Header& header, Nanos now);
+    [[nodiscard]] bool ended_badly(const Header& header) const;
+    void answer_for_ended(Peer& peer, const Header& header);
+    void abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now);
     [[nodiscard]] Exchange* find(std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] bool is_over(std::uint32_t channel, std::uint32_t seq) const;
 
@@ -137,7 +141,7 @@ private:
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
     void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
     void end_message(Peer& peer, const Outgoing& message);
-    void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload);
+    void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload, Checks* checks);
     void control(Peer& peer, Control what);
     void enqueue(Outgoing& message);
     [[nodiscard]] Outgoing* message_of(std::uint32_t slot, std::uint32_t generation);
@@ -171,6 +175,8 @@ private:
     std::unordered_map<std::uint64_t, std::unique_ptr<Exchange>> active_;  // by channel and seq
     std::unordered_map<std::uint64_t, std::uint64_t> key_of_;              // id to key
     std::unordered_map<std::uint32_t, Posted> posted_;                     // by channel
+    std::deque<std::uint64_t> failed_;  // keys of the latest exchanges that ended badly, for peers that still ask
+    bool again_{};                      // transmit has more to look at although a peer had nothing to send
     std::vector<std::unique_ptr<Exchange>> leaving_;  // ended, but a batch still points into their buffers
     std::deque<Finished> finished_;
     std::vector<Slot> slots_;

@@ -10,16 +10,19 @@ bool Core::transmit(Batch& batch, Nanos now) {
     batch.segments = batch.bytes = batch.parts = 0;
     batch.sealed.clear();
     batch.pinned.reset();
-    for (auto& peer : peers_) {
-        if (peer && fill_control(batch, *peer, now)) return true;
-    }
-    paced_until_ = never;
-    for (std::size_t k = 0; k < peers_.size(); ++k) {
-        const std::size_t index = (turn_ + k) % peers_.size();
-        if (!peers_[index] || peers_[index]->queue.empty() || !fill_data(batch, *peers_[index], now)) continue;
-        turn_ = index + 1;
-        return true;
-    }
+    do {
+        again_ = false;
+        for (auto& peer : peers_) {
+            if (peer && fill_control(batch, *peer, now)) return true;
+        }
+        paced_until_ = never;
+        for (std::size_t k = 0; k < peers_.size(); ++k) {
+            const std::size_t index = (turn_ + k) % peers_.size();
+            if (!peers_[index] || peers_[index]->queue.empty() || !fill_data(batch, *peers_[index], now)) continue;
+            turn_ = index + 1;
+            return true;
+        }
+    } while (again_);
     return false;
 }
 
@@ -62,6 +65,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.flags = flight.flags = what.flags;
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
+        if (what.kind == Kind::bye) body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now, true), body);
+        flight.settled = peer.silent;  // nobody waits for an answer of the silent
     } else {
         return false;
     }
@@ -72,7 +77,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     // The body is copied: it must outlive this call.
     batch.sealed.reserve(Batch::max_bytes);
     const std::uint64_t number = peer.out.depart(flight, now);
-    seal_segment(batch, peer, number, header, {body.data(), body_bytes});
+    seal_segment(batch, peer, number, header, {body.data(), body_bytes}, nullptr);
     return true;
 }
 
@@ -148,6 +153,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (size < batch.segment_bytes) break;
     }
     if (batch.segments == 0) {
+        again_ = true;
         Exchange& exchange = *message->exchange;
         release_if_done(*message);
         finish_if_done(exchange, now);
@@ -184,10 +190,11 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                   .seq = message.exchange->seq,
                   .chunk = chunk,
                   .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)},
-                 {message.data + std::size_t{chunk} * message.cut.chunk_bytes, size});
+                 {message.data + std::size_t{chunk} * message.cut.chunk_bytes, size}, message.checks.get());
 }
 
-void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload) {
+void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload,
+                        Checks* checks) {
     header.number = static_cast<std::uint32_t>(number);
     if (seal_.encrypts()) header.flags |= flag_sealed;
     const std::span<std::byte, header_bytes> wire_header(batch.headers[batch.segments]);
@@ -201,13 +208,20 @@ void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header h
         if (seal_.encrypts()) {
             seal_.encrypt(wire_header, payload, peer.rank, number, out);
         } else {
-            seal_.protect(wire_header, payload);
+            seal_.protect(wire_header, seal_.payload_check(payload));
             std::copy(payload.begin(), payload.end(), out.begin());
         }
         if (!out.empty()) batch.iov[batch.parts++] = {.iov_base = out.data(), .iov_len = out.size()};
         bytes += out.size();
     } else {
-        seal_.protect(wire_header, payload);
+        std::uint32_t check = 0;
+        if (checks == nullptr) {
+            check = seal_.payload_check(payload);
+        } else {
+            if (checks->known.set(header.chunk)) checks->values[header.chunk] = seal_.payload_check(payload);
+            check = checks->values[header.chunk];
+        }
+        seal_.protect(wire_header, check);
         if (!payload.empty()) {
             batch.iov[batch.parts++] = {.iov_base = const_cast<std::byte*>(payload.data()), .iov_len = payload.size()};
         }
@@ -253,7 +267,7 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.kind == Kind::data) {
         Outgoing* message = message_of(flight.slot, flight.generation);
         if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
-        if (message->given_up < message->allowed) {
+        if (message->given_up + message->reserved < message->allowed) {
             ++message->given_up;
             release_if_done(*message);
             if (message->released) finish_if_done(*message->exchange, now);
@@ -261,7 +275,7 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
             message->repairs.push_back(flight.chunk);
             enqueue(*message);
         }
-    } else if (flight.kind == Kind::end || flight.kind == Kind::bye) {
+    } else if (flight.kind == Kind::end || flight.kind == Kind::bye || flight.kind == Kind::failed) {
         control(peer, {.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
     }
 }

@@ -251,7 +251,10 @@ void Driver::wake(int fd) const {
 }
 
 void Driver::close(Nanos linger) {
-    if (!core_) return;
+    if (!core_) {
+        socket_.close();
+        return;
+    }
     {
         Lock lock(mutex_);
         if (closed_) return;
@@ -279,6 +282,7 @@ void Driver::close(Nanos linger) {
     Lock lock(mutex_);
     changed_.wait(lock, [&] { return !caller_drives_; });
     for (const int fd : {epoll_, timer_, wake_, nudge_}) ::close(fd);
+    socket_.close();
 }
 
 Driver::Health Driver::health() {

@@ -69,7 +69,16 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
         message.second_stage = send.second_stage;
         message.data = send.data;
         message.allowed = message.cut.allowed(stage(send.second_stage).budget);
-        message.source = send.second_stage ? reduction.get() : nullptr;
+        if (send.second_stage && reduction) {
+            message.source = reduction.get();
+            if (spec.reduction->mode == Reduce::copy) message.reserved = std::min(message.allowed, message.cut.allowed(stage(false).budget));
+        }
+        for (Outgoing& other : sends) {
+            if (&other == &message || other.data != message.data || other.cut.bytes != message.cut.bytes) continue;
+            if (!other.checks) other.checks = std::make_shared<Checks>(message.cut.chunks);
+            message.checks = other.checks;
+            break;
+        }
     }
     receives.reserve(spec.receives.size());
     std::uint32_t contributor = 0;

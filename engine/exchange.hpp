@@ -2,6 +2,7 @@
 // most one reduction between the stages. Knows nothing of sockets, links or time-outs; core.hpp moves it along.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -40,14 +41,14 @@ struct StageSpec {
 
 struct ExchangeSpec {
     std::uint32_t channel{}, seq{};
-    std::vector<SendSpec> sends;
-    std::vector<ReceiveSpec> receives;
-    std::optional<ReductionSpec> reduction;
+    std::vector<SendSpec> sends{};
+    std::vector<ReceiveSpec> receives{};
+    std::optional<ReductionSpec> reduction{};
     std::array<StageSpec, 2> stages{};
     Nanos timeout_at{never};  // absolute; passing it is an error, not a loss
 };
 
-enum class Status : std::uint8_t { running, ok, timed_out, peer_silent, peer_left, size_mismatch, closed };
+enum class Status : std::uint8_t { running, ok, timed_out, peer_silent, peer_left, peer_failed, size_mismatch, closed };
 
 // What one message brought.
 struct Arrival {
@@ -89,6 +90,14 @@ struct Cut {
 
 class Exchange;
 
+// Checks of the chunks of a source that goes to several peers, so that each is computed once.
+struct Checks {
+    Bitmap known;
+    std::vector<std::uint32_t> values;
+
+    explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
+};
+
 // A message to a peer.
 struct Outgoing {
     Exchange* exchange{};
@@ -96,8 +105,10 @@ struct Outgoing {
     bool second_stage{};
     const std::byte* data{};
     Cut cut;
-    std::uint32_t allowed{};             // chunks that may be lost without repair
+    std::uint32_t allowed{};             // chunks that may be missing in the end
+    std::uint32_t reserved{};            // of those, what we ourselves may have missed of what we pass on
     const Reduction* source{};           // second stage: only its final chunks can be sent
+    std::shared_ptr<Checks> checks;      // shared with other messages of the same data, if there are any
     std::uint32_t slot{}, generation{};  // how flights refer to it
 
     std::uint32_t cursor{};  // of the first pass
@@ -122,6 +133,9 @@ struct Outgoing {
         return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
     }
     [[nodiscard]] bool lossless() const { return allowed == 0; }
+    [[nodiscard]] std::uint64_t unacked_bytes() const {
+        return cut.bytes - std::min<std::uint64_t>(std::uint64_t{acked} * cut.chunk_bytes, cut.bytes);
+    }
     [[nodiscard]] bool never_repaired() const { return allowed == cut.chunks; }
 };
 

@@ -92,14 +92,14 @@ Nanos Inbound::report_at(std::uint64_t credit_bytes, Nanos delay) const {
     return unreported_since_ == never ? never : unreported_since_ + delay;
 }
 
-Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now) {
+Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole) {
     Report report;
     report.largest = largest_;
     report.credit_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(credit_bytes, 0xffff'ffff));
     report.held_us = static_cast<std::uint32_t>(std::min<Nanos>((now - largest_at_) / microsecond, 0xffff'ffff));
     report.overflow = overflow;
     std::uint64_t& fourth = reported_[reports_++ % reported_.size()];
-    const std::uint64_t reach = std::min<std::uint64_t>(largest_ - fourth + 64, bits);
+    const std::uint64_t reach = whole ? bits : std::min<std::uint64_t>(largest_ - fourth + 64, bits);
     fourth = largest_;
     report.words = static_cast<std::uint32_t>((std::min(reach, largest_) + 63) / 64);
     if (report.words == 0) report.words = 1;

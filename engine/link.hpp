@@ -100,7 +100,8 @@ public:
     void report_now() { urgent_ = true; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
-    [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now);
+    // With `whole`, it reaches as far back as it can.
+    [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole = false);
 
     // Of the numbers up to `largest`, how many arrived: the link's loss as the receiver sees it.
     [[nodiscard]] std::uint64_t arrived() const { return arrived_; }

@@ -9,14 +9,14 @@ namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double gso_bytes = 65'536;           // what one system call carries at most
-constexpr double batch_s = 0.00025;            // a batch is this long at the current rate: a tenth of a small switch queue
+constexpr double batch_s = 0.00025;            // a batch is this long at the current rate: a small part of a switch's queue
 constexpr double initial_datagrams = 16;       // sent before anything is known
 constexpr double startup_gain = 2.77;          // 4 ln 2: doubles the delivered rate each round (BBR)
 constexpr double occupancy_bytes = 16'384;     // what a link keeps in the bottleneck's queue
 constexpr double least_target_s = 0.0002;      // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;          // delay that is never taken for noise, whatever a dip shows
+constexpr double most_noise_s = 0.001;         // delay that is never taken for noise, whatever a dip shows
 constexpr double max_loss = 0.45;              // more than this is taken for an outage, not for a lossy link
-constexpr double floor_bytes = 3'000;            // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double floor_bytes = 3'000;           // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;               // of the rate while the queue is emptied to see the bare round trip
 constexpr double least_step = 1.0 / 32, most_step = 1.0 / 8;
 constexpr Nanos least_round = millisecond;     // short links: rates over less than this are noise of batches
@@ -53,7 +53,7 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
       window_(infinity),
       step_(least_step),
       noise_s_(least_target_s),
-      dip_loss_(max_loss),
+      most_loss_(max_loss),
       bucket_(now / min_rtt_bucket) {
     round_.begin = now;
     if (!paced()) return;
@@ -65,9 +65,13 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
     if (!paced()) return true;
     window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     if (window_full_ || !pacer_.try_send(bytes, now)) return false;
-    // After a pause the queue is empty anyway: no dip in the burst that follows, unless the last one is long ago.
-    if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && phase_ == Phase::cruise)
+    const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
+    if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
+        // A pause empties the queue: full rate at once, and no dip in this burst unless the last one is long ago.
+        phase_ = Phase::cruise;
         next_dip_at_ = std::min(now + dip_period(), dip_until_ + 2 * min_rtt_bucket);
+        apply(1, now);
+    }
     sent_at_ = now;
     return true;
 }
@@ -84,7 +88,9 @@ double RateControl::best_delivery() const { return *std::max_element(delivery_.b
 
 // Equal occupancy makes links that share a queue equal; the rest is what must be allowed for noise.
 double RateControl::target_queue_s() const {
-    return shallow_ * (std::max(noise_s_, 0.1 * seconds(min_rtt_)) + std::max(occupancy_bytes, datagram_bytes_) / rate_);
+    // Noise is scaled less: a threshold within it would hold the link back for ever.
+    const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * 0.1 * seconds(min_rtt_));
+    return noise_s + shallow_ * std::max(occupancy_bytes, datagram_bytes_) / rate_;
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -138,18 +144,24 @@ void RateControl::end_round(Nanos now) {
     round_.begin = now;
 }
 
+// Of the share lost among the datagrams in `bytes`; never zero, for a link that lost nothing yet may still lose.
+double RateControl::deviation(double loss, double bytes) const {
+    return std::sqrt(std::max(loss * (1 - loss), 0.01) * datagram_bytes_ / bytes);
+}
+
 void RateControl::learn_delivery(double queue_s) {
     const double total = round_.delivered + round_.lost;
     const double loss = total > 0 ? std::min(round_.lost / total, max_loss) : 0;
     overflowed_ = false;
     if (total > 0) {
-        const double spread = 0.02 + 3 * std::sqrt(std::max(loss_ * (1 - loss_), 0.01) * datagram_bytes_ / total);
+        const double spread = 0.02 + 3 * deviation(loss_, total);
         const double weight = std::min(0.25, total / (400 * datagram_bytes_));
         if (loss < loss_ - spread) {  // what was taken for the link's loss came from a queue after all
             loss_ += 0.5 * (loss - loss_);
-        } else if (queue_s <= std::max(0.5 * target_queue_s(), least_target_s / 4)) {
-            if (loss > dip_loss_ + spread) next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
-            loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, dip_loss_ + 0.05));
+        } else if (queue_s <= std::max(0.5 * target_queue_s(), 0.5 * noise_s_)) {
+            if (loss_ + weight * (loss - loss_) > most_loss_)  // more than the last dip saw: look again
+                next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
+            loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, most_loss_));
         } else {
             overflowed_ = loss > loss_ + spread;
         }
@@ -236,8 +248,9 @@ void RateControl::learn_from_dip() {
     noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);
     const double total = round_.delivered + round_.lost;
     if (total <= 0) return;
-    dip_loss_ = std::min(round_.lost / total, max_loss);
-    loss_ += std::min(0.5, total / (100 * datagram_bytes_)) * (dip_loss_ - loss_);
+    const double loss = std::min(round_.lost / total, max_loss);
+    most_loss_ = std::min(loss + 0.05 + 2 * deviation(loss, total), max_loss);
+    loss_ += std::min(0.5, total / (400 * datagram_bytes_)) * (loss - loss_);
 }
 
 // Automatic: grows while the queue is below its target, gives back what stands above it.

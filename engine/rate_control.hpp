@@ -92,6 +92,7 @@ private:
     [[nodiscard]] double target_queue_s() const;
     void learn_min_rtt(Nanos rtt, Nanos now);
     void end_round(Nanos now);
+    [[nodiscard]] double deviation(double loss, double bytes) const;
     void learn_delivery(double queue_s);
     void advance(double queue_s, double round_s, Nanos now);
     [[nodiscard]] Nanos dip_period() const;
@@ -113,11 +114,12 @@ private:
     double step_;                  // relative growth of the next queue-free round
     double noise_s_;               // delay seen without a queue
     double loss_{};                // share lost while no queue stood
-    double dip_loss_;              // share lost in the last dip
+    double most_loss_;             // what loss_ may grow to: what the last dip saw, with its uncertainty
     double shallow_{1};            // below 1 where the queue overflowed before the target was reached
     bool overflowed_{};            // this round lost more than the link does without a queue
 
-    Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_, dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
+    Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_;
+    Nanos dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
     Round round_;
     std::array<double, 10> delivery_{};  // of the last rounds with data
     std::array<double, 10> quantum_{};   // largest report of the same rounds

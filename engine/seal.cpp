@@ -407,10 +407,10 @@ Seal::~Seal() {
     for (Key& key : secrets_.peers) wipe(key);
 }
 
-void Seal::protect(std::span<std::byte, header_bytes> header, Bytes payload) const {
+void Seal::protect(std::span<std::byte, header_bytes> header, std::uint32_t payload_check) const {
     header[flags_offset] &= ~std::byte{flag_sealed};
     write_check(header, 0);
-    write_check(header, crc32c(payload, crc32c(header, static_cast<std::uint32_t>(secrets_.cookie >> 32))));
+    write_check(header, crc32c(header, payload_check));
 }
 
 void Seal::encrypt(std::span<std::byte, header_bytes> header, Bytes payload, std::uint16_t peer, std::uint64_t number,
@@ -434,7 +434,7 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
         std::array<std::byte, header_bytes> unchecked;
         std::memcpy(unchecked.data(), written.data(), header_bytes);
         write_check(unchecked, 0);
-        const auto check = crc32c(body, crc32c(unchecked, static_cast<std::uint32_t>(secrets_.cookie >> 32)));
+        const auto check = crc32c(unchecked, payload_check(body));
         return check == header.check ? std::optional(body) : std::nullopt;
     }
     if (header.source >= secrets_.peers.size()) return std::nullopt;

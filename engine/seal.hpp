@@ -78,9 +78,13 @@ public:
     // Bytes that sealing adds to a datagram behind its payload.
     [[nodiscard]] std::size_t overhead_bytes() const { return encrypts() ? tag_bytes : 0; }
 
-    // Unencrypted: fills the check of the header that `header` holds in wire form and clears flag_sealed. The payload is
-    // only read.
-    void protect(std::span<std::byte, header_bytes> header, std::span<const std::byte> payload) const;
+    // Unencrypted: the payload's part of the check. It depends on the payload alone, so that a chunk that goes to many
+    // peers is read once.
+    [[nodiscard]] std::uint32_t payload_check(std::span<const std::byte> payload) const {
+        return crc32c(payload, static_cast<std::uint32_t>(secrets_.cookie >> 32));
+    }
+    // Unencrypted: fills the check of the header that `header` holds in wire form and clears flag_sealed.
+    void protect(std::span<std::byte, header_bytes> header, std::uint32_t payload_check) const;
     // Encrypted: writes ciphertext and tag to `out` (payload.size() + tag_bytes), zeroes the header's check and sets
     // flag_sealed. `number` is the full packet number. Throws std::logic_error without a key, std::runtime_error when
     // libcrypto refuses.

@@ -85,7 +85,7 @@ std::size_t interface_mtu(const std::string& host) {
         ifreq request{};
         std::strncpy(request.ifr_name, each->ifa_name, IFNAMSIZ - 1);
         const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
-        close(fd);
+        ::close(fd);
         return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
     }
     return 0;
@@ -101,7 +101,7 @@ Socket::Socket(const Address& address, const SocketConfig& config) {
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "cannot open a UDP socket");
     if (bind(fd_, address.get(), address.size()) != 0) {
         const int error = errno;
-        close(fd_);
+        close();
         throw std::system_error(error, std::generic_category(), "cannot bind UDP port " + std::to_string(address.port()));
     }
     // The privileged form may exceed net.core.rmem_max.
@@ -128,7 +128,12 @@ Socket::Socket(const Address& address, const SocketConfig& config) {
     }
 }
 
-Socket::~Socket() { close(fd_); }
+Socket::~Socket() { close(); }
+
+void Socket::close() {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+}
 
 std::uint16_t Socket::port() const {
     Address bound;

@@ -53,6 +53,8 @@ public:
     Socket(const Socket&) = delete;
     Socket& operator=(const Socket&) = delete;
 
+    // Frees the descriptor and the port; nothing else may be called after it.
+    void close();
     void set_peers(std::vector<Address> peers) { peers_ = std::move(peers); }
 
     // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.

@@ -40,7 +40,8 @@ enum class Kind : std::uint8_t {
     end = 5,     // the first pass of a lossy message is over
     done = 6,    // this message is closed here: stop sending it
     ping = 7,    // report at once
-    bye = 8,     // this endpoint is leaving and needs nothing more
+    bye = 8,     // this endpoint is leaving; carries a last report
+    failed = 9,  // the exchange ended badly here: nobody should wait for us in it
 };
 
 // Flags of `data`, `end` and `done`.

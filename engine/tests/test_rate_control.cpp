@@ -286,6 +286,21 @@ TEST(random_loss_up_to_forty_percent_costs_no_rate) {
     }
 }
 
+TEST(threads_that_wake_late_on_a_lossy_link_are_not_taken_for_a_queue) {
+    for (Path path : paths) {
+        for (const double loss : {0.0, 0.1, 0.3}) {
+            path.loss = loss;
+            path.jitter = (loss < 0.3 ? 1000 : 500) * microsecond;
+            Network network(path, 13);
+            network.add(RateMode::automatic);
+            network.run(second + rounds(path, 20));
+            network.measure();
+            network.run(2 * second + rounds(path, 100));
+            CHECK(network.throughput() > 0.88 * path.bytes_per_s * (1 - loss));
+        }
+    }
+}
+
 TEST(loss_that_begins_in_mid_run_costs_no_rate) {
     for (const Path& path : paths) {
         Network network(path, 3);
@@ -424,7 +439,8 @@ TEST(low_priority_leaves_nine_tenths_to_others_and_returns_when_they_leave) {
             CHECK(network.throughput(low) > 0.6 * path.bytes_per_s);
             const double window = path.bytes_per_s * static_cast<double>(path.rtt) / 1e9 + 300'000;
             const auto backlog = static_cast<std::uint64_t>(path.bytes_per_s * 6);
-            const std::size_t other = greedy ? network.add(RateMode::unlimited, backlog, window) : network.add(RateMode::automatic, backlog);
+            const RateMode mode = greedy ? RateMode::unlimited : RateMode::automatic;
+            const std::size_t other = network.add(mode, backlog, greedy ? window : 0);
             network.run(rounds(path, 70));
             network.measure();
             network.run(second);

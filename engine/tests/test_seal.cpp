@@ -204,7 +204,7 @@ Buffer make_datagram(bool sealed, std::span<const std::byte> payload, std::uint1
         seal.encrypt(header, payload, receiver, number, body);
     } else {
         std::copy(payload.begin(), payload.end(), body.begin());
-        seal.protect(header, payload);
+        seal.protect(header, seal.payload_check(payload));
     }
     return datagram;
 }

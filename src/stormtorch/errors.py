@@ -13,6 +13,10 @@ class PeerLeft(StormError):
     """A peer closed its transport while an exact exchange needed it."""
 
 
+class PeerFailed(StormError):
+    """A peer ended the same exact exchange with an error; its own message says why."""
+
+
 class ExchangeTimeout(StormError, TimeoutError):
     """An exchange did not end within its time-out."""
 

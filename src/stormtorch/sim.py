@@ -132,6 +132,7 @@ class SimNetwork:
             0.0 if rate is None else parse_rate(rate) / 8.0,
             queue_bytes,
         )
+        self._transports = [SimTransport(self, rank) for rank in range(world)]
         self._condition = threading.Condition()
         self._posts: list[tuple[int, Plan, SimExchange]] = []
         self._running: dict[tuple[int, int], SimExchange] = {}
@@ -170,7 +171,7 @@ class SimNetwork:
 
         def body(rank: int) -> None:
             try:
-                results[rank] = work(SimTransport(self, rank))
+                results[rank] = work(self._transports[rank])
             except BaseException as error:
                 errors[rank] = error
             finally:
@@ -220,6 +221,8 @@ class SimNetwork:
         while self._awake == 0 and self._waiting and self._broken is None:
             try:
                 self._begin()
+                if self._awake > 0:
+                    break
                 if self._sim.advance() == 0:
                     raise StormError("nothing can happen any more, yet ranks wait: has every rank called the collective?")
                 self._finish()

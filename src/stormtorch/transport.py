@@ -12,7 +12,7 @@ import torch
 
 from stormtorch import _engine
 from stormtorch.channels import Channels
-from stormtorch.errors import Closed, ExchangeTimeout, PeerLeft, PeerSilent, SizeMismatch, StormError
+from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft, PeerSilent, SizeMismatch, StormError
 from stormtorch.reliability import EXACT, Reliability
 
 
@@ -193,6 +193,8 @@ def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, 
         )
     if status == _engine.Status.PEER_LEFT:
         raise PeerLeft(f"{where}: rank {outcome.peer} closed its transport before this was done, {missing}.")
+    if status == _engine.Status.PEER_FAILED:
+        raise PeerFailed(f"{where}: rank {outcome.peer} gave it up, {missing}. Its own error says why.")
     if status == _engine.Status.TIMED_OUT:
         raise ExchangeTimeout(
             f"{where}: not done after {timeout_s or 0.0:g} s, waiting for rank {outcome.peer}, {missing}. "
@@ -211,31 +213,28 @@ def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, 
 class UdpExchange:
     """An exchange over UDP."""
 
-    __slots__ = ("_arrival", "_id", "_plan", "_transport")
+    __slots__ = ("_id", "_outcome", "_transport", "plan")
 
     def __init__(self, transport: "UdpTransport", plan: Plan, exchange_id: int) -> None:
         self._transport = transport
-        self._plan = plan
+        self.plan = plan
         self._id = exchange_id
-        self._arrival: Arrival | None = None
+        self._outcome: _engine.Outcome | None = None
 
     def wait(self, timeout_s: float | None = None) -> Arrival:
         """Blocks until the exchange has ended; the tensors are then the caller's again."""
-        if self._arrival is None:
-            transport = self._transport
-            try:
-                outcome = transport.endpoint.wait(self._id, timeout_s)
-            except RuntimeError as error:
-                raise Closed(f"rank {transport.rank}: {self._plan.what}: {error}") from error
-            if outcome is None:
-                raise ExchangeTimeout(f"rank {transport.rank}: {self._plan.what} is not done after {timeout_s} s")
-            self._arrival = conclude(outcome, self._plan, transport.rank, transport.silence_s, self._plan.timeout_s)
-            self._plan.keep = ()
-        return self._arrival
+        transport = self._transport
+        if self._outcome is None:
+            self._outcome = transport.wait(self._id, self.plan, timeout_s)
+        return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
 
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._arrival is not None or self._transport.endpoint.ended(self._id)
+        return self._outcome is not None or self._transport.endpoint.ended(self._id)
+
+    def __del__(self) -> None:
+        if self._outcome is None:
+            self._transport.orphan(self._id)
 
     def cancel(self) -> None:
         """Gives it up; wait() then raises `Closed`."""
@@ -264,6 +263,9 @@ class UdpTransport:
         self.timeout_s = timeout_s
         self.channels = Channels()
         self._linger_s = linger_s
+        # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
+        self._plans: dict[int, Plan] = {}
+        self._orphans: list[int] = []
 
     def post(self, plan: Plan) -> UdpExchange:
         """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
@@ -282,7 +284,33 @@ class UdpTransport:
             )
         except RuntimeError as error:
             raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        self._plans[exchange_id] = plan
+        if self._orphans:
+            self._sweep()
         return UdpExchange(self, plan, exchange_id)
+
+    def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
+        """Blocks until an exchange has ended, once."""
+        try:
+            outcome = self.endpoint.wait(exchange_id, timeout_s)
+        except RuntimeError as error:
+            raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        if outcome is None:
+            raise ExchangeTimeout(f"rank {self.rank}: {plan.what} is not done after {timeout_s} s")
+        self._plans.pop(exchange_id, None)
+        return outcome
+
+    def orphan(self, exchange_id: int) -> None:
+        """Nobody will wait for this exchange; its tensors are let go some time after it has ended."""
+        self._orphans.append(exchange_id)
+
+    def _sweep(self) -> None:
+        orphans, self._orphans = self._orphans, []
+        for exchange_id in orphans:
+            if not self.endpoint.ended(exchange_id):
+                self._orphans.append(exchange_id)
+            elif self._plans.pop(exchange_id, None) is not None:
+                self.endpoint.wait(exchange_id, 0.0)
 
     def health(self) -> dict[str, Any]:
         """Counters of all that was sent, received, repaired and turned away."""
@@ -295,6 +323,7 @@ class UdpTransport:
     def close(self) -> None:
         """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket."""
         self.endpoint.close(self._linger_s)
+        self._plans.clear()
 
     def __enter__(self) -> "UdpTransport":
         return self

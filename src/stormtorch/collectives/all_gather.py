@@ -3,7 +3,7 @@
 import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.collectives.spans import address, check_lossy, check_same, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, Send
 
@@ -27,8 +27,7 @@ def all_gather(
     """
     if len(outputs) != group.size:
         raise ValueError(f"outputs must hold one tensor per rank, {group.size}, got {len(outputs)}")
-    if size(outputs[group.rank]) != size(tensor):
-        raise ValueError(f"outputs[{group.rank}] has {size(outputs[group.rank])} bytes, tensor has {size(tensor)}")
+    check_same(outputs[group.rank], tensor, f"outputs[{group.rank}]")
     check_lossy(tensor, reliability, "all_gather")
     address(tensor, "tensor")
     for index, each in enumerate(outputs):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.collectives.spans import address, check_lossy, check_same, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, Send
 
@@ -33,8 +33,7 @@ def all_to_all(
         for index, each in enumerate(tensors):
             address(each, f"{name}[{index}]")
             check_lossy(each, reliability, "all_to_all")
-    if size(outputs[group.rank]) != size(inputs[group.rank]):
-        raise ValueError(f"outputs[{group.rank}] and inputs[{group.rank}] must have the same size: they are this rank's own")
+    check_same(outputs[group.rank], inputs[group.rank], f"outputs[{group.rank}]")
     return group.start(_steps(group, outputs, inputs, group.reserve(), reliability, timeout_s))
 
 

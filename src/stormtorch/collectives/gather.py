@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.collectives.spans import address, check_lossy, check_same, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, Send
 
@@ -34,6 +34,8 @@ def gather(
     address(tensor, "tensor")
     if group.rank == root and (outputs is None or len(outputs) != group.size):
         raise ValueError(f"outputs must hold one tensor per rank, {group.size}, on the root")
+    if group.rank == root and outputs is not None:
+        check_same(outputs[root], tensor, f"outputs[{root}]")
     for index, each in enumerate(outputs or ()):
         address(each, f"outputs[{index}]")
     return group.start(_steps(group, tensor, outputs or (), root, group.reserve(), reliability, timeout_s))

@@ -54,9 +54,24 @@ def on_arrival(tensor: torch.Tensor, op: Op) -> bool:
 
 def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     """Reduces in the order given, so that every rank gets the same bits."""
+    signed = _SIGNED.get(out.dtype)
+    if signed is not None:
+        _fold_unsigned(contributions, op, out, signed)
+        return
     result = contributions[0].clone()
     for contribution in contributions[1:]:
         _FOLDS[op](result, contribution, out=result)
     if op is Op.AVG:
         result /= len(contributions)
     out.copy_(result)
+
+
+# torch has no arithmetic for these. Sums, products and bits are those of the signed type; order needs the top bit flipped.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _fold_unsigned(contributions: list[torch.Tensor], op: Op, out: torch.Tensor, signed: torch.dtype) -> None:
+    flip = torch.iinfo(signed).min if op in (Op.MIN, Op.MAX) else 0
+    result = out.view(signed)
+    fold([each.view(signed) ^ flip for each in contributions], op, result)
+    result ^= flip

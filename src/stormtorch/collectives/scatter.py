@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.collectives.spans import address, check_lossy, check_same, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, Send
 
@@ -34,6 +34,8 @@ def scatter(
     address(output, "output")
     if group.rank == root and (inputs is None or len(inputs) != group.size):
         raise ValueError(f"inputs must hold one tensor per rank, {group.size}, on the root")
+    if group.rank == root and inputs is not None:
+        check_same(inputs[root], output, f"inputs[{root}]")
     for index, each in enumerate(inputs or ()):
         address(each, f"inputs[{index}]")
     return group.start(_steps(group, output, inputs or (), root, group.reserve(), reliability, timeout_s))

@@ -1,7 +1,5 @@
 """Tensors as the engine sees them: an address and a number of bytes."""
 
-from collections.abc import Sequence
-
 import torch
 
 from stormtorch.reliability import Reliability
@@ -37,10 +35,7 @@ def shards(elements: int, element_bytes: int, count: int) -> list[tuple[int, int
     return [(min(i * each, elements), max(min(each, elements - i * each), 0)) for i in range(count)]
 
 
-def check_same(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless all have the dtype and the number of elements of `like`."""
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
-            raise ValueError(
-                f"{what}[{index}] has {tensor.numel()} x {tensor.dtype}, expected {like.numel()} x {like.dtype}"
-            )
+def check_same(tensor: torch.Tensor, like: torch.Tensor, what: str) -> None:
+    """Raises ValueError unless it has the dtype and the number of elements of `like`."""
+    if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+        raise ValueError(f"{what} must have {like.numel()} x {like.dtype}, got {tensor.numel()} x {tensor.dtype}")

@@ -1,0 +1,172 @@
+"""What is measured: the same all-reduce by stormtorch and by its peers, each with connections of its own."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+
+from stormtorch.bench.ranks import LOOPBACK, Member
+from stormtorch.collectives import Group, all_reduce
+from stormtorch.options import Options
+from stormtorch.reliability import EXACT, LOSSY, Reliability
+from stormtorch.rendezvous import connect
+from stormtorch.transport import Arrival
+
+BACKENDS = ("storm", "storm-lossy", "gloo")
+"""The names that can be asked for."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What all backends can sum."""
+
+# What the kernel may hold of a stream on its way; it fits into a core's cache.
+_IN_FLIGHT_BYTES = 1 << 20
+
+
+class Backend(Protocol):
+    """Something that can all-reduce."""
+
+    name: str
+    exact: bool
+    """Whether its results are exact whatever the network does."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+        """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything."""
+        ...
+
+
+class Storm:
+    """stormtorch over UDP, with a transport of its own, so that its counters count nothing else."""
+
+    def __init__(self, name: str, member: Member, options: Options, reliability: Reliability) -> None:
+        self.name = name
+        self.exact = reliability.exact
+        self.transport = connect(member.store, member.rank, member.world, options, prefix=name)
+        self.group = Group(self.transport)
+        self._reliability = reliability
+
+    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+        """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
+        return all_reduce(self.group, tensor, reliability=self._reliability).wait()
+
+    def counters(self) -> "Counters":
+        """What the engine has counted so far."""
+        health = self.transport.health()
+        faults: dict[str, Any] = health["faults"]
+        return Counters(lost=faults["lost"], seen=faults["seen"], kernel_drops=health["overflow"])
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.transport.close()
+
+
+class Gloo:
+    """torch's gloo over TCP, called directly: without the few microseconds that torch.distributed adds in Python."""
+
+    name = "gloo"
+    exact = True
+
+    def __init__(self, member: Member) -> None:
+        self._group = gloo_group(member, "gloo")
+
+    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+        """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
+        self._group.allreduce([tensor]).wait()
+        return ()
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+class Copies:
+    """No all-reduce, but what this machine needs to move as many bytes: the ideal that others are compared with.
+
+    Each rank copies 2(n-1)/n of the tensor, as much as it has to send, into a buffer as small as the kernel's and out
+    of it again. Nothing is added up, no header is written, no system call is made and nobody waits for anybody.
+    """
+
+    name = "copies"
+    exact = False
+    MEANING = (
+        "measured in the same rounds: every rank at once copies 2(n-1)/n x bytes, what it must send, into a 1 MiB "
+        "buffer and out again, as the kernel must at least (once in, once out); slowest rank, median. "
+        "No sums, no system calls."
+    )
+
+    def __init__(self, world: int) -> None:
+        self._share = 2 * (world - 1) / world
+        self._buffer = torch.empty(_IN_FLIGHT_BYTES, dtype=torch.uint8)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+        """Copies as many bytes of `tensor` as an all-reduce has to move; its values stay as they are."""
+        raw = tensor.view(torch.uint8)
+        left = round(raw.numel() * self._share)
+        while left > 0:
+            for first in range(0, min(left, raw.numel()), _IN_FLIGHT_BYTES):
+                piece = raw[first : first + min(_IN_FLIGHT_BYTES, left)]
+                buffer = self._buffer[: piece.numel()]
+                buffer.copy_(piece)
+                piece.copy_(buffer)
+                left -= piece.numel()
+        return ()
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Datagrams, as the engine counts them."""
+
+    lost: int = 0
+    """Lost by fault injection."""
+    seen: int = 0
+    """That fault injection had in its hands."""
+    kernel_drops: int = 0
+    """That the kernel threw away because a socket's buffer was full."""
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(self.lost + other.lost, self.seen + other.seen, self.kernel_drops + other.kernel_drops)
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return Counters(self.lost - other.lost, self.seen - other.seen, self.kernel_drops - other.kernel_drops)
+
+    @property
+    def loss(self) -> float:
+        """The fraction that fault injection lost; 0 of nothing."""
+        return self.lost / self.seen if self.seen else 0.0
+
+
+def open_backend(name: str, member: Member, datagram_bytes: int | None) -> Backend:
+    """Connects the backend of that name, one of `BACKENDS`; all ranks call this together."""
+    if name == "gloo":
+        return Gloo(member)
+    options = Options(interface=LOOPBACK, datagram_bytes=datagram_bytes)
+    return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
+
+
+class GlooGroup(Protocol):
+    """What torch's type stubs do not say about ProcessGroupGloo."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+        """Sums in place."""
+        ...
+
+    def barrier(self) -> Work:
+        """Waits for all."""
+        ...
+
+
+def gloo_group(member: Member, name: str, world: int | None = None) -> GlooGroup:
+    """A gloo group of the first `world` ranks, of all by default, on the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = PrefixStore(name, member.store)
+    group = ProcessGroupGloo(store, member.rank, world or member.world, timedelta(minutes=10))
+    return cast(GlooGroup, group)

@@ -1,0 +1,84 @@
+"""Under which conditions a number was measured: without them it cannot be compared with another."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stormtorch
+
+
+def surroundings() -> dict[str, Any]:
+    """Machine, kernel, versions, commit and date, ready for JSON."""
+    return {
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "cores_usable": len(os.sched_getaffinity(0)),
+            "architecture": platform.machine(),
+            "kernel": platform.release(),
+            "load_before": os.getloadavg()[0],
+        },
+        "tcp_congestion_control": _first_line("/proc/sys/net/ipv4/tcp_congestion_control"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "stormtorch": stormtorch.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+    }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Writes readable JSON, each list of numbers on one line; makes missing folders."""
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\n[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def cpu_model() -> str:
+    """The processor's name, or its architecture where the kernel does not tell (as on many ARM machines)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the source tree this runs from, with "+changes" if files differ from it; None outside of git."""
+    here = Path(stormtorch.__file__).parent
+    head = _git(here, "rev-parse", "--short=12", "HEAD")
+    # Installed into some other project's tree, its commit would say nothing about us.
+    if not head or not _git(here, "ls-files", "--", "*.py"):
+        return None
+    return head + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(where: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(where), *command], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

@@ -1,0 +1,67 @@
+"""How measurements look in a terminal."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Advance = Callable[[str, int], None]
+"""Called with what is being measured and how many steps of all are done."""
+
+
+def ignore_progress(_what: str, _done: int) -> None:
+    """For callers that show no progress."""
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, start: str) -> Iterator[Advance]:
+    """A bar on the standard error, so that tables can be piped; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+    )
+    # Few refreshes: the bar shares the cores with what is measured.
+    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(start, total=total)
+
+        def advance(what: str, done: int) -> None:
+            bar.update(task, description=what, completed=done)
+
+        yield advance
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit: "850 µs", "91.3 ms", "1.24 s"."""
+    for scale, unit in ((1e6, "µs"), (1e3, "ms")):
+        if round(seconds * scale, 1) < 1000:
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def ratio_text(value: float | None) -> str:
+    """A ratio, or a dash where there is nothing to compare with."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def share_text(fraction: float) -> str:
+    """Percent; 100 % only if nothing is missing."""
+    return "100 %" if fraction == 1.0 else f"{min(fraction * 100, 99.99):.2f} %"
+
+
+def size_text(size_bytes: int) -> str:
+    """Decimal units: "4 KB", "25 MB"."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.3g} {unit}"
+    return f"{size_bytes} B"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -1,0 +1,212 @@
+"""Small messages: all-reduce of 1 KB to 1 MB beside gloo, and what the engine costs with nothing to carry."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
+from stormtorch.bench.conditions import surroundings, write_json
+from stormtorch.bench.display import Advance, ignore_progress, size_text, time_text
+from stormtorch.bench.ranks import Member, run_ranks
+from stormtorch.bench.rounds import BARRIER, TIMES, Log, Schedule, Stage, median, merge, percentile, run_rounds
+from stormtorch.bench.settings import check_between, check_subset
+from stormtorch.collectives import Group, barrier
+
+SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySettings:
+    """What to measure."""
+
+    hosts: int = 2
+    """Ranks, each a process of this machine."""
+    iters: int = 200
+    """Timed rounds per size, and empty exchanges."""
+    warmup: int = 20
+    """Rounds before them that are checked but not counted."""
+    backends: tuple[str, ...] = BACKENDS
+    idle_s: float = 3.0
+    """For how long to watch the CPU time of connected transports that have nothing to do."""
+    timeout_s: float = 600.0
+    """For everything."""
+
+    def __post_init__(self) -> None:
+        check_between("hosts", self.hosts, 2, 64)
+        check_between("iters", self.iters, 1, 1_000_000)
+        check_between("warmup", self.warmup, 0, 1_000_000)
+        check_subset("backends", self.backends, BACKENDS)
+        check_between("idle_s", self.idle_s, 0.1, 600)
+        check_between("timeout_s", self.timeout_s, 1, 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyResult:
+    """One backend at one size, over all timed rounds."""
+
+    backend: str
+    bytes: int
+    median_s: float
+    p99_s: float
+    worst_s: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class LatencyReport:
+    """What came out, under which conditions."""
+
+    conditions: dict[str, Any]
+    results: list[LatencyResult]
+    empty_exchange_s: dict[str, float]
+    """Median of an exchange of empty messages between two ranks, back to back, by storm and by gloo."""
+    idle_cpu_percent: float
+    """Of one core, the busiest rank: engine thread and everything else in the process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        """As JSON; makes missing folders."""
+        write_json(path, self.to_json())
+
+
+@dataclass(frozen=True)
+class _RankLatency:
+    log: Log
+    empty_s: dict[str, list[float]]
+    """Of each kind, one time per exchange; empty on ranks that look on."""
+    idle_cpu: float
+
+
+def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -> LatencyReport:
+    """Measures, and returns when all ranks are gone.
+
+    Raises:
+        stormtorch.bench.ranks.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+    """
+    conditions = {
+        "hosts": settings.hosts,
+        "iters": settings.iters,
+        "warmup": settings.warmup,
+        "backends": list(settings.backends),
+        "dtype": "float32",
+        "network": "loopback",
+        "rate": None,
+        "loss_requested": 0.0,
+        "times": TIMES,
+        "barrier": BARRIER,
+        "idle_s": settings.idle_s,
+        "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
+    } | surroundings()
+    done = 0
+
+    def listen(_rank: int, what: object) -> None:
+        nonlocal done
+        done += 1
+        assert isinstance(what, tuple)
+        advance(f"{size_text(what[0])} on {settings.hosts} ranks", done)
+
+    ranks = run_ranks(_rank_latency, settings.hosts, (settings,), timeout_s=settings.timeout_s, listen=listen)
+    log = merge([rank.log for rank in ranks])
+    results = []
+    for size in SIZES_BYTES:
+        for name in settings.backends:
+            samples = [sample for sample in log.samples if (sample.backend, sample.bytes) == (name, size)]
+            times_s = [sample.seconds for sample in samples]
+            results.append(
+                LatencyResult(
+                    backend=name,
+                    bytes=size,
+                    median_s=median(times_s),
+                    p99_s=percentile(times_s, 99),
+                    worst_s=max(times_s),
+                    arrived=sum(sample.arrived for sample in samples) / len(samples),
+                )
+            )
+    empty_s = {
+        kind: median([max(pair) for pair in zip(ranks[0].empty_s[kind], ranks[1].empty_s[kind], strict=True)])
+        for kind in ranks[0].empty_s
+    }
+    return LatencyReport(conditions, results, empty_s, 100 * max(rank.idle_cpu for rank in ranks))
+
+
+def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:
+    # First, while there is only this transport and the barrier's group, which sleeps in the kernel.
+    with Stage(member, ("storm",), name="idle") as stage:
+        (storm,) = stage.storms
+        idle_cpu = _idle_cpu(stage, settings.idle_s)
+        empty_s = _empty_exchanges(stage, storm, settings)
+    schedule = Schedule(
+        backends=settings.backends, sizes_bytes=SIZES_BYTES, iters=settings.iters, warmup=settings.warmup
+    )
+    return _RankLatency(run_rounds(member, schedule), empty_s, idle_cpu)
+
+
+def _idle_cpu(stage: Stage, idle_s: float) -> float:
+    stage.barrier()
+    time.sleep(0.2)  # what connecting has left to do is not idleness
+    cpu_s, begin = time.process_time(), time.perf_counter()
+    time.sleep(idle_s)
+    used = (time.process_time() - cpu_s) / (time.perf_counter() - begin)
+    stage.barrier()
+    return used
+
+
+def _empty_exchanges(stage: Stage, storm: Storm, settings: LatencySettings) -> dict[str, list[float]]:
+    times_s: dict[str, list[float]] = {}
+    if stage.member.rank < 2:
+        pair = Group(storm.transport, (0, 1), name="pair")
+        times_s["storm"] = _timed_calls(lambda: barrier(pair).wait(), settings)
+        gloo = gloo_group(stage.member, "pair", world=2)
+        times_s["gloo"] = _timed_calls(lambda: gloo.barrier().wait(), settings)
+    stage.barrier()
+    return times_s
+
+
+def _timed_calls(call: Callable[[], object], settings: LatencySettings) -> list[float]:
+    times_s = []
+    for index in range(settings.warmup + settings.iters):
+        begin = time.perf_counter()
+        call()
+        if index >= settings.warmup:
+            times_s.append(time.perf_counter() - begin)
+    return times_s
+
+
+def latency_table(report: LatencyReport) -> Table:
+    """One row per size; median and 99th percentile of each backend."""
+    conditions = report.conditions
+    names: list[str] = conditions["backends"]
+    empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
+    table = Table(
+        title=f"latency of all-reduce over {conditions['hosts']} ranks, loopback",
+        caption=(
+            f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier. "
+            f"An empty exchange between two ranks, back to back, median: {empty}. "
+            f"A connected transport that idles uses {report.idle_cpu_percent:.2f} % of a core."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("size", justify="right")
+    for name in names:
+        table.add_column(f"{name}\nmedian", justify="right")
+        table.add_column("\np99", justify="right")
+    if "gloo" in names:
+        for name in names:
+            if name != "gloo":
+                table.add_column(f"{name}\nx gloo", justify="right")
+    for size in SIZES_BYTES:
+        by_name = {result.backend: result for result in report.results if result.bytes == size}
+        cells = [size_text(size)]
+        for name in names:
+            cells += [time_text(by_name[name].median_s), time_text(by_name[name].p99_s)]
+        if "gloo" in names:
+            cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in names if name != "gloo"]
+        table.add_row(*cells)
+    return table

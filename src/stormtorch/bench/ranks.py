@@ -1,0 +1,231 @@
+"""Runs the ranks of a job as processes of this machine, and never leaves one behind.
+
+    def work(member: Member, greeting: str) -> int:
+        member.store.set(f"hello/{member.rank}", greeting)
+        return member.rank
+
+    run_ranks(work, 4, ("good day",), timeout_s=60)      # [0, 1, 2, 3]
+
+The processes are spawned, not forked, so `work` must be importable: a function of a module, not of a notebook cell, and
+a script that calls this needs `if __name__ == "__main__":`.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypeAlias, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed.distributed_c10d import Store
+
+Result = TypeVar("Result")
+
+LOOPBACK = "127.0.0.1"
+# A rank told to end gets this long before it is killed.
+_GRACE_S = 2.0
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an error, died, or did not end in time. `rank` is None where it was the whole job."""
+
+    def __init__(self, message: str, *, rank: int | None = None, details: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.details = details
+        """The rank's own traceback, if it left one."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank is given: who it is, a store that all ranks share, and a line to the parent."""
+
+    rank: int
+    world: int
+    store: Store
+    tell: Callable[[object], None]
+    """Sends something picklable to the parent's `listen`."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    what: object
+
+
+@dataclass(frozen=True)
+class _Done:
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    message: str
+    details: str
+    at_s: float
+
+
+_Message: TypeAlias = _Told | _Done | _Failed
+
+
+def run_ranks(
+    work: Callable[..., Result],
+    world: int,
+    args: tuple[Any, ...] = (),
+    *,
+    timeout_s: float,
+    listen: Callable[[int, object], None] | None = None,
+) -> list[Result]:
+    """Calls `work(member, *args)` in `world` processes and returns what each returned, by rank.
+
+    However this ends, also by Ctrl-C, no process is left. The ranks themselves do not see Ctrl-C.
+
+    Args:
+        work: An importable function.
+        world: Number of ranks.
+        args: Further arguments for it, picklable.
+        timeout_s: All ranks must have ended by then.
+        listen: Called here with the rank and what it told.
+
+    Raises:
+        RankFailed: The first rank to fail, with its message; the others are ended.
+    """
+    # The server lives here and not in rank 0: the kernel chooses a free port, and no rank can leave before the others.
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    lines: list[Connection] = []
+    try:
+        for rank in range(world):
+            line, far_end = context.Pipe(duplex=False)
+            lines.append(line)
+            process = context.Process(
+                target=_run_one,
+                args=(far_end, rank, world, store.port, timeout_s, work, args),
+                name=f"stormtorch rank {rank}",
+                daemon=True,
+            )
+            with _interrupts_held():
+                process.start()
+                processes.append(process)
+            far_end.close()
+        return _collect(processes, lines, timeout_s, listen)
+    finally:
+        with _interrupts_held():
+            _end(processes)
+            for line in lines:
+                line.close()
+
+
+def _collect(
+    processes: list[SpawnProcess],
+    lines: list[Connection],
+    timeout_s: float,
+    listen: Callable[[int, object], None] | None,
+) -> list[Any]:
+    give_up_at = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(lines):
+        open_lines = {line: rank for rank, line in enumerate(lines) if rank not in results}
+        ready = wait(list(open_lines), timeout=max(give_up_at - time.monotonic(), 0.0))
+        if not ready:
+            late = ", ".join(str(rank) for rank in open_lines.values())
+            raise RankFailed(f"not done after {timeout_s:g} s, waiting for rank {late}: raise the time-out or do less")
+        failures: list[tuple[float, RankFailed]] = []
+        for line, rank in open_lines.items():
+            if line not in ready:
+                continue
+            try:
+                message: _Message = line.recv()
+            except (EOFError, OSError):
+                failures.append((time.monotonic(), _death(rank, processes[rank])))
+                continue
+            if isinstance(message, _Told):
+                if listen is not None:
+                    listen(rank, message.what)
+            elif isinstance(message, _Done):
+                results[rank] = message.result
+            else:
+                failed = RankFailed(f"rank {rank}: {message.message}", rank=rank, details=message.details)
+                failures.append((message.at_s, failed))
+        if failures:
+            # A failure takes the other ranks with it. The first is the cause; only that one is shown.
+            raise min(failures, key=lambda failure: failure[0])[1]
+    return [results[rank] for rank in range(len(lines))]
+
+
+def _death(rank: int, process: SpawnProcess) -> RankFailed:
+    process.join(_GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (did the machine run out of memory?)"
+    else:
+        how = f"ended without a result, exit code {code}"
+    return RankFailed(f"rank {rank}: {how}", rank=rank)
+
+
+def _end(processes: list[SpawnProcess]) -> None:
+    for process in processes:
+        # One that has told its result is about to end by itself.
+        process.join(0.05)
+        if process.is_alive():
+            process.terminate()
+    give_up_at = time.monotonic() + _GRACE_S
+    for process in processes:
+        process.join(max(give_up_at - time.monotonic(), 0.0))
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is over. A process started inside keeps it held for good: its parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_one(
+    line: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    timeout_s: float,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    message: _Message
+    try:
+        from datetime import timedelta
+
+        import torch
+
+        torch.set_num_threads(1)
+        store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        member = Member(rank, world, store, lambda what: line.send(_Told(what)))
+        message = _Done(work(member, *args))
+    except Exception as error:
+        message = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
+    line.send(message)
+    line.close()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its children, so they notice by themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
