@@ -9,7 +9,8 @@ MARKS     ?= not slow
 PYTEST_ARGS ?=
 # Inputs per fuzz target.
 FUZZ_RUNS ?= 1000000
-BENCH_OUT ?= benchmarks/results/allreduce.json
+# Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
+BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -56,9 +57,12 @@ setup: .venv/.installed  ## make .venv and build stormtorch into it (the other v
 demo: setup  ## see it work
 	$(BIN)/stormtorch demo
 
-bench: setup  ## measure all-reduce against its peers; writes benchmarks/results/*.json
-	@mkdir -p $(dir $(BENCH_OUT))
-	$(BIN)/stormtorch bench allreduce --output $(BENCH_OUT)
+bench: setup  ## measure all-reduce and latency beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
+	@set -e; for hosts in 2 4; do \
+		$(BIN)/stormtorch bench allreduce --hosts $$hosts --mb 25,100 \
+			--json $(BENCH_OUT)/allreduce-$$hosts-hosts.json --plot $(BENCH_OUT)/allreduce-$$hosts-hosts.png; \
+		$(BIN)/stormtorch bench latency --hosts $$hosts --json $(BENCH_OUT)/latency-$$hosts-hosts.json; \
+	done
 
 # --- check it --------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     peer.last_heard = now;
     peer.silent = false;
+    peer.out.heard();
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
@@ -41,7 +42,11 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
             break;
         case Kind::end:
             if (Exchange* exchange = find(header->channel, header->seq)) {
-                take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
+                if ((header->flags & flag_repair) != 0) {
+                    forgo(*exchange, peer, now);
+                } else {
+                    take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
+                }
                 open_gates(*exchange);
                 finish_if_done(*exchange, now);
             } else if (!is_over(header->channel, header->seq)) {
@@ -140,6 +145,12 @@ void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
 }
 
+void Core::forgo(Exchange& exchange, Peer& peer, Nanos now) {
+    for (Incoming& message : exchange.receives) {
+        if (message.peer == peer.rank && message.allowed > 0) close(exchange, message, false, now);
+    }
+}
+
 void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     const std::optional<Report> report = parse_report(body);
     if (!report) {
@@ -163,6 +174,9 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
             (void)pool_.keep(header, {});
         } else if (ended_badly(header)) {
             answer_for_ended(peer, header);
+        } else {
+            // It ended well for us, so whatever is missing there was allowed to be.
+            control(peer, {.kind = Kind::end, .flags = flag_repair, .channel = header.channel, .seq = header.seq});
         }
         return;
     }
@@ -191,7 +205,7 @@ void Core::take_bye(Peer& peer, std::span<const std::byte> body, Nanos now) {
     take_report(peer, body, now);
     peer.left = true;
     peer.in.report_now();
-    peer.out.abandon();
+    peer.out.abandon([](const Flight&) {});
     std::vector<std::uint64_t> concerned;
     for (const auto& [key, exchange] : active_) concerned.push_back(key);
     for (const std::uint64_t key : concerned) {

@@ -47,7 +47,40 @@ Core::Core(CoreConfig config, Nanos now)
 
 Core::~Core() = default;
 
+void Core::validate(const ExchangeSpec& spec) const {
+    std::vector<std::uint8_t> seen(config_.world);
+    const auto check = [&](std::uint16_t peer, std::uint64_t bytes, std::uint8_t once) {
+        if (peer >= config_.world || peer == config_.rank) throw std::invalid_argument("a peer must be another rank of the world");
+        if (bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
+        if ((seen[peer] & once) != 0) throw std::invalid_argument("two messages of one peer and stage");
+        seen[peer] = static_cast<std::uint8_t>(seen[peer] | once);
+    };
+    for (const SendSpec& send : spec.sends) {
+        check(send.peer, send.bytes, send.second_stage ? 2 : 1);
+        if (send.second_stage && (!spec.reduction || spec.reduction->bytes != send.bytes)) {
+            throw std::invalid_argument("the second stage sends the result of the reduction");
+        }
+    }
+    for (const ReceiveSpec& receive : spec.receives) {
+        check(receive.peer, receive.bytes, receive.second_stage ? 8 : 4);
+        if (receive.reduce && (!spec.reduction || spec.reduction->bytes != receive.bytes || receive.second_stage)) {
+            throw std::invalid_argument("a contribution must belong to the first stage and have the size of the reduction");
+        }
+    }
+    for (const StageSpec& stage : spec.stages) {
+        if (!(stage.budget >= 0.0 && stage.budget <= 1.0)) throw std::invalid_argument("budget must lie in [0, 1]");
+    }
+    if (spec.reduction && spec.reduction->mode == Reduce::copy) {
+        // What we pass on cannot be more complete than what we got.
+        const auto& [first, second_one] = spec.stages;
+        if (second_one.budget < first.budget || (second_one.deadline == never && first.deadline != never)) {
+            throw std::invalid_argument("what is passed on may lose no less than what comes in");
+        }
+    }
+}
+
 std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
+    validate(spec);
     if (is_over(spec.channel, spec.seq) || find(spec.channel, spec.seq) != nullptr) {
         throw std::invalid_argument("this sequence number of the channel was posted before");
     }
@@ -55,17 +88,9 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     if (spec.seq > posted.next && spec.seq - posted.next + posted.skipped.size() > Posted::most_skipped) {
         throw std::invalid_argument("too many sequence numbers of the channel were passed over");
     }
-    for (const auto& send : spec.sends) {
-        if (send.peer >= config_.world || send.peer == config_.rank) throw std::invalid_argument("send to a rank outside the world");
-        if (send.bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
-    }
-    for (const auto& receive : spec.receives) {
-        if (receive.peer >= config_.world || receive.peer == config_.rank) throw std::invalid_argument("receive from a rank outside the world");
-        if (receive.bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
-    }
     posted.skipped.erase(spec.seq);
     for (; posted.next <= spec.seq; ++posted.next) {
-        if (posted.next != spec.seq) posted.skipped.insert(posted.next);
+        if (posted.next != spec.seq) posted.skipped.insert(static_cast<std::uint32_t>(posted.next));
     }
 
     auto owned = std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now);
@@ -122,7 +147,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         } else if (peer.left || (peer.silent && lossy)) {
             close(exchange, message, false, now);
         } else {
-            message.ask_every = std::max(4 * peer.out.patience(), 20 * millisecond);
+            message.ask_every = std::max(8 * peer.out.patience(), 100 * millisecond);
             message.ask_at = now + message.ask_every;
             if (message.cut.bytes > config_.eager_bytes || peer.refused) {
                 control(peer, {.kind = Kind::ready, .channel = spec.channel, .seq = spec.seq});
@@ -257,6 +282,11 @@ void Core::tick(Nanos now) {
         const auto found = active_.find(key);
         if (found != active_.end()) tick_exchange(*found->second, now);
     }
+    for (auto& peer : peers_) {
+        if (!peer || !peer->forsaken) continue;
+        peer->forsaken = false;
+        peer->out.abandon([&](const Flight& flight) { on_lost(*peer, flight, now); });
+    }
 }
 
 void Core::tick_peer(Peer& peer, Nanos now) {
@@ -271,38 +301,8 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     for (const bool second_stage : {false, true}) {
         if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage, now);
     }
-    for (Incoming& message : exchange.receives) {
-        if (message.closed) continue;
-        Peer& peer = *peers_[message.peer];
-        if (now >= message.close_at) {
-            close(exchange, message, true, now);
-        } else if (now - std::max(peer.last_heard, exchange.outcome.started) >= config_.silence) {
-            peer.silent = true;
-            peer.out.abandon();
-            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
-                close(exchange, message, false, now);
-            } else {
-                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
-            }
-        } else if (now >= message.ask_at) {
-            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
-            message.ask_at = now + message.ask_every;
-            ++counters_.asks;
-            control(peer, {.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
-        }
-    }
-    for (Outgoing& message : exchange.sends) {
-        if (message.released) continue;
-        Peer& peer = *peers_[message.peer];
-        if (now - std::max(peer.last_heard, exchange.outcome.started) < config_.silence) continue;
-        peer.silent = true;
-        peer.out.abandon();
-        if (message.lossless()) {
-            fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
-        } else {
-            release(message);
-        }
-    }
+    tick_receives(exchange, now);
+    tick_sends(exchange, now);
     if (now >= exchange.timeout_at) {
         for (const Incoming& message : exchange.receives) {
             if (!message.closed) {
@@ -317,17 +317,69 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     finish_if_done(exchange, now);
 }
 
+void Core::tick_receives(Exchange& exchange, Nanos now) {
+    for (Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now >= message.close_at) {
+            close(exchange, message, true, now);
+        } else if (now >= silent_at(exchange, peer)) {
+            peer.silent = peer.forsaken = true;
+            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
+                close(exchange, message, false, now);
+            } else {
+                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            }
+        } else if (now >= message.ask_at) {
+            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
+            message.ask_at = now + message.ask_every;
+            ++counters_.asks;
+            // With the report, the sender learns at once what is missing.
+            peer.in.report_now();
+            control(peer, {.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
+        }
+    }
+}
+
+void Core::tick_sends(Exchange& exchange, Nanos now) {
+    for (Outgoing& message : exchange.sends) {
+        if (!message.wanted) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now >= silent_at(exchange, peer)) {
+            peer.silent = peer.forsaken = true;
+            if (message.lossless()) {
+                fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
+            } else {
+                release(message);
+            }
+        } else if (now >= wake_at(exchange, peer)) {
+            // Nothing may be in flight while a receiver is late: only a ping tells that it lives.
+            peer.ping_at = now + config_.silence / 4;
+            control(peer, {.kind = Kind::ping});
+        }
+    }
+}
+
+Nanos Core::silent_at(const Exchange& exchange, const Peer& peer) const {
+    return std::max(peer.last_heard, exchange.outcome.started) + config_.silence;
+}
+
+Nanos Core::wake_at(const Exchange& exchange, const Peer& peer) const {
+    return std::max(std::max(peer.last_heard, exchange.outcome.started) + config_.silence / 4, peer.ping_at);
+}
+
 Nanos Core::exchange_timer(const Exchange& exchange) const {
     Nanos at = exchange.timeout_at;
     for (const Incoming& message : exchange.receives) {
         if (message.closed) continue;
-        const Nanos silent_at = std::max(peers_[message.peer]->last_heard, exchange.outcome.started) + config_.silence;
-        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at, silent_at});
+        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
+                       silent_at(exchange, *peers_[message.peer])});
     }
     for (const Outgoing& message : exchange.sends) {
-        if (message.released) continue;
-        const Nanos silent_at = std::max(peers_[message.peer]->last_heard, exchange.outcome.started) + config_.silence;
-        at = std::min({at, exchange.stage(message.second_stage).deadline, silent_at});
+        // What is not wanted any more only waits for its last batch to leave.
+        if (!message.wanted) continue;
+        const Peer& peer = *peers_[message.peer];
+        at = std::min({at, exchange.stage(message.second_stage).deadline, silent_at(exchange, peer), wake_at(exchange, peer)});
     }
     return at;
 }

@@ -111,7 +111,7 @@ private:
     // Which sequence numbers of a channel were posted: all below `next`, less those passed over.
     struct Posted {
         static constexpr std::uint32_t most_skipped = 1 << 16;
-        std::uint32_t next{};
+        std::uint64_t next{};  // one more than the largest, which may be the largest number there is
         std::set<std::uint32_t> skipped;
     };
     struct Peer;
@@ -125,6 +125,7 @@ private:
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     void take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
+    void forgo(Exchange& exchange, Peer& peer, Nanos now);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header);
@@ -159,7 +160,12 @@ private:
     void finish(Exchange& exchange, Status status, Nanos now);
     void fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos now);
     void tick_peer(Peer& peer, Nanos now);
+    void tick_receives(Exchange& exchange, Nanos now);
+    void tick_sends(Exchange& exchange, Nanos now);
+    void validate(const ExchangeSpec& spec) const;
     void tick_exchange(Exchange& exchange, Nanos now);
+    [[nodiscard]] Nanos silent_at(const Exchange& exchange, const Peer& peer) const;
+    [[nodiscard]] Nanos wake_at(const Exchange& exchange, const Peer& peer) const;
     [[nodiscard]] Nanos exchange_timer(const Exchange& exchange) const;
 
     CoreConfig config_;

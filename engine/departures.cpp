@@ -76,8 +76,12 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     batch.segment_bytes = header_bytes + body_bytes + seal_.overhead_bytes();
     // The body is copied: it must outlive this call.
     batch.sealed.reserve(Batch::max_bytes);
-    const std::uint64_t number = peer.out.depart(flight, now);
-    seal_segment(batch, peer, number, header, {body.data(), body_bytes}, nullptr);
+    // The end of a lossy message is what its receiver waits for: three copies, of which the last is watched.
+    for (int copy = header.kind == Kind::end ? 3 : 1; copy > 0; --copy) {
+        Flight each = flight;
+        each.settled = flight.settled || copy > 1;
+        seal_segment(batch, peer, peer.out.depart(each, now), header, {body.data(), body_bytes}, nullptr);
+    }
     return true;
 }
 
@@ -90,7 +94,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             peer.queue.erase(peer.queue.begin() + static_cast<std::ptrdiff_t>(i));
             continue;
         }
-        const bool within_eager = candidate->ready || candidate->sent_bytes < config_.eager_bytes;
+        const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->eager_bytes < config_.eager_bytes;
         if (candidate->sendable() && within_eager) {
             message = candidate;
             break;
@@ -180,7 +184,7 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                         .generation = message.generation,
                         .chunk = chunk};
     const std::uint64_t number = peer.out.depart(flight, now);
-    message.sent_bytes += size;
+    if ((flags & flag_repair) == 0) message.eager_bytes += size;
     seal_segment(batch, peer, number,
                  {.kind = Kind::data,
                   .flags = flags,
@@ -274,6 +278,11 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
         } else {
             message->repairs.push_back(flight.chunk);
             enqueue(*message);
+        }
+    } else if (flight.kind == Kind::ready) {
+        Exchange* exchange = find(flight.channel, flight.seq);
+        if (exchange != nullptr && exchange->waits_for(peer.rank)) {
+            control(peer, {.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
         }
     } else if (flight.kind == Kind::end || flight.kind == Kind::bye || flight.kind == Kind::failed) {
         control(peer, {.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});

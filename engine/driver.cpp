@@ -68,9 +68,10 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     {
         const std::lock_guard guard(registry().mutex);
         registry().drivers.insert(this);
+        const Lock lock(mutex_);
         fault_settings_ = registry().settings;
+        apply_faults();
     }
-    apply_faults();
     thread_ = std::thread([this] { run(); });
 }
 
@@ -267,7 +268,9 @@ void Driver::close(Nanos linger) {
             poll(&readable, 1, 1);
             lock.lock();
         }
-        flush(clock_now());
+        // Everyone gets a goodbye, even if nobody waits for the answers.
+        for (int round = 0; round < 64 && flush(clock_now()); ++round) {
+        }
         closed_ = true;
         changed_.notify_all();
     }

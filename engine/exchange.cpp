@@ -102,6 +102,10 @@ Incoming* Exchange::incoming(std::uint16_t peer, bool second_stage) {
     return nullptr;
 }
 
+bool Exchange::waits_for(std::uint16_t peer) const {
+    return std::any_of(receives.begin(), receives.end(), [&](const Incoming& m) { return m.peer == peer && !m.closed; });
+}
+
 bool Exchange::finished() const {
     return std::all_of(receives.begin(), receives.end(), [](const Incoming& m) { return m.closed; }) &&
            std::all_of(sends.begin(), sends.end(), [](const Outgoing& m) { return m.released; });

@@ -113,7 +113,7 @@ struct Outgoing {
 
     std::uint32_t cursor{};  // of the first pass
     std::uint32_t acked{}, given_up{}, repaired{};
-    std::uint64_t sent_bytes{};
+    std::uint64_t eager_bytes{};  // of the first pass, as far as it went
     Bitmap acked_chunks;
     std::deque<std::uint32_t> repairs;
     unsigned pins{};    // batches that still point into `data`
@@ -177,6 +177,7 @@ public:
     [[nodiscard]] Incoming* incoming(std::uint16_t peer, bool second_stage);
     [[nodiscard]] const StageSpec& stage(bool second_stage) const { return stages_[second_stage ? 1 : 0]; }
     [[nodiscard]] bool finished() const;
+    [[nodiscard]] bool waits_for(std::uint16_t peer) const;
     // Fills the arrivals of `outcome`.
     void conclude(Status status, Nanos now);
     // New final chunks since the last call: the second stage has more to send.

@@ -6,6 +6,8 @@
 namespace storm {
 
 std::uint64_t Outbound::depart(Flight flight, Nanos now) {
+    // Only a peer that never reports makes us forget; data stays well below this.
+    if (flights_in_use() >= max_flights) forget_oldest();
     if (flights_in_use() >= ring_.size()) grow();
     if (flight.settled) {
         flight.bytes = 0;
@@ -16,13 +18,6 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
     }
     at(next_) = flight;
     return next_++;
-}
-
-void Outbound::abandon() {
-    for (std::uint64_t number = base_; number < next_; ++number) at(number).settled = true;
-    in_flight_bytes_ = 0;
-    loss_at_ = never;
-    retire();
 }
 
 Nanos Outbound::patience() const {
@@ -46,6 +41,11 @@ void Outbound::grow() {
     ring_ = std::move(larger);
 }
 
+void Outbound::forget_oldest() {
+    if (!at(base_).settled) in_flight_bytes_ -= at(base_).bytes;
+    ++base_;
+}
+
 void Outbound::sample_rtt(Nanos rtt) {
     latest_rtt_ = rtt;
     if (smooth_rtt_ == 0) {
@@ -58,7 +58,7 @@ void Outbound::sample_rtt(Nanos rtt) {
 }
 
 void Outbound::retire() {
-    while (base_ < next_ && at(base_).settled) ++base_;
+    while (base_ < next_ && at(base_).settled && (!at(base_).lost || base_ + late_limit < largest_acked_)) ++base_;
 }
 
 bool Inbound::seen(std::uint64_t number) const {

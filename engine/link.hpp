@@ -22,7 +22,8 @@ struct Flight {
     std::uint32_t bytes{};
     Kind kind{};
     std::uint8_t flags{};
-    bool settled{};
+    bool settled{};  // its fate is known
+    bool lost{};     // and it was loss, as far as is known: it may still turn out to have been late
     std::uint32_t slot{}, generation{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
@@ -33,8 +34,12 @@ class Outbound {
 public:
     // As many numbers as a report can name.
     static constexpr std::uint64_t max_flights = std::uint64_t{Report::max_words} * 64;
+    // Control datagrams always find room above this.
+    static constexpr std::uint64_t max_data_flights = max_flights - 1024;
     // A number this far below an arrived one is lost and not merely reordered.
     static constexpr std::uint64_t reorder_limit = 8;
+    // How long, in numbers, a lost one is remembered in case it was only late.
+    static constexpr std::uint64_t late_limit = 512;
 
     explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
 
@@ -46,11 +51,14 @@ public:
     // Flights whose time threshold has passed.
     template <class Lost>
     void expire(Nanos now, Lost&& lost);
-    // Gives everything in flight up for lost, without telling anyone.
-    void abandon();
+    // Gives everything in flight up for lost.
+    template <class Lost>
+    void abandon(Lost&& lost);
+    // The peer lives: probe soon again.
+    void heard() { probes_ = std::min(probes_, 2U); }
 
     [[nodiscard]] bool window_open(std::size_t bytes) const {
-        return flights_in_use() < max_flights && (in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= credit_bytes_);
+        return flights_in_use() < max_data_flights && (in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= credit_bytes_);
     }
     [[nodiscard]] std::uint64_t window_bytes() const {
         return in_flight_bytes_ >= credit_bytes_ ? 0 : credit_bytes_ - in_flight_bytes_;
@@ -73,6 +81,7 @@ private:
     void grow();
     void sample_rtt(Nanos rtt);
     void retire();
+    void forget_oldest();
     template <class Lost>
     void detect(Nanos now, Lost&& lost);
 
@@ -133,7 +142,12 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     for (std::uint64_t number = from; number <= report.largest; ++number) {
         Flight& flight = at(number);
         const std::uint64_t bit = report.largest - number;
-        if (flight.settled || (report.arrived[bit / 64] >> (bit % 64) & 1) == 0) continue;
+        if ((flight.settled && !flight.lost) || (report.arrived[bit / 64] >> (bit % 64) & 1) == 0) continue;
+        if (flight.lost) {
+            flight.lost = false;
+            acked(flight);
+            continue;
+        }
         flight.settled = true;
         in_flight_bytes_ -= flight.bytes;
         delivery.delivered_bytes += flight.bytes;
@@ -161,6 +175,18 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
 }
 
 template <class Lost>
+void Outbound::abandon(Lost&& lost) {
+    loss_at_ = never;
+    for (std::uint64_t number = base_; number < next_; ++number) {
+        Flight& flight = at(number);
+        if (flight.settled) continue;
+        flight.settled = flight.lost = true;
+        in_flight_bytes_ -= flight.bytes;
+        lost(flight);
+    }
+}
+
+template <class Lost>
 void Outbound::expire(Nanos now, Lost&& lost) {
     if (now >= loss_at_) detect(now, lost);
 }
@@ -173,7 +199,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         Flight& flight = at(number);
         if (flight.settled) continue;
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
-            flight.settled = true;
+            flight.settled = flight.lost = true;
             in_flight_bytes_ -= flight.bytes;
             lost(flight);
         } else {

@@ -20,7 +20,9 @@ struct Core::Peer {
     std::deque<Control> controls;  // bounded: equal ones are merged
     Nanos last_heard;
     std::uint32_t open_receives{};  // messages that we wait for
+    Nanos ping_at{};                // not before this, while we only wait for it
     bool silent{};                  // nothing heard for too long; heals by itself
+    bool forsaken{};                // fell silent just now: what is in flight to it is lost
     bool left{};                    // said goodbye
     bool told{};                    // knows that we leave
     bool refused{};                 // the pool turned something of it away

@@ -11,7 +11,7 @@ Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std:
       chunk_bytes_(chunk_bytes),
       blocks_(blocks),
       pending_(chunks_, static_cast<std::uint16_t>(contributors)),
-      count_(chunks_, spec.own != nullptr ? std::uint16_t{1} : std::uint16_t{0}) {
+      count_(chunks_, spec.mode == Reduce::copy ? std::uint16_t{0} : std::uint16_t{1}) {
     final_.reserve(chunks_);
     if (spec_.mode == Reduce::in_order && contributors_ > 1) waiting_.resize(std::size_t{chunks_} * contributors_);
     if (spec_.mode == Reduce::arrived && spec_.out_dtype != Dtype::float32) {

@@ -10,6 +10,7 @@ Sim::Sim(const SimConfig& config) : config_(config) {
     for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
         CoreConfig own = config_.core;
         own.rank = rank;
+        if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
         Host& host = hosts_.emplace_back();
         host.core = std::make_unique<Core>(std::move(own), now_);
         host.faults = std::make_unique<FaultPath>(rank);

@@ -47,7 +47,7 @@ enum class Kind : std::uint8_t {
 // Flags of `data`, `end` and `done`.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
 inline constexpr std::uint8_t flag_last = 2;          // the last datagram of the message's first pass
-inline constexpr std::uint8_t flag_repair = 4;        // this chunk was sent before
+inline constexpr std::uint8_t flag_repair = 4;        // this chunk was sent before; with `end`: nothing more will come at all
 inline constexpr std::uint8_t flag_sealed = 8;        // the payload is ciphertext, a tag follows
 inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed;
 

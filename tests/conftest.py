@@ -1,6 +1,7 @@
 """Worlds to test in: threads over loopback UDP, real processes, and the simulated network, all with one shape of call."""
 
 import multiprocessing
+import pickle
 import queue
 import tempfile
 import threading
@@ -83,7 +84,8 @@ def _child(work: Callable[[UdpTransport], Any], rank: int, n: int, path: str, op
         store = FileStore(path, n)
         store.set_timeout(timedelta(seconds=60))
         with connect(store, rank, n, options) as transport:
-            results.put((rank, True, work(transport)))
+            # As bytes: torch would otherwise share a tensor's memory, which is gone with this process.
+            results.put((rank, True, pickle.dumps(work(transport))))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
 
@@ -114,7 +116,7 @@ def processes(
                     continue
                 if not well:
                     raise RuntimeError(f"rank {rank} failed:\n{result}")
-                found[rank] = result
+                found[rank] = pickle.loads(result)
             for child in children:
                 child.join(10.0)
         finally:

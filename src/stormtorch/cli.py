@@ -81,8 +81,9 @@ def demo(
 ) -> None:
     """All-reduce on this machine while a tenth of the datagrams is lost.
 
-    Exactly, lossily, and with gloo beside it (without loss: that cannot be injected below TCP without root). No root,
-    no network and no other machine are needed.
+    Exactly, lossily, and with gloo beside it.
+    gloo runs without loss, as that cannot be injected below TCP without root.
+    The demo itself needs no root, no network and no other machine.
 
     [bold]Examples[/bold]
 
@@ -124,8 +125,9 @@ def allreduce(
 ) -> None:
     """Time the all-reduce of large tensors between processes of this machine.
 
-    The backends take turns within every round; a time is that of the slowest rank. "x ideal" compares with the time
-    this machine needs just to copy as many bytes into and out of a small buffer.
+    The backends take turns within every round.
+    A time is that of the slowest rank; "x gloo" and "x ideal" are ratios of medians.
+    Ideal is what this machine needs just to copy as many bytes in and out.
 
     [bold]Examples[/bold]
 
@@ -176,7 +178,9 @@ def latency(
     json: Json = None,
     timeout_s: Timeout = 600.0,
 ) -> None:
-    """Time the all-reduce of 1 KB to 1 MB, an empty exchange, and the CPU use of an idle transport.
+    """Time the all-reduce of small tensors, 1 KB to 1 MB.
+
+    Also an exchange of empty messages, and the CPU use of a connected transport that idles.
 
     [bold]Examples[/bold]
 

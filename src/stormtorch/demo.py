@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stormtorch.bench.backends import BACKENDS, Counters
-from stormtorch.bench.display import Advance, ignore_progress, share_text, size_text, time_text
+from stormtorch.bench.display import Advance, ignore_progress, loss_text, new_table, share_text, size_text, time_text
 from stormtorch.bench.ranks import Member, run_ranks
 from stormtorch.bench.rounds import Log, Sample, Stage, in_turn, median, merge
 from stormtorch.bench.settings import check_between
@@ -166,13 +166,13 @@ def show_demo(report: DemoReport, console: Console) -> None:
 
 def _backend_table(report: DemoReport) -> Table:
     settings = report.settings
-    table = Table(
-        title=f"{report.rounds} all-reduces of {size_text(round(settings.mb * 1e6))} over {settings.hosts} ranks"
+    table = new_table(
+        f"{report.rounds} all-reduces of {size_text(round(settings.mb * 1e6))} over {settings.hosts} ranks"
     )
     table.add_column("backend")
-    table.add_column("datagrams lost", justify="right")
+    table.add_column("datagrams\nlost", justify="right")
     table.add_column("arrived", justify="right")
-    table.add_column("chunks sent again\nper round", justify="right")
+    table.add_column("chunks\nsent again", justify="right")
     table.add_column("median", justify="right")
     table.add_column("worst", justify="right")
     for backend in BACKENDS:
@@ -180,9 +180,9 @@ def _backend_table(report: DemoReport) -> Table:
         times_s = [sample.seconds for sample in samples]
         table.add_row(
             backend,
-            "none injected" if backend == "gloo" else f"{report.loss_measured(backend):.2%}",
+            "none injected" if backend == "gloo" else loss_text(report.loss_measured(backend)),
             share_text(sum(sample.arrived for sample in samples) / len(samples)),
-            "-" if backend == "gloo" else f"{sum(sample.repaired for sample in samples) / len(samples):.0f}",
+            "-" if backend == "gloo" else f"{sum(sample.repaired for sample in samples) / len(samples):.0f} per round",
             time_text(median(times_s)),
             time_text(max(times_s)),
         )
@@ -191,12 +191,12 @@ def _backend_table(report: DemoReport) -> Table:
 
 def _link_table(report: DemoReport) -> Table:
     world = report.settings.hosts
-    table = Table(title="loss that storm measured on each link")
+    table = new_table("loss that storm measured on each link")
     table.add_column("rank")
     for peer in range(world):
         table.add_column(f"from {peer}", justify="right")
     for rank, story in enumerate(report.ranks):
-        losses = (f"{story.link_loss[peer]:.1%}" if peer in story.link_loss else "" for peer in range(world))
+        losses = (loss_text(story.link_loss[peer]) if peer in story.link_loss else "" for peer in range(world))
         table.add_row(str(rank), *losses)
     return table
 
@@ -214,10 +214,11 @@ def sentences(report: DemoReport) -> list[str]:
     lossy = report.of("storm-lossy")
     missing = 1 - sum(sample.arrived for sample in lossy) / len(lossy)
     return [
-        f"storm met {report.loss_measured('storm'):.1%} loss and sent {repaired:,} chunks again; in {exact} of {rounds} rounds, "
-        f"its result equals the sum in rank order bit for bit on every rank; {beside}.",
-        f"storm-lossy sent nothing again: {missing:.1%} of the chunks stayed lost, and the mean of what arrived is off "
-        f"the true mean by {report.lossy_error:.1%} of its length (tensors of a common signal plus noise as large).",
+        f"storm met {loss_text(report.loss_measured('storm'))} loss and sent {repaired:,} chunks again; in {exact} of "
+        f"{rounds} rounds, its result equals the sum in rank order bit for bit on every rank; {beside}.",
+        f"storm-lossy sent nothing again: {loss_text(missing)} of the chunks stayed lost, and the mean of what arrived "
+        f"is off the true mean by {loss_text(report.lossy_error)} of its length (each tensor: a common signal plus "
+        "noise as large).",
         "gloo met no loss, as it cannot be injected below TCP without root, so its times are those of an undisturbed "
         "network: compare them with storm's knowing that.",
     ]

@@ -12,7 +12,17 @@ from rich.table import Table
 
 from stormtorch.bench.backends import BACKENDS, DTYPES, Copies, Counters
 from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, ignore_progress, ratio_text, share_text, size_text, time_text
+from stormtorch.bench.display import (
+    Advance,
+    crowding_text,
+    ignore_progress,
+    loss_text,
+    new_table,
+    ratio_text,
+    share_text,
+    size_text,
+    time_text,
+)
 from stormtorch.bench.ranks import run_ranks
 from stormtorch.bench.rounds import BARRIER, TIMES, Log, Sample, Schedule, median, merge, percentile, run_rounds
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
@@ -187,13 +197,10 @@ def _summarize(settings: AllReduceSettings, schedule: Schedule, log: Log) -> lis
 def allreduce_table(report: AllReduceReport) -> Table:
     """One row per backend and size."""
     conditions = report.conditions
-    table = Table(
-        title=f"all-reduce of {conditions['dtype']} over {conditions['hosts']} ranks, loopback",
-        caption=_caption(conditions),
-        caption_justify="left",
-    )
+    title = f"all-reduce of {conditions['dtype']} over {conditions['hosts']} ranks, loopback"
+    table = new_table(title, _caption(conditions))
     table.add_column("size", justify="right")
-    table.add_column("backend")
+    table.add_column("backend", no_wrap=True)
     for heading in ("median", "p99", "worst", "x gloo", "x ideal", "arrived", "CPU s/GB"):
         table.add_column(heading, justify="right")
     for mb in conditions["mb"]:
@@ -211,7 +218,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
                 share_text(result.arrived),
                 f"{result.cpu_s_per_gb:.2f}",
             )
-        table.add_row("", "ideal (copies)", time_text(rows[0].ideal_s), style="dim", end_section=True)
+        table.add_row("", "ideal", time_text(rows[0].ideal_s), style="dim", end_section=True)
     return table
 
 
@@ -220,10 +227,12 @@ def _caption(conditions: dict[str, Any]) -> str:
         f"{conditions['iters']} interleaved rounds; times are the slowest rank's; x: ratio of medians, below 1 is "
         "faster. Ideal: the time to copy as many bytes once in and once out, on all ranks at once."
     )
+    text += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
     if conditions["loss_requested"]:
         text += (
-            f" Injected loss: {conditions['loss_requested']:.2%} asked, {conditions['loss_measured']:.2%} measured, "
-            "for the storm backends only. gloo ran without loss: it cannot be injected below TCP without root."
+            f" Injected loss: {loss_text(conditions['loss_requested'])} asked, "
+            f"{loss_text(conditions['loss_measured'])} measured, for the storm backends only. "
+            "gloo ran without loss: it cannot be injected below TCP without root."
         )
     if conditions["kernel_drops"]:
         text += f" The kernel dropped {conditions['kernel_drops']} datagrams for want of buffer."

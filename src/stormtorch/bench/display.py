@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 Advance = Callable[[str, int], None]
 """Called with what is being measured and how many steps of all are done."""
@@ -37,6 +39,18 @@ def progress_bar(total: int, start: str) -> Iterator[Advance]:
         yield advance
 
 
+def new_table(title: str, caption: str | None = None) -> Table:
+    """A table without vertical lines: it fits into 80 columns."""
+    table = Table(title=title, caption=caption, box=box.HORIZONTALS, collapse_padding=True, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def crowding_text(hosts: int, cores: int) -> str:
+    """A warning where ranks wait for cores and not for each other."""
+    return f" {hosts} ranks share {cores} cores: waiting for a core is part of every time." if hosts > cores else ""
+
+
 def time_text(seconds: float) -> str:
     """Three digits and a unit: "850 µs", "91.3 ms", "1.24 s"."""
     for scale, unit in ((1e6, "µs"), (1e3, "ms")):
@@ -53,6 +67,11 @@ def ratio_text(value: float | None) -> str:
 def share_text(fraction: float) -> str:
     """Percent; 100 % only if nothing is missing."""
     return "100 %" if fraction == 1.0 else f"{min(fraction * 100, 99.99):.2f} %"
+
+
+def loss_text(fraction: float) -> str:
+    """Percent of what may well be nothing."""
+    return f"{fraction * 100:.1f} %" if fraction >= 0.01 or fraction == 0.0 else f"{fraction * 100:.2g} %"
 
 
 def size_text(size_bytes: int) -> str:

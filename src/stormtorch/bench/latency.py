@@ -10,11 +10,13 @@ from rich.table import Table
 
 from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
 from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, ignore_progress, size_text, time_text
-from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.bench.rounds import BARRIER, TIMES, Log, Schedule, Stage, median, merge, percentile, run_rounds
+from stormtorch.bench.display import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
+from stormtorch.bench.ranks import LOOPBACK, Member, run_ranks
+from stormtorch.bench.rounds import BARRIER, TIMES, Log, Schedule, median, merge, percentile, run_rounds
 from stormtorch.bench.settings import check_between, check_subset
 from stormtorch.collectives import Group, barrier
+from stormtorch.options import Options
+from stormtorch.reliability import EXACT
 
 SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 
@@ -64,8 +66,8 @@ class LatencyReport:
     results: list[LatencyResult]
     empty_exchange_s: dict[str, float]
     """Median of an exchange of empty messages between two ranks, back to back, by storm and by gloo."""
-    idle_cpu_percent: float
-    """Of one core, the busiest rank: engine thread and everything else in the process."""
+    idle_cpu_percent: dict[str, float]
+    """Of one core, on the busiest rank: all threads of a process that is connected and has nothing to do."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -81,7 +83,7 @@ class _RankLatency:
     log: Log
     empty_s: dict[str, list[float]]
     """Of each kind, one time per exchange; empty on ranks that look on."""
-    idle_cpu: float
+    idle_cpu: dict[str, float]
 
 
 def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -> LatencyReport:
@@ -133,40 +135,38 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         kind: median([max(pair) for pair in zip(ranks[0].empty_s[kind], ranks[1].empty_s[kind], strict=True)])
         for kind in ranks[0].empty_s
     }
-    return LatencyReport(conditions, results, empty_s, 100 * max(rank.idle_cpu for rank in ranks))
+    idle = {kind: 100 * max(rank.idle_cpu[kind] for rank in ranks) for kind in ranks[0].idle_cpu}
+    return LatencyReport(conditions, results, empty_s, idle)
 
 
 def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:
-    # First, while there is only this transport and the barrier's group, which sleeps in the kernel.
-    with Stage(member, ("storm",), name="idle") as stage:
-        (storm,) = stage.storms
-        idle_cpu = _idle_cpu(stage, settings.idle_s)
-        empty_s = _empty_exchanges(stage, storm, settings)
+    # One after the other, so that each idles alone: gloo's thread wakes up now and then.
+    idle_cpu, empty_s = {}, {}
+    storm = Storm("idle", member, Options(interface=LOOPBACK), EXACT)
+    idle_cpu["storm"] = _idle_cpu(lambda: barrier(storm.group).wait(), settings.idle_s)
+    if member.rank < 2:
+        pair = Group(storm.transport, (0, 1), name="pair")
+        empty_s["storm"] = _timed_calls(lambda: barrier(pair).wait(), settings)
+    storm.close()
+    gloo = gloo_group(member, "idle")
+    idle_cpu["gloo"] = _idle_cpu(lambda: gloo.barrier().wait(), settings.idle_s)
+    if member.rank < 2:
+        gloo_pair = gloo_group(member, "pair", world=2)
+        empty_s["gloo"] = _timed_calls(lambda: gloo_pair.barrier().wait(), settings)
     schedule = Schedule(
         backends=settings.backends, sizes_bytes=SIZES_BYTES, iters=settings.iters, warmup=settings.warmup
     )
     return _RankLatency(run_rounds(member, schedule), empty_s, idle_cpu)
 
 
-def _idle_cpu(stage: Stage, idle_s: float) -> float:
-    stage.barrier()
+def _idle_cpu(meet: Callable[[], object], idle_s: float) -> float:
+    meet()
     time.sleep(0.2)  # what connecting has left to do is not idleness
     cpu_s, begin = time.process_time(), time.perf_counter()
     time.sleep(idle_s)
     used = (time.process_time() - cpu_s) / (time.perf_counter() - begin)
-    stage.barrier()
+    meet()
     return used
-
-
-def _empty_exchanges(stage: Stage, storm: Storm, settings: LatencySettings) -> dict[str, list[float]]:
-    times_s: dict[str, list[float]] = {}
-    if stage.member.rank < 2:
-        pair = Group(storm.transport, (0, 1), name="pair")
-        times_s["storm"] = _timed_calls(lambda: barrier(pair).wait(), settings)
-        gloo = gloo_group(stage.member, "pair", world=2)
-        times_s["gloo"] = _timed_calls(lambda: gloo.barrier().wait(), settings)
-    stage.barrier()
-    return times_s
 
 
 def _timed_calls(call: Callable[[], object], settings: LatencySettings) -> list[float]:
@@ -184,29 +184,26 @@ def latency_table(report: LatencyReport) -> Table:
     conditions = report.conditions
     names: list[str] = conditions["backends"]
     empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
-    table = Table(
-        title=f"latency of all-reduce over {conditions['hosts']} ranks, loopback",
-        caption=(
-            f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier. "
-            f"An empty exchange between two ranks, back to back, median: {empty}. "
-            f"A connected transport that idles uses {report.idle_cpu_percent:.2f} % of a core."
-        ),
-        caption_justify="left",
+    idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
+    table = new_table(
+        f"latency of all-reduce over {conditions['hosts']} ranks, loopback",
+        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier."
+        + crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+        + f" An empty exchange between two ranks, back to back, median: {empty}."
+        + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
     )
     table.add_column("size", justify="right")
     for name in names:
-        table.add_column(f"{name}\nmedian", justify="right")
-        table.add_column("\np99", justify="right")
-    if "gloo" in names:
-        for name in names:
-            if name != "gloo":
-                table.add_column(f"{name}\nx gloo", justify="right")
+        table.add_column(f"{name.removeprefix('storm-')}\nmedian", justify="right", no_wrap=True)
+        table.add_column("\np99", justify="right", no_wrap=True)
+    compared = [name for name in names if name != "gloo"] if "gloo" in names else []
+    for name in compared:
+        table.add_column(f"{name.removeprefix('storm-')}\nx gloo", justify="right", no_wrap=True)
     for size in SIZES_BYTES:
         by_name = {result.backend: result for result in report.results if result.bytes == size}
         cells = [size_text(size)]
         for name in names:
             cells += [time_text(by_name[name].median_s), time_text(by_name[name].p99_s)]
-        if "gloo" in names:
-            cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in names if name != "gloo"]
+        cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in compared]
         table.add_row(*cells)
     return table

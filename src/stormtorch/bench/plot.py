@@ -52,7 +52,7 @@ def plot_allreduce(report: "AllReduceReport", path: Path) -> None:
     panels[0].set_ylabel("slowest rank of a round, ms (bar: median)")
     title = f"all-reduce, {conditions['hosts']} ranks on loopback, {conditions['dtype']}"
     if conditions["loss_requested"]:
-        title += f"\n{conditions['loss_measured']:.1%} of the storm backends' datagrams lost, none of gloo's"
+        title += f"\n{100 * conditions['loss_measured']:.1f} % of the storm backends' datagrams lost, none of gloo's"
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

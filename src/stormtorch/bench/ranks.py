@@ -19,10 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 from torch.distributed.distributed_c10d import Store
 
@@ -101,6 +104,8 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     lines: list[Connection] = []
+    # Started on first use otherwise, when it would undo _interrupts_held for the first rank.
+    resource_tracker.ensure_running()
     try:
         for rank in range(world):
             line, far_end = context.Pipe(duplex=False)
@@ -209,10 +214,6 @@ def _run_one(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     message: _Message
     try:
-        from datetime import timedelta
-
-        import torch
-
         torch.set_num_threads(1)
         store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         member = Member(rank, world, store, lambda what: line.send(_Told(what)))

@@ -4,12 +4,11 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
 
 from stormtorch.bench.backends import DTYPES, Backend, Copies, Counters, Storm, gloo_group, open_backend
 from stormtorch.bench.ranks import Member
@@ -74,10 +73,8 @@ class Stage:
         *,
         datagram_bytes: int | None = None,
         ideal: bool = False,
-        name: str = "rounds",
     ) -> None:
-        # Of one job, each stage needs a name of its own: addresses in the store are never taken back.
-        self.member = member = replace(member, store=PrefixStore(name, member.store))
+        self.member = member
         self.control = gloo_group(member, "control")
         self.backends: list[Backend] = [open_backend(name, member, datagram_bytes) for name in backends]
         self.storms = [backend for backend in self.backends if isinstance(backend, Storm)]

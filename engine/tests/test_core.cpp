@@ -1,0 +1,276 @@
+// Whole cores under virtual time: exchanges that must be exact, whatever the network does.
+#include <array>
+#include <numeric>
+
+#include "jobs.hpp"
+#include "sim.hpp"
+#include "tapped.hpp"
+
+using namespace storm;
+using namespace storm::check;
+
+namespace {
+
+CoreConfig core_config(std::uint16_t world) {
+    CoreConfig config;
+    config.world = world;
+    config.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
+    return config;
+}
+
+// Everything at once, and more of it than any network that still deserves the name.
+SimConfig storm_of(std::uint16_t world, std::uint64_t seed) {
+    SimConfig config;
+    config.core = core_config(world);
+    config.faults.seed = seed;
+    config.faults.default_link = {.loss = 0.2, .burst = 3, .duplicate = 0.1, .reorder = 0.1, .corrupt = 0.05, .jitter = 200 * microsecond};
+    return config;
+}
+
+// Empty, tiny, around the size of one chunk (1440), several, and more than may be sent before the receiver has posted.
+std::size_t odd_size(std::uint16_t from, std::uint16_t to) {
+    constexpr std::array<std::size_t, 9> sizes{0, 1, 1439, 1440, 1441, 7 * 1440 + 5, 40'000, 3, 300'001};
+    return sizes[(from * 5U + to * 3U) % sizes.size()];
+}
+
+}  // namespace
+
+TEST(exchanges_of_odd_sizes_are_exact_in_a_storm_for_worlds_of_two_to_eight) {
+    FaultCounters all;
+    std::uint64_t corrupt = 0;
+    for (std::uint16_t world = 2; world <= 8; ++world) {
+        Sim sim(storm_of(world, world));
+        Watch watch(sim, world);
+        AllToAll job(world, world, odd_size);
+        std::vector<std::uint64_t> ids;
+        for (std::uint16_t rank = 0; rank < world; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0)));
+        watch.wait_all(ids);
+        for (std::uint16_t rank = 0; rank < world; ++rank) {
+            CHECK(job.complete(rank));
+            for (const Arrival& arrival : watch.outcome(rank, ids[rank])->arrivals) {
+                CHECK_EQUAL(arrival.missing_bytes, 0U);
+                CHECK_EQUAL(arrival.arrived, arrival.chunks);
+                CHECK_EQUAL(arrival.bytes, job.sent[arrival.peer][rank].size());
+            }
+            const FaultCounters& faults = sim.fault_counters(rank);
+            all.lost += faults.lost;
+            all.duplicated += faults.duplicated;
+            all.reordered += faults.reordered;
+            all.corrupted += faults.corrupted;
+            corrupt += sim.core(rank).counters().corrupt;
+        }
+    }
+    CHECK(all.lost > 1000 && all.duplicated > 500 && all.reordered > 500 && all.corrupted > 200);
+    CHECK(corrupt > 100);
+}
+
+TEST(all_reduce_is_exact_to_the_bit_in_a_storm_for_worlds_of_two_to_eight) {
+    for (std::uint16_t world = 2; world <= 8; ++world) {
+        // Also fewer elements than ranks: some shards are empty.
+        for (const std::size_t elements : {std::size_t{0}, std::size_t{1}, std::size_t{world} - 1, std::size_t{365}, std::size_t{30'011}}) {
+            Sim sim(storm_of(world, world + elements));
+            Watch watch(sim, world);
+            AllReduce job(world, elements, world);
+            std::vector<std::uint64_t> ids;
+            for (std::uint16_t rank = 0; rank < world; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+            watch.wait_all(ids);
+            job.check_exact();
+            for (std::uint16_t rank = 0; rank < world; ++rank) {
+                for (const std::uint16_t count : watch.outcome(rank, ids[rank])->counts) CHECK_EQUAL(count, world);
+            }
+        }
+    }
+}
+
+TEST(datagram_sizes_from_the_smallest_to_the_largest_carry_exact_exchanges) {
+    for (const std::size_t datagram_bytes : {64U, 65U, 576U, 1472U, 8972U, 65'507U}) {
+        SimConfig config = storm_of(3, datagram_bytes);
+        config.core.datagram_bytes = datagram_bytes;
+        Sim sim(config);
+        Watch watch(sim, 3);
+        AllReduce job(3, 20'011, 1);
+        std::vector<std::uint64_t> ids;
+        for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+        watch.wait_all(ids);
+        job.check_exact();
+    }
+    for (const std::size_t datagram_bytes : {0U, 32U, 47U, 65'508U}) {
+        CoreConfig config = core_config(2);
+        config.datagram_bytes = datagram_bytes;
+        bool refused = false;
+        try {
+            const Core core(config, second);
+        } catch (const std::invalid_argument&) {
+            refused = true;
+        }
+        CHECK(refused);
+    }
+}
+
+TEST(sealed_exchange_is_exact_in_a_storm) {
+    std::string why;
+    if (!Aead::open(why)) return;
+    SimConfig config = storm_of(3, 9);
+    config.core.secrets.sealed = true;
+    config.core.secrets.own.fill(std::byte{7});
+    config.core.secrets.peers.assign(3, config.core.secrets.own);  // a Sim has one config for all ranks
+    Sim sim(config);
+    Watch watch(sim, 3);
+    AllToAll job(3, 9, odd_size);
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0)));
+    watch.wait_all(ids);
+    for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(job.complete(rank));
+}
+
+TEST(late_chunk_of_the_first_stage_holds_back_no_other_chunk_of_the_second) {
+    Tapped net(core_config(4));
+    Watch watch(net, 4);
+    AllReduce job(4, 100'000, 3);
+    const Nanos lit_at = net.now() + 50 * millisecond;
+    std::vector<std::size_t> passed_on(4);
+    net.tap = [&](Datagram& d) {
+        if (d.header.kind != Kind::data) return true;
+        if ((d.header.flags & flag_second_stage) != 0 && net.now() < lit_at) ++passed_on[d.source];
+        // One contribution to one chunk of each shard comes late.
+        return (d.header.flags & flag_second_stage) != 0 || d.header.chunk != 5 || d.source != (d.target + 1) % 4 || net.now() > lit_at;
+    };
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::in_order)));
+    watch.wait_all(ids);
+    job.check_exact();
+    const std::size_t chunks = (job.bytes(0) + net.core(0).chunk_bytes() - 1) / net.core(0).chunk_bytes();
+    for (std::uint16_t rank = 0; rank < 4; ++rank) {
+        CHECK(watch.outcome(rank, ids[rank])->ended > lit_at);
+        CHECK_EQUAL(passed_on[rank], 3 * (chunks - 1));
+    }
+}
+
+TEST(everything_sent_twice_is_taken_once) {
+    Tapped net(core_config(3));
+    Watch watch(net, 3);
+    AllReduce job(3, 10'000, 4);
+    net.tap = [&](Datagram& d) {
+        Buffer copy = d.bytes;
+        net.core(d.target).receive(copy, net.now());
+        return true;
+    };
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::arrived)));
+    watch.wait_all(ids);
+    net.run(second);  // the last reports
+    std::uint64_t received = 0, duplicates = 0;
+    for (std::uint16_t rank = 0; rank < 3; ++rank) {
+        received += net.core(rank).counters().datagrams_received;
+        duplicates += net.core(rank).counters().duplicates;
+        for (const std::uint16_t count : watch.outcome(rank, ids[rank])->counts) CHECK_EQUAL(count, 3U);
+        // Added as they came, so not in the order of ranks: equal within rounding only.
+        const std::vector<float> sum = job.expected();
+        for (std::size_t e = 0; e < sum.size(); ++e) CHECK(std::abs(job.out[rank][e] - sum[e]) <= 1e-6F * 1e7F);
+    }
+    CHECK(received > 100);
+    CHECK_EQUAL(duplicates * 2, received);
+}
+
+TEST(chunk_that_was_repaired_needlessly_is_not_added_twice) {
+    Tapped net(core_config(2));
+    Watch watch(net, 2);
+    AllReduce job(2, 2'000, 5);
+    // Reports from rank 1 are lost for a while: rank 0 sends again what had arrived long ago, under new numbers.
+    net.tap = [&](Datagram& d) { return d.header.kind != Kind::report || d.source != 1 || net.now() > second + 300 * millisecond; };
+    ExchangeSpec first = job.spec(1, 0, Reduce::arrived);
+    std::erase_if(first.receives, [](const ReceiveSpec& r) { return r.second_stage; });
+    std::erase_if(first.sends, [](const SendSpec& s) { return s.second_stage; });
+    ExchangeSpec other = job.spec(0, 0, Reduce::arrived);
+    std::erase_if(other.receives, [](const ReceiveSpec& r) { return r.second_stage; });
+    std::erase_if(other.sends, [](const SendSpec& s) { return s.second_stage; });
+    const std::uint64_t id1 = net.post(1, first), id0 = net.post(0, other);
+    watch.wait_all({id0, id1});
+    for (std::size_t e = job.begin(1); e < 2'000; ++e) CHECK_EQUAL(job.out[1][e], job.in[0][e] + job.in[1][e]);
+}
+
+TEST(many_exchanges_in_flight_on_many_channels_do_not_mix) {
+    constexpr std::uint16_t world = 3;
+    Sim sim(storm_of(world, 77));
+    Watch watch(sim, world);
+    std::vector<AllToAll> jobs;
+    std::vector<std::vector<std::uint64_t>> ids;
+    for (std::uint32_t i = 0; i < 40; ++i) jobs.emplace_back(world, 100 + i, [&](auto from, auto to) { return (i * 977 + from * 131 + to) % 9'000; });
+    for (std::uint32_t i = 0; i < 40; ++i) {
+        ids.emplace_back();
+        for (std::uint16_t rank = 0; rank < world; ++rank) ids[i].push_back(sim.post(rank, jobs[i].spec(rank, i / 4, {}, i % 4)));
+    }
+    for (std::uint32_t i = 0; i < 40; ++i) {
+        watch.wait_all(ids[i]);
+        for (std::uint16_t rank = 0; rank < world; ++rank) CHECK(jobs[i].complete(rank));
+    }
+}
+
+TEST(exchanges_of_a_channel_may_be_posted_in_another_order_on_every_rank) {
+    constexpr std::uint16_t world = 3;
+    constexpr std::uint32_t count = 30;
+    Sim sim(storm_of(world, 78));
+    Watch watch(sim, world);
+    std::vector<AllToAll> jobs;
+    for (std::uint32_t i = 0; i < count; ++i) jobs.emplace_back(world, 200 + i, [](auto, auto) { return std::size_t{5'000}; });
+    std::vector<std::vector<std::uint64_t>> ids(count, std::vector<std::uint64_t>(world));
+    std::vector<std::vector<std::uint32_t>> orders(world, std::vector<std::uint32_t>(count));
+    for (std::uint16_t rank = 0; rank < world; ++rank) {
+        std::iota(orders[rank].begin(), orders[rank].end(), 0U);
+        std::shuffle(orders[rank].begin(), orders[rank].end(), std::mt19937(rank));
+    }
+    for (std::uint32_t step = 0; step < count; ++step) {
+        for (std::uint16_t rank = 0; rank < world; ++rank) {
+            const std::uint32_t seq = orders[rank][step];
+            ids[seq][rank] = sim.post(rank, jobs[seq].spec(rank, seq));
+        }
+        for (int i = 0; i < 20; ++i) (void)sim.advance();
+    }
+    for (std::uint32_t seq = 0; seq < count; ++seq) {
+        watch.wait_all(ids[seq]);
+        for (std::uint16_t rank = 0; rank < world; ++rank) CHECK(jobs[seq].complete(rank));
+    }
+    bool refused = false;
+    try {
+        sim.post(0, jobs[3].spec(0, 3));
+    } catch (const std::invalid_argument&) {
+        refused = true;
+    }
+    CHECK(refused);
+}
+
+TEST(same_seed_gives_the_same_run) {
+    std::array<Nanos, 2> ended{};
+    std::array<std::uint64_t, 2> sent{};
+    for (int run = 0; run < 2; ++run) {
+        Sim sim(storm_of(4, 5));
+        Watch watch(sim, 4);
+        AllReduce job(4, 20'000, 6);
+        std::vector<std::uint64_t> ids;
+        for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+        watch.wait_all(ids);
+        ended[run] = sim.now();
+        for (std::uint16_t rank = 0; rank < 4; ++rank) sent[run] += sim.core(rank).counters().datagrams_sent;
+    }
+    CHECK_EQUAL(ended[0], ended[1]);
+    CHECK_EQUAL(sent[0], sent[1]);
+}
+
+TEST(quiet_network_carries_each_byte_once) {
+    SimConfig config;
+    config.core = core_config(4);
+    Sim sim(config);
+    Watch watch(sim, 4);
+    AllReduce job(4, 100'000, 7);
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+    watch.wait_all(ids);
+    job.check_exact();
+    for (std::uint16_t rank = 0; rank < 4; ++rank) {
+        const Counters& counters = sim.core(rank).counters();
+        CHECK_EQUAL(counters.repaired, 0U);
+        CHECK_EQUAL(counters.duplicates + counters.late + counters.corrupt + counters.malformed + counters.foreign + counters.unexpected, 0U);
+        // Six messages of 100 kB: the rest is headers and reports.
+        CHECK(counters.bytes_sent < 600'000 * 105 / 100);
+    }
+}

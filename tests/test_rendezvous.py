@@ -1,0 +1,206 @@
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS, local_world, processes
+from reference import reduced, same_bits, values
+from torch.distributed import HashStore
+
+from stormtorch import Options, connect, faults
+from stormtorch.collectives import Group, Op, all_reduce, barrier
+from stormtorch.rendezvous import local_address
+from stormtorch.transport import UdpTransport
+
+KEY = b"a job key of any length from sixteen bytes"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def summed(transport: UdpTransport) -> torch.Tensor:
+    tensor = values(transport.rank, 60_000)
+    all_reduce(Group(transport), tensor).wait()
+    return tensor
+
+
+def assert_summed(results: list[torch.Tensor]) -> None:
+    wanted = reduced([values(rank, 60_000) for rank in range(len(results))], Op.SUM)
+    assert all(same_bits(result, wanted) for result in results)
+
+
+def connect_all(n: int, options: Callable[[int], Options]) -> list[Any]:
+    """What each rank's connect gave: None, or its error. Everything is closed."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=3))
+    said: list[Any] = [None] * n
+
+    def body(rank: int) -> None:
+        try:
+            connect(store, rank, n, options(rank)).close()
+        except Exception as error:
+            said[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    return said
+
+
+def test_an_interface_is_found_by_its_name_or_is_an_address_itself() -> None:
+    assert local_address("lo") == "127.0.0.1"
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    assert local_address("::1") == "::1"
+    assert local_address("fe80::1%lo") == "fe80::1%lo"
+    with pytest.raises(ValueError, match=r"interface 'nosuch0' has no address; interfaces .*\blo\b"):
+        local_address("nosuch0")
+
+
+def test_without_an_interface_the_route_to_the_rendezvous_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert local_address(None) == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert local_address(None) in ("127.0.0.1", "::1")
+    if has_ipv6():
+        monkeypatch.setenv("MASTER_ADDR", "::1")
+        assert local_address(None) == "::1"
+
+
+@pytest.mark.parametrize("interface", ["lo", "127.0.0.1", "::1"])
+def test_ranks_meet_on_the_interface_they_were_given(interface: str) -> None:
+    if interface == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    assert_summed(local_world(3, summed, options=replace(OPTIONS, interface=interface)))
+
+
+def test_datagrams_on_loopback_are_large_and_can_be_chosen() -> None:
+    def size(transport: UdpTransport) -> int:
+        return transport.chunk_bytes
+
+    large = local_world(2, size)
+    assert len(set(large)) == 1
+    assert 60_000 < large[0] < 65_507
+    chosen = local_world(2, size, options=replace(OPTIONS, datagram_bytes=1472))
+    assert 1472 - 64 <= chosen[0] < 1472
+    sealed = local_world(2, size, options=replace(OPTIONS, datagram_bytes=1472, key=KEY))
+    assert sealed[0] == chosen[0] - 16, "the seal takes its room"
+    assert large[0] % 16 == chosen[0] % 16 == 0, "no element is ever cut"
+
+
+def test_all_ranks_use_the_smallest_datagram_that_any_of_them_asks_for() -> None:
+    options = [replace(OPTIONS, datagram_bytes=size) for size in (9_000, 1472, None)]
+    assert len(set(local_world(3, lambda transport: transport.chunk_bytes, options=options))) == 1
+    assert_summed(local_world(3, summed, options=options))
+
+
+@pytest.mark.parametrize("keys", [(KEY, KEY[::-1]), (KEY, None), (None, KEY)])
+def test_different_keys_are_an_error_on_every_rank_that_names_both(keys: tuple[bytes | None, bytes | None]) -> None:
+    said = connect_all(2, lambda rank: replace(OPTIONS, key=keys[rank]))
+    for rank, error in enumerate(said):
+        assert isinstance(error, ValueError)
+        assert f"rank {rank} and rank {1 - rank} were given different keys" in str(error)
+        assert "`key` must be the same" in str(error)
+        assert "job key" not in str(error), "a key is never printed"
+
+
+def test_a_taken_port_and_a_missing_rank_are_clear_errors() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        said = connect_all(1, lambda _: replace(OPTIONS, port=port))
+    assert isinstance(said[0], OSError)
+    assert str(port) in str(said[0])
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(Exception, match="storm/card/1|[Tt]imeout|timed out"):
+        connect(store, 0, 2, OPTIONS)
+    with pytest.raises(ValueError, match=r"^rank must lie in \[0, world\), got rank 2 of 2"):
+        connect(store, 2, 2, OPTIONS)
+
+
+def test_several_transports_share_a_store_by_prefix() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    results: dict[tuple[int, str], torch.Tensor] = {}
+
+    def body(rank: int) -> None:
+        with (
+            connect(store, rank, 2, OPTIONS, prefix="one") as one,
+            connect(store, rank, 2, OPTIONS, prefix="two") as two,
+        ):
+            for name, transport in (("one", one), ("two", two)):
+                results[rank, name] = summed(transport)
+            barrier(Group(one)).wait()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    for name in ("one", "two"):
+        assert_summed([results[rank, name] for rank in range(2)])
+
+
+def test_ranks_meet_across_processes() -> None:
+    assert_summed(processes(2, summed, options=replace(OPTIONS, key=KEY)))
+
+
+@pytest.mark.parametrize("storm", [{}, {"loss": 0.2, "duplicate": 0.1, "reorder": 0.1}, {"corrupt": 0.05}])
+@pytest.mark.parametrize("datagram_bytes", [None, 1472])
+def test_a_sealed_all_reduce_is_exact(storm: dict[str, float], datagram_bytes: int | None) -> None:
+    def work(transport: UdpTransport) -> torch.Tensor:
+        for _ in range(5):
+            result = summed(transport)
+        return result
+
+    with faults(seed=6, **storm):
+        assert_summed(local_world(3, work, options=replace(OPTIONS, key=KEY, datagram_bytes=datagram_bytes)))
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_a_corrupted_datagram_never_passes(key: bytes | None) -> None:
+    def work(transport: UdpTransport) -> dict[str, Any]:
+        for turn in range(10):
+            tensor = values(transport.rank, 40_000, seed=turn)
+            all_reduce(Group(transport), tensor).wait()
+            wanted = reduced([values(rank, 40_000, seed=turn) for rank in range(3)], Op.SUM)
+            assert same_bits(tensor, wanted)
+        return transport.health()
+
+    with faults(corrupt=0.05, seed=7):
+        for health in local_world(3, work, options=replace(OPTIONS, key=key, datagram_bytes=1472)):
+            assert health["faults"]["corrupted"] > 10
+            # A flipped bit may also make a datagram foreign, malformed or seemingly seen before; then it is dropped as that.
+            found = health["corrupt"] + health["foreign"] + health["malformed"] + health["duplicates"]
+            assert found >= 0.9 * health["faults"]["corrupted"]
+
+
+def test_datagrams_of_strangers_are_counted_and_change_nothing() -> None:
+    def work(transport: UdpTransport) -> tuple[torch.Tensor, dict[str, Any]]:
+        barrier(Group(transport)).wait()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for length in (0, 1, 31, 32, 33, 1472, 60_000):
+                for _ in range(20):
+                    stranger.sendto(os.urandom(length), ("127.0.0.1", transport.endpoint.port))
+        time.sleep(0.1)
+        return summed(transport), transport.health()
+
+    results = local_world(2, work)
+    assert_summed([tensor for tensor, _ in results])
+    for _, health in results:
+        assert health["malformed"] + health["foreign"] + health["corrupt"] >= 100
