@@ -36,10 +36,9 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     switch (header->kind) {
         case Kind::data:
             taken = take_data(peer, *header, *payload, now);
+            if ((header->flags & flag_last) != 0) peer.in.report_now();
             break;
-        case Kind::report:
-            take_report(peer, *payload, now);
-            break;
+        case Kind::report: take_report(peer, *payload, now); break;
         case Kind::end:
             if (Exchange* exchange = find(header->channel, header->seq)) {
                 if ((header->flags & flag_repair) != 0) {
@@ -55,18 +54,10 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
             break;
         case Kind::ready:
         case Kind::wait:
-        case Kind::done:
-            take_control(peer, *header, now);
-            break;
-        case Kind::ping:
-            peer.in.report_now();
-            break;
-        case Kind::bye:
-            take_bye(peer, *payload, now);
-            break;
-        case Kind::failed:
-            take_failed(peer, *header, now);
-            break;
+        case Kind::done: take_control(peer, *header, now); break;
+        case Kind::ping: peer.in.report_now(); break;
+        case Kind::bye: take_bye(peer, *payload, now); break;
+        case Kind::failed: take_failed(peer, *header, now); break;
     }
     // What was not taken is reported as lost, and so comes again.
     if (taken) peer.in.arrive(number, datagram.size(), header->kind != Kind::report, now);
@@ -104,7 +95,8 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
     return true;
 }
 
-void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
+void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload,
+                   Nanos now) {
     const bool second_stage = (header.flags & flag_second_stage) != 0;
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
@@ -147,7 +139,7 @@ void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
 
 void Core::forgo(Exchange& exchange, Peer& peer, Nanos now) {
     for (Incoming& message : exchange.receives) {
-        if (message.peer == peer.rank && message.allowed > 0) close(exchange, message, false, now);
+        if (message.peer == peer.rank && exchange.lossy(message.second_stage)) close(exchange, message, false, now);
     }
 }
 
@@ -230,7 +222,7 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
-        if (message.lossless() && message.acked < message.cut.chunks) {
+        if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
             fail(exchange, status, peer.rank, message.unacked_bytes(), now);
         } else {
             release(message);
@@ -238,7 +230,7 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now
     }
     for (Incoming& message : exchange.receives) {
         if (message.peer != peer.rank || message.closed) continue;
-        if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
+        if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false, now);
         } else {
             fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, now);
@@ -247,7 +239,7 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now
 }
 
 bool Core::ended_badly(const Header& header) const {
-    const std::uint64_t key = std::uint64_t{header.channel} << 32 | header.seq;
+    const std::uint64_t key = exchange_key(header.channel, header.seq);
     return std::find(failed_.begin(), failed_.end(), key) != failed_.end();
 }
 

@@ -18,6 +18,9 @@ using namespace storm;
 
 namespace {
 
+// Settings and counters by name, as Python keeps them.
+using Mapping = nb::typed<nb::dict, nb::str, nb::any>;
+
 Nanos to_nanos(std::optional<double> seconds) {
     if (!seconds || std::isinf(*seconds) || *seconds > 1e9) return never;
     return static_cast<Nanos>(std::max(*seconds, 0.0) * 1e9);
@@ -29,17 +32,24 @@ using PyReduction = std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, st
 
 ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                        const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
-                       std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
+                       std::pair<double, double> budgets,
+                       std::pair<std::optional<double>, std::optional<double>> deadlines_s,
                        std::optional<double> timeout_s) {
     ExchangeSpec spec;
     spec.channel = channel;
     spec.seq = seq;
     for (const auto& [peer, data, bytes, second_stage] : sends) {
-        spec.sends.push_back({.peer = peer, .second_stage = second_stage, .data = reinterpret_cast<const std::byte*>(data), .bytes = bytes});
+        spec.sends.push_back({.peer = peer,
+                              .second_stage = second_stage,
+                              .data = reinterpret_cast<const std::byte*>(data),
+                              .bytes = bytes});
     }
     for (const auto& [peer, into, bytes, second_stage, reduce] : receives) {
-        spec.receives.push_back(
-            {.peer = peer, .second_stage = second_stage, .reduce = reduce, .into = reinterpret_cast<std::byte*>(into), .bytes = bytes});
+        spec.receives.push_back({.peer = peer,
+                                 .second_stage = second_stage,
+                                 .reduce = reduce,
+                                 .into = reinterpret_cast<std::byte*>(into),
+                                 .bytes = bytes});
     }
     if (reduction) {
         const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average] = *reduction;
@@ -78,7 +88,8 @@ FaultSettings to_fault_settings(const nb::dict& from) {
     settings.seed = nb::cast<std::uint64_t>(from["seed"]);
     settings.default_link = to_link_faults(nb::cast<nb::dict>(from["default"]));
     for (const auto& [link, faults] : nb::cast<nb::dict>(from["links"])) {
-        settings.links[nb::cast<std::pair<std::uint16_t, std::uint16_t>>(link)] = to_link_faults(nb::cast<nb::dict>(faults));
+        settings.links[nb::cast<std::pair<std::uint16_t, std::uint16_t>>(link)] =
+            to_link_faults(nb::cast<nb::dict>(faults));
     }
     return settings;
 }
@@ -150,7 +161,7 @@ nb::dict to_dict(const FaultCounters& c) {
 // A slice of waiting, after which Python may look at its signals.
 constexpr Nanos wait_slice = 200 * millisecond;
 
-nb::object wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {
+std::optional<Outcome> wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
     const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
     Outcome outcome;
@@ -161,9 +172,9 @@ nb::object wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> 
             const Nanos left = give_up_at == never ? wait_slice : std::max<Nanos>(give_up_at - clock_now(), 0);
             ended = driver.wait(id, std::min(left, wait_slice), outcome);
         }
-        if (ended) return nb::cast(std::move(outcome));
+        if (ended) return outcome;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        if (clock_now() >= give_up_at) return nb::none();
+        if (clock_now() >= give_up_at) return std::nullopt;
     }
 }
 
@@ -187,9 +198,11 @@ NB_MODULE(_engine, m) {
         .def_ro("second_stage", &Arrival::second_stage)
         .def_ro("chunks", &Arrival::chunks)
         .def_ro("arrived", &Arrival::arrived)
-        .def_ro("bytes", &Arrival::bytes)
+        .def_ro("total_bytes", &Arrival::bytes)
         .def_ro("missing_bytes", &Arrival::missing_bytes)
-        .def_prop_ro("mask", [](const Arrival& a) { return nb::bytes(reinterpret_cast<const char*>(a.mask.data()), a.mask.size() * 8); });
+        .def_prop_ro("mask", [](const Arrival& a) {
+            return nb::bytes(reinterpret_cast<const char*>(a.mask.data()), a.mask.size() * 8);
+        });
 
     nb::class_<Outcome>(m, "Outcome")
         .def_ro("status", &Outcome::status)
@@ -200,23 +213,29 @@ NB_MODULE(_engine, m) {
         .def_ro("repaired", &Outcome::repaired)
         .def_prop_ro("elapsed_s", [](const Outcome& o) { return static_cast<double>(o.ended - o.started) * 1e-9; })
         .def_ro("arrivals", &Outcome::arrivals)
-        .def_prop_ro("counts", [](const Outcome& o) { return nb::bytes(reinterpret_cast<const char*>(o.counts.data()), o.counts.size() * 2); });
+        .def_prop_ro("counts", [](const Outcome& o) {
+            return nb::bytes(reinterpret_cast<const char*>(o.counts.data()), o.counts.size() * 2);
+        });
 
     nb::class_<Driver>(m, "Endpoint")
         .def(
             "__init__",
-            [](Driver* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer, bool low_priority, bool segmentation,
-               bool coalescing) {
+            [](Driver* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer, bool low_priority,
+               bool segmentation, bool coalescing) {
                 new (self) Driver(host, port,
-                                  {.receive_buffer = receive_buffer, .low_priority = low_priority, .segmentation = segmentation, .coalescing = coalescing});
+                                  {.receive_buffer = receive_buffer,
+                                   .low_priority = low_priority,
+                                   .segmentation = segmentation,
+                                   .coalescing = coalescing});
             },
-            nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"), nb::arg("segmentation"),
-            nb::arg("coalescing"))
+            nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"),
+            nb::arg("segmentation"), nb::arg("coalescing"))
         .def_prop_ro("port", [](const Driver& d) { return d.socket().port(); })
         .def_prop_ro("receive_buffer", [](const Driver& d) { return d.socket().receive_buffer(); })
         .def(
             "start",
-            [](Driver& d, std::uint16_t rank, const std::vector<std::pair<std::string, std::uint16_t>>& peers, const nb::dict& config) {
+            [](Driver& d, std::uint16_t rank, const std::vector<std::pair<std::string, std::uint16_t>>& peers,
+               const Mapping& config) {
                 std::vector<Address> addresses;
                 for (const auto& [host, port] : peers) addresses.emplace_back(host, port);
                 d.start(make_core_config(rank, static_cast<std::uint16_t>(peers.size()), config), std::move(addresses));
@@ -224,15 +243,17 @@ NB_MODULE(_engine, m) {
             nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
         .def(
             "post",
-            [](Driver& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends, const std::vector<PyReceive>& receives,
-               const std::optional<PyReduction>& reduction, std::pair<double, double> budgets,
-               std::pair<std::optional<double>, std::optional<double>> deadlines_s, std::optional<double> timeout_s) {
-                ExchangeSpec spec = make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s);
+            [](Driver& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
+               const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
+               std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
+               std::optional<double> timeout_s) {
+                ExchangeSpec spec =
+                    make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s);
                 const nb::gil_scoped_release released;
                 return d.post(std::move(spec));
             },
-            nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(), nb::arg("budgets"),
-            nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+            nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
+            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Driver::ended, nb::arg("id"))
         .def("cancel", &Driver::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
@@ -240,7 +261,7 @@ NB_MODULE(_engine, m) {
             "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
             nb::call_guard<nb::gil_scoped_release>())
         .def("health",
-             [](Driver& d) {
+             [](Driver& d) -> Mapping {
                  const Driver::Health health = d.health();
                  nb::dict all = to_dict(health.counters);
                  all["faults"] = to_dict(health.faults);
@@ -260,27 +281,32 @@ NB_MODULE(_engine, m) {
     nb::class_<Sim>(m, "Sim")
         .def(
             "__init__",
-            [](Sim* self, std::uint16_t world, const nb::dict& core, const nb::dict& faults, double delay_s, double bytes_per_s, std::size_t queue_bytes) {
+            [](Sim* self, std::uint16_t world, const Mapping& core, const Mapping& faults, double delay_s,
+               double bytes_per_s, std::size_t queue_bytes) {
                 new (self) Sim({.core = make_core_config(0, world, core),
                                 .faults = to_fault_settings(faults),
                                 .delay = to_nanos(delay_s),
                                 .bytes_per_s = bytes_per_s,
                                 .queue_bytes = queue_bytes});
             },
-            nb::arg("world"), nb::arg("core"), nb::arg("faults"), nb::arg("delay_s"), nb::arg("bytes_per_s"), nb::arg("queue_bytes"))
+            nb::arg("world"), nb::arg("core"), nb::arg("faults"), nb::arg("delay_s"), nb::arg("bytes_per_s"),
+            nb::arg("queue_bytes"))
         .def_prop_ro("now_s", [](const Sim& s) { return static_cast<double>(s.now()) * 1e-9; })
         .def(
             "post",
             [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
-               const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction, std::pair<double, double> budgets,
-               std::pair<std::optional<double>, std::optional<double>> deadlines_s, std::optional<double> timeout_s) {
-                return s.post(rank, make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s));
+               const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
+               std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
+               std::optional<double> timeout_s) {
+                return s.post(rank,
+                              make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s));
             },
-            nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
-            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+            nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"),
+            nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
         .def(
-            "advance", [](Sim& s, std::size_t most) {
+            "advance",
+            [](Sim& s, std::size_t most) {
                 std::size_t steps = 0;
                 while (steps < most && s.advance()) ++steps;
                 return steps;
@@ -289,14 +315,15 @@ NB_MODULE(_engine, m) {
         .def(
             "take_finished",
             [](Sim& s, std::uint16_t rank) {
-                nb::list all;
-                for (auto& finished : s.take_finished(rank)) all.append(nb::make_tuple(finished.id, nb::cast(std::move(finished.outcome))));
+                nb::typed<nb::list, nb::typed<nb::tuple, std::uint64_t, Outcome>> all;
+                for (auto& finished : s.take_finished(rank))
+                    all.append(nb::make_tuple(finished.id, nb::cast(std::move(finished.outcome))));
                 return all;
             },
             nb::arg("rank"))
         .def("set_dark", &Sim::set_dark, nb::arg("rank"), nb::arg("dark"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
-        .def("health", [](Sim& s, std::uint16_t rank) {
+        .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());
             all["faults"] = to_dict(s.fault_counters(rank));
             return all;
@@ -304,15 +331,19 @@ NB_MODULE(_engine, m) {
 
     m.def(
         "set_faults",
-        [](std::optional<nb::dict> settings) {
-            Driver::set_faults(settings ? std::make_shared<const FaultSettings>(to_fault_settings(*settings)) : nullptr);
+        [](const std::optional<Mapping>& settings) {
+            Driver::set_faults(settings ? std::make_shared<const FaultSettings>(to_fault_settings(*settings))
+                                        : nullptr);
         },
         nb::arg("settings").none());
     m.def(
-        "crc32c", [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); }, nb::arg("data"));
+        "crc32c",
+        [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); },
+        nb::arg("data"));
     m.def("interface_mtu", &interface_mtu, nb::arg("host"));
     m.def(
-        "datagram_bytes", [](const std::string& host, std::size_t mtu) { return datagram_bytes_for(mtu, Address(host, 0).family()); },
+        "datagram_bytes",
+        [](const std::string& host, std::size_t mtu) { return datagram_bytes_for(mtu, Address(host, 0).family()); },
         nb::arg("host"), nb::arg("mtu"));
     m.def("chunk_bytes", &Core::chunk_bytes_for, nb::arg("datagram_bytes"), nb::arg("sealed"));
 }

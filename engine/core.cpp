@@ -1,4 +1,4 @@
-// Beginnings, timers and endings; arrivals.cpp and departures.cpp hold the rest of Core.
+// How exchanges begin, and what a core knows; arrivals.cpp, departures.cpp and endings.cpp hold the rest of Core.
 #include "core.hpp"
 
 #include <algorithm>
@@ -8,13 +8,6 @@
 #include "peer.hpp"
 
 namespace storm {
-namespace {
-
-std::uint64_t key_of(std::uint32_t channel, std::uint32_t seq) { return std::uint64_t{channel} << 32 | seq; }
-
-constexpr Nanos longest_ask = second;
-
-}  // namespace
 
 std::size_t Core::chunk_bytes_for(std::size_t datagram_bytes, bool sealed) {
     const std::size_t overhead = header_bytes + (sealed ? tag_bytes : 0);
@@ -29,7 +22,8 @@ Core::Core(CoreConfig config, Nanos now)
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (chunk_bytes_ < 16 || config_.datagram_bytes > max_datagram_bytes) {
-        throw std::invalid_argument("datagram_bytes must lie in [64, 65507], got " + std::to_string(config_.datagram_bytes));
+        throw std::invalid_argument("datagram_bytes must lie in [64, 65507], got " +
+                                    std::to_string(config_.datagram_bytes));
     }
     if (config_.rate_mode == RateMode::fixed) {
         if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
@@ -50,8 +44,10 @@ Core::~Core() = default;
 void Core::validate(const ExchangeSpec& spec) const {
     std::vector<std::uint8_t> seen(config_.world);
     const auto check = [&](std::uint16_t peer, std::uint64_t bytes, std::uint8_t once) {
-        if (peer >= config_.world || peer == config_.rank) throw std::invalid_argument("a peer must be another rank of the world");
-        if (bytes > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("a message is limited to 4 GiB");
+        if (peer >= config_.world || peer == config_.rank)
+            throw std::invalid_argument("a peer must be another rank of the world");
+        if (bytes > std::numeric_limits<std::uint32_t>::max())
+            throw std::invalid_argument("a message is limited to 4 GiB");
         if ((seen[peer] & once) != 0) throw std::invalid_argument("two messages of one peer and stage");
         seen[peer] = static_cast<std::uint8_t>(seen[peer] | once);
     };
@@ -64,7 +60,8 @@ void Core::validate(const ExchangeSpec& spec) const {
     for (const ReceiveSpec& receive : spec.receives) {
         check(receive.peer, receive.bytes, receive.second_stage ? 8 : 4);
         if (receive.reduce && (!spec.reduction || spec.reduction->bytes != receive.bytes || receive.second_stage)) {
-            throw std::invalid_argument("a contribution must belong to the first stage and have the size of the reduction");
+            throw std::invalid_argument(
+                "a contribution must belong to the first stage and have the size of the reduction");
         }
     }
     for (const StageSpec& stage : spec.stages) {
@@ -96,8 +93,8 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     auto owned = std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now);
     Exchange& exchange = *owned;
     exchange.id = next_id_++;
-    key_of_[exchange.id] = key_of(spec.channel, spec.seq);
-    active_[key_of(spec.channel, spec.seq)] = std::move(owned);
+    key_of_[exchange.id] = exchange_key(spec.channel, spec.seq);
+    active_[exchange_key(spec.channel, spec.seq)] = std::move(owned);
 
     for (Outgoing& message : exchange.sends) {
         if (free_slots_.empty()) {
@@ -110,9 +107,9 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         message.generation = slots_[message.slot].generation;
         Peer& peer = *peers_[message.peer];
         if (peer.silent) control(peer, {.kind = Kind::ping});  // it heals when it answers
-        if (peer.left && message.lossless()) {
+        if (peer.left && !exchange.lossy(message.second_stage)) {
             fail(exchange, Status::peer_left, peer.rank, message.cut.bytes, now);
-        } else if (peer.left || (peer.silent && !message.lossless())) {
+        } else if (peer.left || (peer.silent && exchange.lossy(message.second_stage))) {
             release(message);
         } else {
             enqueue(message);
@@ -141,7 +138,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     for (Incoming& message : exchange.receives) {
         if (message.closed) continue;
         Peer& peer = *peers_[message.peer];
-        const bool lossy = message.allowed > 0 || exchange.stage(message.second_stage).deadline != never;
+        const bool lossy = exchange.lossy(message.second_stage);
         if (peer.left && !lossy) {
             fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, now);
         } else if (peer.left || (peer.silent && lossy)) {
@@ -177,7 +174,7 @@ bool Core::gone() const {
 }
 
 Exchange* Core::find(std::uint32_t channel, std::uint32_t seq) {
-    const auto found = active_.find(key_of(channel, seq));
+    const auto found = active_.find(exchange_key(channel, seq));
     return found == active_.end() ? nullptr : found->second.get();
 }
 
@@ -186,212 +183,11 @@ bool Core::is_over(std::uint32_t channel, std::uint32_t seq) const {
     return posted != posted_.end() && seq < posted->second.next && !posted->second.skipped.contains(seq);
 }
 
-void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
-    if (message.closed) return;
-    message.close();
-    Peer& peer = *peers_[message.peer];
-    --peer.open_receives;
-    if (tell) {
-        const std::uint8_t flags = message.second_stage ? flag_second_stage : std::uint8_t{0};
-        control(peer, {.kind = Kind::done, .flags = flags, .channel = exchange.channel, .seq = exchange.seq});
-    }
-    (void)now;
-}
-
-void Core::close_stage(Exchange& exchange, bool second_stage, Nanos now) {
-    for (Incoming& message : exchange.receives) {
-        if (message.second_stage == second_stage) close(exchange, message, true, now);
-    }
-    for (Outgoing& message : exchange.sends) {
-        if (message.second_stage == second_stage) release(message);
-    }
-}
-
-void Core::open_gates(Exchange& exchange) {
-    if (!exchange.take_news()) return;
-    for (Outgoing& message : exchange.sends) {
-        if (message.second_stage) enqueue(message);
-    }
-}
-
-void Core::finish_if_done(Exchange& exchange, Nanos now) {
-    if (exchange.outcome.status != Status::running) {
-        finish(exchange, exchange.outcome.status, now);
-    } else if (exchange.finished()) {
-        finish(exchange, Status::ok, now);
-    }
-}
-
-void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos) {
-    if (exchange.outcome.status != Status::running) return;
-    exchange.outcome.status = status;
-    exchange.outcome.peer = peer;
-    exchange.outcome.missing_bytes = missing_bytes;
-}
-
-void Core::finish(Exchange& exchange, Status status, Nanos now) {
-    for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
-    exchange.conclude(status, now);
-    if (status != Status::ok) {
-        constexpr std::size_t most_failed = 1024;
-        failed_.push_back(key_of(exchange.channel, exchange.seq));
-        if (failed_.size() > most_failed) failed_.pop_front();
-        const Control notice{.kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq};
-        for (const Outgoing& message : exchange.sends) control(*peers_[message.peer], notice);
-        for (const Incoming& message : exchange.receives) control(*peers_[message.peer], notice);
-    }
-    bool pinned = false;
-    for (Outgoing& message : exchange.sends) {
-        message.wanted = false;
-        if (message.queued) std::erase(peers_[message.peer]->queue, &message);
-        pinned |= message.pins > 0;
-        // A pinned message keeps its slot until the last batch that points into it has left.
-        if (message.pins == 0) {
-            ++slots_[message.slot].generation;
-            free_slots_.push_back(message.slot);
-        }
-    }
-    const auto found = active_.find(key_of(exchange.channel, exchange.seq));
-    std::unique_ptr<Exchange> owned = std::move(found->second);
-    active_.erase(found);
-    key_of_.erase(owned->id);
-    if (pinned) {
-        leaving_.push_back(std::move(owned));
-    } else {
-        finished_.push_back({.id = owned->id, .outcome = std::move(owned->outcome)});
-    }
-}
-
 std::optional<Core::Finished> Core::take_finished() {
     if (finished_.empty()) return std::nullopt;
     Finished first = std::move(finished_.front());
     finished_.pop_front();
     return first;
-}
-
-void Core::tick(Nanos now) {
-    for (auto& peer : peers_) {
-        if (peer) tick_peer(*peer, now);
-    }
-    // Ticking may end exchanges, so walk a copy of the keys.
-    std::vector<std::uint64_t> due;
-    for (const auto& [key, exchange] : active_) {
-        if (exchange_timer(*exchange) <= now) due.push_back(key);
-    }
-    for (const std::uint64_t key : due) {
-        const auto found = active_.find(key);
-        if (found != active_.end()) tick_exchange(*found->second, now);
-    }
-    for (auto& peer : peers_) {
-        if (!peer || !peer->forsaken) continue;
-        peer->forsaken = false;
-        peer->out.abandon([&](const Flight& flight) { on_lost(*peer, flight, now); });
-    }
-}
-
-void Core::tick_peer(Peer& peer, Nanos now) {
-    peer.out.expire(now, [&](const Flight& flight) { on_lost(peer, flight, now); });
-    if (now < peer.out.probe_at()) return;
-    peer.out.probed(now);
-    ++counters_.probes;
-    control(peer, {.kind = Kind::ping});
-}
-
-void Core::tick_exchange(Exchange& exchange, Nanos now) {
-    for (const bool second_stage : {false, true}) {
-        if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage, now);
-    }
-    tick_receives(exchange, now);
-    tick_sends(exchange, now);
-    if (now >= exchange.timeout_at) {
-        for (const Incoming& message : exchange.receives) {
-            if (!message.closed) {
-                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - message.arrived_bytes, now);
-            }
-        }
-        for (const Outgoing& message : exchange.sends) {
-            if (!message.released) fail(exchange, Status::timed_out, message.peer, message.unacked_bytes(), now);
-        }
-    }
-    open_gates(exchange);
-    finish_if_done(exchange, now);
-}
-
-void Core::tick_receives(Exchange& exchange, Nanos now) {
-    for (Incoming& message : exchange.receives) {
-        if (message.closed) continue;
-        Peer& peer = *peers_[message.peer];
-        if (now >= message.close_at) {
-            close(exchange, message, true, now);
-        } else if (now >= silent_at(exchange, peer)) {
-            peer.silent = peer.forsaken = true;
-            if (message.allowed > 0 || exchange.stage(message.second_stage).deadline != never) {
-                close(exchange, message, false, now);
-            } else {
-                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
-            }
-        } else if (now >= message.ask_at) {
-            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
-            message.ask_at = now + message.ask_every;
-            ++counters_.asks;
-            // With the report, the sender learns at once what is missing.
-            peer.in.report_now();
-            control(peer, {.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
-        }
-    }
-}
-
-void Core::tick_sends(Exchange& exchange, Nanos now) {
-    for (Outgoing& message : exchange.sends) {
-        if (!message.wanted) continue;
-        Peer& peer = *peers_[message.peer];
-        if (now >= silent_at(exchange, peer)) {
-            peer.silent = peer.forsaken = true;
-            if (message.lossless()) {
-                fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
-            } else {
-                release(message);
-            }
-        } else if (now >= wake_at(exchange, peer)) {
-            // Nothing may be in flight while a receiver is late: only a ping tells that it lives.
-            peer.ping_at = now + config_.silence / 4;
-            control(peer, {.kind = Kind::ping});
-        }
-    }
-}
-
-Nanos Core::silent_at(const Exchange& exchange, const Peer& peer) const {
-    return std::max(peer.last_heard, exchange.outcome.started) + config_.silence;
-}
-
-Nanos Core::wake_at(const Exchange& exchange, const Peer& peer) const {
-    return std::max(std::max(peer.last_heard, exchange.outcome.started) + config_.silence / 4, peer.ping_at);
-}
-
-Nanos Core::exchange_timer(const Exchange& exchange) const {
-    Nanos at = exchange.timeout_at;
-    for (const Incoming& message : exchange.receives) {
-        if (message.closed) continue;
-        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
-                       silent_at(exchange, *peers_[message.peer])});
-    }
-    for (const Outgoing& message : exchange.sends) {
-        // What is not wanted any more only waits for its last batch to leave.
-        if (!message.wanted) continue;
-        const Peer& peer = *peers_[message.peer];
-        at = std::min({at, exchange.stage(message.second_stage).deadline, silent_at(exchange, peer), wake_at(exchange, peer)});
-    }
-    return at;
-}
-
-Nanos Core::next_timer() const {
-    Nanos at = paced_until_;
-    for (const auto& peer : peers_) {
-        if (!peer) continue;
-        at = std::min({at, peer->out.loss_at(), peer->out.probe_at(), peer->in.report_at(credit_bytes(), peer->report_delay())});
-    }
-    for (const auto& [key, exchange] : active_) at = std::min(at, exchange_timer(*exchange));
-    return at;
 }
 
 Nanos Core::round_trip(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->out.smooth_rtt() : 0; }

@@ -39,9 +39,9 @@ struct CoreConfig {
 
 struct Counters {
     std::uint64_t datagrams_sent{}, bytes_sent{}, datagrams_received{}, bytes_received{};
-    std::uint64_t repaired{};   // chunks sent again
+    std::uint64_t repaired{};    // chunks sent again
     std::uint64_t duplicates{};  // datagrams or chunks that were here already
-    std::uint64_t late{};       // chunks of messages that were closed already
+    std::uint64_t late{};        // chunks of messages that were closed already
     std::uint64_t malformed{}, foreign{}, corrupt{}, unexpected{};
     std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
     std::uint64_t reports{}, probes{}, asks{};
@@ -57,7 +57,7 @@ struct Batch {
     std::size_t parts{};
     std::array<iovec, 2 * max_segments> iov{};
     std::array<std::array<std::byte, header_bytes>, max_segments> headers{};
-    std::vector<std::byte> sealed;  // ciphertext, or the body of a control datagram
+    std::vector<std::byte> sealed;                                  // ciphertext, or the body of a control datagram
     std::optional<std::pair<std::uint32_t, std::uint32_t>> pinned;  // slot and generation of the message it points into
 };
 
@@ -142,7 +142,8 @@ private:
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
     void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
     void end_message(Peer& peer, const Outgoing& message);
-    void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload, Checks* checks);
+    void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload,
+                      Checks* checks);
     void control(Peer& peer, Control what);
     void enqueue(Outgoing& message);
     [[nodiscard]] Outgoing* message_of(std::uint32_t slot, std::uint32_t generation);

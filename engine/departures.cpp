@@ -43,7 +43,8 @@ void Core::transmitted(const Batch& batch, Nanos now) {
     for (const Outgoing& other : exchange.sends) {
         if (other.pins > 0) return;
     }
-    const auto found = std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& e) { return e.get() == &exchange; });
+    const auto found =
+        std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& e) { return e.get() == &exchange; });
     finished_.push_back({.id = exchange.id, .outcome = std::move(exchange.outcome)});
     leaving_.erase(found);
 }
@@ -65,7 +66,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.flags = flight.flags = what.flags;
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
-        if (what.kind == Kind::bye) body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now, true), body);
+        if (what.kind == Kind::bye)
+            body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now, true), body);
         flight.settled = peer.silent;  // nobody waits for an answer of the silent
     } else {
         return false;
@@ -94,7 +96,8 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             peer.queue.erase(peer.queue.begin() + static_cast<std::ptrdiff_t>(i));
             continue;
         }
-        const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->eager_bytes < config_.eager_bytes;
+        const bool within_eager =
+            candidate->ready || !candidate->repairs.empty() || candidate->eager_bytes < config_.eager_bytes;
         if (candidate->sendable() && within_eager) {
             message = candidate;
             break;
@@ -103,12 +106,14 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     }
     if (message == nullptr) return false;
 
-    const std::size_t segment = std::min<std::size_t>(chunk_bytes_, message->cut.bytes) + header_bytes + seal_.overhead_bytes();
+    const std::size_t segment =
+        std::min<std::size_t>(chunk_bytes_, message->cut.bytes) + header_bytes + seal_.overhead_bytes();
     if (!peer.out.window_open(segment)) return false;
     const std::size_t available =
-        message->repairs.size() + (message->source != nullptr ? message->source->final_chunks().size() : message->cut.chunks) - message->cursor;
-    const std::size_t limit =
-        std::min({std::size_t{Batch::max_bytes}, peer.rate.batch_bytes(), std::max<std::size_t>(peer.out.window_bytes(), segment)});
+        message->repairs.size() +
+        (message->source != nullptr ? message->source->final_chunks().size() : message->cut.chunks) - message->cursor;
+    const std::size_t limit = std::min({std::size_t{Batch::max_bytes}, peer.rate.batch_bytes(),
+                                        std::max<std::size_t>(peer.out.window_bytes(), segment)});
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, available), 1, Batch::max_segments);
     const std::size_t bytes = segments * segment;
     if (shared_pacer_) {
@@ -150,10 +155,12 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             ++counters_.repaired;
         } else {
             ++message->cursor;
-            if (message->first_pass_over() && !message->lossless()) flags |= flag_last;
         }
+        // Nothing is left: an exact message then wants to hear what is missing, a lossy one says that this is its end.
+        const bool is_last = message->first_pass_over() && (message->lossless() ? message->repairs.empty() : !repair);
+        if (is_last) flags |= flag_last;
         add_chunk(batch, peer, *message, chunk, flags, now);
-        if ((flags & flag_last) != 0) end_message(peer, *message);
+        if (is_last && !message->lossless()) end_message(peer, *message);
         if (size < batch.segment_bytes) break;
     }
     if (batch.segments == 0) {
@@ -172,7 +179,8 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
 // The end of a lossy message must be heard even if its last datagram is lost.
 void Core::end_message(Peer& peer, const Outgoing& message) {
     const std::uint8_t stage = message.second_stage ? flag_second_stage : std::uint8_t{0};
-    control(peer, {.kind = Kind::end, .flags = stage, .channel = message.exchange->channel, .seq = message.exchange->seq});
+    control(peer,
+            {.kind = Kind::end, .flags = stage, .channel = message.exchange->channel, .seq = message.exchange->seq});
 }
 
 void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now) {
@@ -197,8 +205,8 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                  {message.data + std::size_t{chunk} * message.cut.chunk_bytes, size}, message.checks.get());
 }
 
-void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload,
-                        Checks* checks) {
+void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header,
+                        std::span<const std::byte> payload, Checks* checks) {
     header.number = static_cast<std::uint32_t>(number);
     if (seal_.encrypts()) header.flags |= flag_sealed;
     const std::span<std::byte, header_bytes> wire_header(batch.headers[batch.segments]);
@@ -242,7 +250,8 @@ void Core::control(Peer& peer, Control what) {
     // Every control is sent again or asked for again if it matters, so a bound may drop some.
     constexpr std::size_t most_controls = 1024;
     if (peer.controls.size() >= most_controls) return;
-    if (std::find(peer.controls.begin(), peer.controls.end(), what) == peer.controls.end()) peer.controls.push_back(what);
+    if (std::find(peer.controls.begin(), peer.controls.end(), what) == peer.controls.end())
+        peer.controls.push_back(what);
 }
 
 void Core::enqueue(Outgoing& message) {

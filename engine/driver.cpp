@@ -46,7 +46,8 @@ Nanos clock_now() {
     return now.tv_sec * second + now.tv_nsec;
 }
 
-Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config) : socket_(Address(host, port), config) {}
+Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config)
+    : socket_(Address(host, port), config) {}
 
 Driver::~Driver() { close(0); }
 
@@ -124,8 +125,9 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
             const bool full = !unsent_.empty();
             lock.unlock();
-            std::array<pollfd, 2> waits{{{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
-                                         {.fd = nudge_, .events = POLLIN, .revents = 0}}};
+            std::array<pollfd, 2> waits{
+                {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
+                 {.fd = nudge_, .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
             if (waits[1].revents != 0) (void)!read(nudge_, &drained, sizeof drained);

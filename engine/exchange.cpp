@@ -59,7 +59,8 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
     if (spec.reduction) {
         const auto contributors =
             std::count_if(spec.receives.begin(), spec.receives.end(), [](const ReceiveSpec& r) { return r.reduce; });
-        reduction = std::make_unique<Reduction>(*spec.reduction, static_cast<std::uint32_t>(contributors), chunk_bytes, blocks);
+        reduction =
+            std::make_unique<Reduction>(*spec.reduction, static_cast<std::uint32_t>(contributors), chunk_bytes, blocks);
     }
     sends.reserve(spec.sends.size());
     for (const SendSpec& send : spec.sends) {
@@ -71,7 +72,8 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
         message.allowed = message.cut.allowed(stage(send.second_stage).budget);
         if (send.second_stage && reduction) {
             message.source = reduction.get();
-            if (spec.reduction->mode == Reduce::copy) message.reserved = std::min(message.allowed, message.cut.allowed(stage(false).budget));
+            if (spec.reduction->mode == Reduce::copy)
+                message.reserved = std::min(message.allowed, message.cut.allowed(stage(false).budget));
         }
         for (Outgoing& other : sends) {
             if (&other == &message || other.data != message.data || other.cut.bytes != message.cut.bytes) continue;
@@ -103,7 +105,8 @@ Incoming* Exchange::incoming(std::uint16_t peer, bool second_stage) {
 }
 
 bool Exchange::waits_for(std::uint16_t peer) const {
-    return std::any_of(receives.begin(), receives.end(), [&](const Incoming& m) { return m.peer == peer && !m.closed; });
+    return std::any_of(receives.begin(), receives.end(),
+                       [&](const Incoming& m) { return m.peer == peer && !m.closed; });
 }
 
 bool Exchange::finished() const {

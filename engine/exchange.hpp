@@ -61,8 +61,8 @@ struct Arrival {
 
 struct Outcome {
     Status status{Status::running};
-    std::uint16_t peer{};           // whom an error names
-    std::uint64_t missing_bytes{};  // what that peer owed, or had not acknowledged
+    std::uint16_t peer{};                               // whom an error names
+    std::uint64_t missing_bytes{};                      // what that peer owed, or had not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};                           // chunks that we sent again
     Nanos started{}, ended{};
@@ -78,12 +78,15 @@ struct Cut {
     // The order of sending is rotated by exchange, so that what a deadline cuts off differs each time.
     Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
-        return chunk + 1 < chunks ? chunk_bytes : static_cast<std::uint32_t>(bytes - std::uint64_t{chunks - 1} * chunk_bytes);
+        return chunk + 1 < chunks ? chunk_bytes
+                                  : static_cast<std::uint32_t>(bytes - std::uint64_t{chunks - 1} * chunk_bytes);
     }
     [[nodiscard]] std::uint32_t at(std::uint32_t ordinal) const {
         return static_cast<std::uint32_t>((std::uint64_t{start} + ordinal) % chunks);
     }
-    [[nodiscard]] std::uint32_t ordinal(std::uint32_t chunk) const { return chunk >= start ? chunk - start : chunk + (chunks - start); }
+    [[nodiscard]] std::uint32_t ordinal(std::uint32_t chunk) const {
+        return chunk >= start ? chunk - start : chunk + (chunks - start);
+    }
     // The most chunks that a budget lets go.
     [[nodiscard]] std::uint32_t allowed(double budget) const { return static_cast<std::uint32_t>(budget * chunks); }
 };
@@ -126,7 +129,8 @@ struct Outgoing {
     explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
     [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
     [[nodiscard]] bool sendable() const {
-        return wanted && !parked && (!repairs.empty() || cursor < (source != nullptr ? source->final_chunks().size() : cut.chunks));
+        return wanted && !parked &&
+               (!repairs.empty() || cursor < (source != nullptr ? source->final_chunks().size() : cut.chunks));
     }
     // Of the first pass, in the order of sending.
     [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
@@ -176,6 +180,10 @@ public:
 
     [[nodiscard]] Incoming* incoming(std::uint16_t peer, bool second_stage);
     [[nodiscard]] const StageSpec& stage(bool second_stage) const { return stages_[second_stage ? 1 : 0]; }
+    // Whether the stage may end with something missing: then a lost peer is loss, not an error.
+    [[nodiscard]] bool lossy(bool second_stage) const {
+        return stage(second_stage).budget > 0.0 || stage(second_stage).deadline != never;
+    }
     [[nodiscard]] bool finished() const;
     [[nodiscard]] bool waits_for(std::uint16_t peer) const;
     // Fills the arrivals of `outcome`.

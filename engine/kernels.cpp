@@ -74,18 +74,21 @@ struct Float16 {
     STORM_INLINE static float widen(Word word) {
         const std::uint32_t sign = (word & 0x8000U) << 16, rest = (word & 0x7fffU) << 13;
         const std::uint32_t normal = rest + (112U << 23);
-        const std::uint32_t special = (rest + (224U << 23)) | std::uint32_t{rest > 31U << 23} << 22;  // a NaN becomes quiet
+        const std::uint32_t special = (rest + (224U << 23)) | std::uint32_t{rest > 31U << 23}
+                                                                  << 22;  // a NaN becomes quiet
         // Subnormal: read it as 2^-14 + value, which float32 holds exactly, and take 2^-14 away.
         const std::uint32_t subnormal = bits_of(float_of(rest + (113U << 23)) - float_of(113U << 23));
         return float_of(sign | choose(rest < 1U << 23, subnormal, choose(rest < 31U << 23, normal, special)));
     }
     STORM_INLINE static Word round(float value) {
         const std::uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000U, rest = bits & 0x7fffffffU;
-        const std::uint32_t normal = (rest - (112U << 23) + 0xfffU + (rest >> 13 & 1U)) >> 13;  // may carry into infinity
+        const std::uint32_t normal =
+            (rest - (112U << 23) + 0xfffU + (rest >> 13 & 1U)) >> 13;  // may carry into infinity
         // Subnormal: adding 0.5, whose last bit is worth 2^-24, makes the processor round at the right place.
         const std::uint32_t subnormal = bits_of(float_of(rest) + 0.5F) - bits_of(0.5F);
         const std::uint32_t special = choose(rest > 0x7f800000U, 0x7e00U | (rest >> 13 & 0x3ffU), 0x7c00U);
-        return static_cast<Word>(sign | choose(rest < 113U << 23, subnormal, choose(rest < 143U << 23, normal, special)));
+        return static_cast<Word>(sign |
+                                 choose(rest < 113U << 23, subnormal, choose(rest < 143U << 23, normal, special)));
     }
 };
 #endif
@@ -134,41 +137,42 @@ struct Passes {
 struct Kernels {
     const char* name;
     // One to group_inputs inputs of float32.
-    void (*sum_group)(const std::byte* const* inputs, std::size_t count, std::size_t elements, float scale, std::byte* out);
+    void (*sum_group)(const std::byte* const* inputs, std::size_t count, std::size_t elements, float scale,
+                      std::byte* out);
     Passes float32, bfloat16, float16;
 };
 
 // A macro, because a target can be no template's argument.
-#define STORM_INSTRUCTION_SET(Set, TARGET)                                                                                   \
-    struct Set {                                                                                                             \
-        TARGET static void sum_group(const std::byte* const* in, std::size_t count, std::size_t n, float scale,              \
-                                     std::byte* out) {                                                                       \
-            if (count == 1) return sum_of<1, Float32, Float32, Float32>(in, n, scale, out);                                  \
-            if (count == 2) return sum_of<2, Float32, Float32, Float32>(in, n, scale, out);                                  \
-            if (count == 3) return sum_of<3, Float32, Float32, Float32>(in, n, scale, out);                                  \
-            sum_of<4, Float32, Float32, Float32>(in, n, scale, out);                                                         \
-        }                                                                                                                    \
-        template <class Wire>                                                                                                \
-        TARGET static void widen(const std::byte* a, std::size_t n, float* sum) {                                            \
-            sum_of<1, Wire, Wire, Float32>(&a, n, 1.0F, raw(sum));                                                           \
-        }                                                                                                                    \
-        template <class Wire>                                                                                                \
-        TARGET static void add_first(const std::byte* a, const std::byte* b, std::size_t n, float* sum) {                    \
-            const std::byte* const in[] = {a, b};                                                                            \
-            sum_of<2, Wire, Wire, Float32>(in, n, 1.0F, raw(sum));                                                           \
-        }                                                                                                                    \
-        template <class Wire>                                                                                                \
-        TARGET static void add(const std::byte* a, std::size_t n, float* sum) {                                              \
-            const std::byte* const in[] = {raw(sum), a};                                                                     \
-            sum_of<2, Float32, Wire, Float32>(in, n, 1.0F, raw(sum));                                                        \
-        }                                                                                                                    \
-        template <class Wire>                                                                                                \
-        TARGET static void scale_into(const float* sum, float scale, std::size_t n, std::byte* out) {                        \
-            const std::byte* const in = raw(sum);                                                                            \
-            sum_of<1, Float32, Float32, Wire>(&in, n, scale, out);                                                           \
-        }                                                                                                                    \
-        template <class Wire>                                                                                                \
-        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, scale_into<Wire>};                           \
+#define STORM_INSTRUCTION_SET(Set, TARGET)                                                                      \
+    struct Set {                                                                                                \
+        TARGET static void sum_group(const std::byte* const* in, std::size_t count, std::size_t n, float scale, \
+                                     std::byte* out) {                                                          \
+            if (count == 1) return sum_of<1, Float32, Float32, Float32>(in, n, scale, out);                     \
+            if (count == 2) return sum_of<2, Float32, Float32, Float32>(in, n, scale, out);                     \
+            if (count == 3) return sum_of<3, Float32, Float32, Float32>(in, n, scale, out);                     \
+            sum_of<4, Float32, Float32, Float32>(in, n, scale, out);                                            \
+        }                                                                                                       \
+        template <class Wire>                                                                                   \
+        TARGET static void widen(const std::byte* a, std::size_t n, float* sum) {                               \
+            sum_of<1, Wire, Wire, Float32>(&a, n, 1.0F, raw(sum));                                              \
+        }                                                                                                       \
+        template <class Wire>                                                                                   \
+        TARGET static void add_first(const std::byte* a, const std::byte* b, std::size_t n, float* sum) {       \
+            const std::byte* const in[] = {a, b};                                                               \
+            sum_of<2, Wire, Wire, Float32>(in, n, 1.0F, raw(sum));                                              \
+        }                                                                                                       \
+        template <class Wire>                                                                                   \
+        TARGET static void add(const std::byte* a, std::size_t n, float* sum) {                                 \
+            const std::byte* const in[] = {raw(sum), a};                                                        \
+            sum_of<2, Float32, Wire, Float32>(in, n, 1.0F, raw(sum));                                           \
+        }                                                                                                       \
+        template <class Wire>                                                                                   \
+        TARGET static void scale_into(const float* sum, float scale, std::size_t n, std::byte* out) {           \
+            const std::byte* const in = raw(sum);                                                               \
+            sum_of<1, Float32, Float32, Wire>(&in, n, scale, out);                                              \
+        }                                                                                                       \
+        template <class Wire>                                                                                   \
+        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, scale_into<Wire>};              \
     };
 
 STORM_INSTRUCTION_SET(Baseline, )
@@ -207,7 +211,8 @@ struct F16c {
         std::size_t i = 0;
         for (; i + 8 <= n; i += 8) {
             const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(scale), _mm256_loadu_ps(sum + i));
-            _mm_storeu_si128(reinterpret_cast<__m128i_u*>(out + 2 * i), _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
+            _mm_storeu_si128(reinterpret_cast<__m128i_u*>(out + 2 * i),
+                             _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
         }
         Baseline::scale_into<Float16>(sum + i, scale, n - i, out + 2 * i);
     }
@@ -282,8 +287,8 @@ void sum_float32(const Kernels& set, Inputs inputs, std::size_t elements, float 
     }
 }
 
-void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float scale, const Passes& to, std::size_t out_bytes,
-                std::byte* out) {
+void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float scale, const Passes& to,
+                std::size_t out_bytes, std::byte* out) {
     Scratch partial;
     const std::size_t blocks = (elements + block_elements - 1) / block_elements;
     for (std::size_t b = 0; b < blocks; ++b) {
@@ -338,7 +343,9 @@ void add_first(Dtype wire, const std::byte* a, const std::byte* b, std::size_t e
     passes(kernels(), wire).add_first(a, b, elements, sum);
 }
 
-void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum) { passes(kernels(), wire).add(a, elements, sum); }
+void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
+    passes(kernels(), wire).add(a, elements, sum);
+}
 
 void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_dtype, std::byte* out) {
     const Passes& to = passes(kernels(), out_dtype);

@@ -16,8 +16,8 @@ enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16 };
 // whatever arrived first. All inputs are `wire`; `out` is `wire` or float32 and may be one of the inputs' memory.
 // scale == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
 // a dtype that cannot be summed: the latter throws std::invalid_argument here and below.
-void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale, Dtype out_dtype,
-                  std::byte* out);
+void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale,
+                  Dtype out_dtype, std::byte* out);
 
 // sum[i] = a[i] (as float32).
 void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum);

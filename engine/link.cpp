@@ -46,6 +46,16 @@ void Outbound::forget_oldest() {
     ++base_;
 }
 
+Nanos Outbound::time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now) {
+    const Nanos trip = std::max<Nanos>(now - sent_at - held, 1);
+    sample_rtt(trip);
+    // Reports travel against the data of others and wait in their queues. Only the way forth is ours to control, so its
+    // delay above the least stands for all queueing. The clocks' offset cancels.
+    const auto way_us = static_cast<std::int32_t>(arrived_us - static_cast<std::uint32_t>(sent_at / microsecond));
+    const Nanos way = Nanos{way_us} * microsecond;
+    return way - least_way_.add(way, now) + least_trip_.add(trip, now);
+}
+
 void Outbound::sample_rtt(Nanos rtt) {
     latest_rtt_ = rtt;
     if (smooth_rtt_ == 0) {
@@ -77,7 +87,10 @@ void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nano
             window_[old % bits / 64] &= ~(1ULL << (old % 64));
         }
         largest_ = number;
-        largest_at_ = now;
+    }
+    if (elicits && number > timed_) {
+        timed_ = number;
+        timed_at_ = now;
     }
     window_[number % bits / 64] |= 1ULL << (number % 64);
     ++arrived_;
@@ -96,7 +109,9 @@ Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, 
     Report report;
     report.largest = largest_;
     report.credit_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(credit_bytes, 0xffff'ffff));
-    report.held_us = static_cast<std::uint32_t>(std::min<Nanos>((now - largest_at_) / microsecond, 0xffff'ffff));
+    report.timed_back = static_cast<std::uint32_t>(std::min<std::uint64_t>(largest_ - timed_, 0xffff'ffff));
+    report.timed_us = static_cast<std::uint32_t>(timed_at_ / microsecond);
+    report.held_us = static_cast<std::uint32_t>(std::min<Nanos>((now - timed_at_) / microsecond, 0xffff'ffff));
     report.overflow = overflow;
     std::uint64_t& fourth = reported_[reports_++ % reported_.size()];
     const std::uint64_t reach = whole ? bits : std::min<std::uint64_t>(largest_ - fourth + 64, bits);

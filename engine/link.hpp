@@ -22,11 +22,28 @@ struct Flight {
     std::uint32_t bytes{};
     Kind kind{};
     std::uint8_t flags{};
-    bool settled{};  // its fate is known
-    bool lost{};     // and it was loss, as far as is known: it may still turn out to have been late
+    bool settled{};                      // its fate is known
+    bool lost{};                         // and it was loss, as far as is known: it may still turn out to have been late
     std::uint32_t slot{}, generation{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
+};
+
+// The least of what was seen in the last ten to twenty seconds: routes change, and clocks drift apart.
+class RecentMin {
+public:
+    Nanos add(Nanos value, Nanos now) {
+        if (now - since_ >= 10 * second) {
+            older_ = newer_;
+            newer_ = never;
+            since_ = now;
+        }
+        newer_ = std::min(newer_, value);
+        return std::min(older_, newer_);
+    }
+
+private:
+    Nanos older_{never}, newer_{never}, since_{};
 };
 
 // The sending half: what is in flight and what became of it.
@@ -58,7 +75,8 @@ public:
     void heard() { probes_ = std::min(probes_, 2U); }
 
     [[nodiscard]] bool window_open(std::size_t bytes) const {
-        return flights_in_use() < max_data_flights && (in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= credit_bytes_);
+        return flights_in_use() < max_data_flights &&
+               (in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= credit_bytes_);
     }
     [[nodiscard]] std::uint64_t window_bytes() const {
         return in_flight_bytes_ >= credit_bytes_ ? 0 : credit_bytes_ - in_flight_bytes_;
@@ -79,6 +97,8 @@ public:
 private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
     void grow();
+    // Learns the round trip and returns what rate control should know of it.
+    Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
     void retire();
     void forget_oldest();
@@ -92,7 +112,8 @@ private:
     std::uint64_t in_flight_bytes_{};
     DeliveryMeter meter_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
-    Nanos active_at_;  // last departure or progress
+    Nanos active_at_;                   // last departure or progress
+    RecentMin least_trip_, least_way_;  // round trip; and one way by two clocks that know nothing of each other
     Nanos loss_at_{never};
     unsigned probes_{};
     Delivery delivery_{};
@@ -120,7 +141,8 @@ private:
     std::array<std::uint64_t, Report::max_words> window_{};
     std::uint64_t largest_{};
     std::uint64_t arrived_{};
-    Nanos largest_at_{};
+    std::uint64_t timed_{};  // highest number that calls for a report
+    Nanos timed_at_{};
     std::uint64_t unreported_bytes_{};
     Nanos unreported_since_{never};
     bool urgent_{};
@@ -152,9 +174,8 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
         in_flight_bytes_ -= flight.bytes;
         delivery.delivered_bytes += flight.bytes;
         if (number > largest_acked_) largest_acked_ = number;
-        if (number == report.largest) {
-            delivery.rtt = std::max<Nanos>(now - flight.stamp.sent_at - held, 1);
-            sample_rtt(delivery.rtt);
+        if (number + report.timed_back == report.largest) {
+            delivery.rtt = time_trip(flight.stamp.sent_at, held, report.timed_us, now);
         }
         newest = flight.stamp;
         acked(flight);

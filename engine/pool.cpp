@@ -15,12 +15,12 @@ bool Pool::keep(const Header& header, std::span<const std::byte> payload) {
     }
     held += cost;
     bytes_ += cost;
-    waiting_[std::uint64_t{header.channel} << 32 | header.seq].push_back(std::move(entry));
+    waiting_[exchange_key(header.channel, header.seq)].push_back(std::move(entry));
     return true;
 }
 
 std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
-    const auto found = waiting_.find(std::uint64_t{channel} << 32 | seq);
+    const auto found = waiting_.find(exchange_key(channel, seq));
     if (found == waiting_.end()) return {};
     std::vector<Entry> entries = std::move(found->second);
     waiting_.erase(found);

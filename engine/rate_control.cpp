@@ -8,19 +8,19 @@ namespace storm {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr double gso_bytes = 65'536;           // what one system call carries at most
-constexpr double batch_s = 0.00025;            // a batch is this long at the current rate: a small part of a switch's queue
-constexpr double initial_datagrams = 16;       // sent before anything is known
-constexpr double startup_gain = 2.77;          // 4 ln 2: doubles the delivered rate each round (BBR)
-constexpr double occupancy_bytes = 16'384;     // what a link keeps in the bottleneck's queue
-constexpr double least_target_s = 0.0002;      // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;         // delay that is never taken for noise, whatever a dip shows
-constexpr double max_loss = 0.45;              // more than this is taken for an outage, not for a lossy link
-constexpr double floor_bytes = 3'000;           // per round trip, always: two Ethernet datagrams keep the measurements alive
-constexpr double dip_gain = 0.3;               // of the rate while the queue is emptied to see the bare round trip
+constexpr double gso_bytes = 65'536;      // what one system call carries at most
+constexpr double batch_s = 0.00025;       // a batch is this long at the current rate: a small part of a switch's queue
+constexpr double initial_datagrams = 16;  // sent before anything is known
+constexpr double startup_gain = 2.77;     // 4 ln 2: doubles the delivered rate each round (BBR)
+constexpr double occupancy_bytes = 16'384;  // what a link keeps in the bottleneck's queue
+constexpr double least_target_s = 0.0002;   // delay below which a queue cannot be told from scheduling noise
+constexpr double most_noise_s = 0.001;      // delay that is never taken for noise, whatever a dip shows
+constexpr double max_loss = 0.45;           // more than this is taken for an outage, not for a lossy link
+constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
 constexpr double least_step = 1.0 / 32, most_step = 1.0 / 8;
-constexpr Nanos least_round = millisecond;     // short links: rates over less than this are noise of batches
-constexpr Nanos min_rtt_bucket = 5 * second;   // two of them make the window of ten seconds
+constexpr Nanos least_round = millisecond;    // short links: rates over less than this are noise of batches
+constexpr Nanos min_rtt_bucket = 5 * second;  // two of them make the window of ten seconds
 
 double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
 
@@ -58,7 +58,8 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
     round_.begin = now;
     if (!paced()) return;
     window_ = initial_datagrams * datagram_bytes_;
-    batch_bytes_ = std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
+    batch_bytes_ =
+        std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
 }
 
 bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now) {
@@ -130,7 +131,8 @@ void RateControl::on_delivery(const Delivery& delivery) {
     if (round_.min_rtt == never) return;
     // A round needs some reports for its least delay to mean a queue, but may not wait for them long.
     const Nanos elapsed = now - round_.begin;
-    const bool enough = phase_ == Phase::startup || (elapsed >= least_round && round_.reports >= 4) || elapsed >= 4 * least_round;
+    const bool enough =
+        phase_ == Phase::startup || (elapsed >= least_round && round_.reports >= 4) || elapsed >= 4 * least_round;
     if (enough && elapsed >= round_.min_rtt) end_round(now);
 }
 
@@ -170,7 +172,8 @@ void RateControl::learn_delivery(double queue_s) {
     const double limited = round_.limited_rate / (1 - loss_);
     if (round_.weight > 0) {
         slot_ = (slot_ + 1) % delivery_.size();
-        delivery_[slot_] = std::max(round_.rated / round_.weight / (1 - loss_), limited > best_delivery() ? limited : 0);
+        delivery_[slot_] =
+            std::max(round_.rated / round_.weight / (1 - loss_), limited > best_delivery() ? limited : 0);
         quantum_[slot_] = 0;
     } else if (limited > best_delivery()) {
         delivery_[slot_] = limited;
@@ -182,47 +185,47 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
     const bool has_data = round_.weight > 0;
     const double target_s = target_queue_s();
     switch (phase_) {
-    case Phase::startup: {
-        if (best > 0) rate_ = best;
-        if (has_data) {
-            plateau_rounds_ = best >= 1.25 * plateau_rate_ ? 0 : plateau_rounds_ + 1;
-            plateau_rate_ = std::max(plateau_rate_, plateau_rounds_ == 0 ? best : 0);
+        case Phase::startup: {
+            if (best > 0) rate_ = best;
+            if (has_data) {
+                plateau_rounds_ = best >= 1.25 * plateau_rate_ ? 0 : plateau_rounds_ + 1;
+                plateau_rate_ = std::max(plateau_rate_, plateau_rounds_ == 0 ? best : 0);
+            }
+            if (plateau_rounds_ >= 3 || (has_data && queue_s > 2 * target_s)) {
+                phase_ = Phase::drain;
+                begin_dip(now);
+            } else {
+                apply(startup_gain, now);
+                return;
+            }
+            [[fallthrough]];
         }
-        if (plateau_rounds_ >= 3 || (has_data && queue_s > 2 * target_s)) {
-            phase_ = Phase::drain;
-            begin_dip(now);
-        } else {
-            apply(startup_gain, now);
-            return;
-        }
-        [[fallthrough]];
-    }
-    case Phase::drain:
-        if (dipping(now) || (queue_s > target_s && ++drain_rounds_ <= 4)) {
-            apply(dip_gain, now);
-            return;
-        }
-        learn_from_dip();
-        phase_ = Phase::cruise;
-        step_ = most_step;  // startup may have stopped short
-        [[fallthrough]];
-    case Phase::cruise:
-        if (mode_ == RateMode::low_priority)
-            yield(queue_s);
-        else
-            follow_delay(queue_s, round_s);
-        if (has_data && now >= next_dip_at_) {
-            phase_ = Phase::probe_rtt;
-            begin_dip(now);
-            apply(dip_gain, now);
-            return;
-        }
-        break;
-    case Phase::probe_rtt:
-        if (dipping(now)) return;
-        learn_from_dip();
-        phase_ = Phase::cruise;
-        break;
+        case Phase::drain:
+            if (dipping(now) || (queue_s > target_s && ++drain_rounds_ <= 4)) {
+                apply(dip_gain, now);
+                return;
+            }
+            learn_from_dip();
+            phase_ = Phase::cruise;
+            step_ = most_step;  // startup may have stopped short
+            [[fallthrough]];
+        case Phase::cruise:
+            if (mode_ == RateMode::low_priority)
+                yield(queue_s);
+            else
+                follow_delay(queue_s, round_s);
+            if (has_data && now >= next_dip_at_) {
+                phase_ = Phase::probe_rtt;
+                begin_dip(now);
+                apply(dip_gain, now);
+                return;
+            }
+            break;
+        case Phase::probe_rtt:
+            if (dipping(now)) return;
+            learn_from_dip();
+            phase_ = Phase::cruise;
+            break;
     }
     const double excess_s = queue_s - target_s;
     apply(1 - std::clamp(0.5 * excess_s / round_s, 0.0, 0.5), now);

@@ -26,8 +26,8 @@ enum class RateMode : std::uint8_t {
 // What a report taught about the link.
 struct Delivery {
     Nanos now{};
-    Nanos rtt{};                      // of the newest packet it names, less the time the receiver held it
-    double bytes_per_s{};             // delivery rate over the packet's flight (DeliveryMeter); 0 when it cannot be told
+    Nanos rtt{};           // of the newest packet it names, less the time the receiver held it
+    double bytes_per_s{};  // delivery rate over the packet's flight (DeliveryMeter); 0 when it cannot be told
     std::uint64_t delivered_bytes{};  // newly delivered
     std::uint64_t lost_bytes{};       // newly declared lost
     std::uint64_t in_flight_bytes{};  // after this report
@@ -72,9 +72,9 @@ public:
     [[nodiscard]] std::size_t batch_bytes() const { return batch_bytes_; }
     void on_delivery(const Delivery& delivery);
 
-    [[nodiscard]] double bytes_per_s() const;                // the current pacing rate; infinity when unlimited
+    [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
     [[nodiscard]] Nanos min_rtt() const { return min_rtt_; }  // `never` before the first sample
-    [[nodiscard]] double window_bytes() const;               // bytes in flight allowed; infinity when unlimited
+    [[nodiscard]] double window_bytes() const;                // bytes in flight allowed; infinity when unlimited
 
 private:
     enum class Phase : std::uint8_t { startup, drain, cruise, probe_rtt };
@@ -83,7 +83,7 @@ private:
         Nanos begin{}, min_rtt{never};
         double delivered{}, lost{}, rated{}, weight{};  // weight: bytes whose rate was not app-limited
         double rtt_sum_s{}, rtts{};
-        double limited_rate{};                          // best app-limited sample
+        double limited_rate{};  // best app-limited sample
         std::uint32_t reports{};
     };
 

@@ -62,10 +62,11 @@ private:
     std::uint32_t chunks_;
     std::size_t chunk_bytes_;
     Blocks& blocks_;
-    std::vector<std::uint16_t> pending_;                  // contributors not settled yet, per chunk
-    std::vector<std::uint16_t> count_;                    // copies in the sum, per chunk
-    std::vector<std::unique_ptr<std::byte[]>> waiting_;   // in_order: copies that wait for the rest, [chunk][contributor]
-    std::unique_ptr<float[]> wide_sum_;                   // arrived: float32 sums where `out` is narrower
+    std::vector<std::uint16_t> pending_;  // contributors not settled yet, per chunk
+    std::vector<std::uint16_t> count_;    // copies in the sum, per chunk
+    std::vector<std::unique_ptr<std::byte[]>>
+        waiting_;                        // in_order: copies that wait for the rest, [chunk][contributor]
+    std::unique_ptr<float[]> wide_sum_;  // arrived: float32 sums where `out` is narrower
     std::vector<const std::byte*> inputs_;
     std::vector<std::uint32_t> final_;
 };

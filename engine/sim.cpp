@@ -73,7 +73,8 @@ void Sim::arrive(Packet packet) {
     if (!packet.queued && config_.bytes_per_s > 0) {
         // The switch's queue towards the target: what does not fit is dropped.
         const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
-        if (waiting_s * config_.bytes_per_s + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
+        if (waiting_s * config_.bytes_per_s + static_cast<double>(packet.bytes.size()) >
+            static_cast<double>(config_.queue_bytes)) {
             ++queue_drops_;
             return;
         }

@@ -16,8 +16,8 @@ namespace storm {
 struct SimConfig {
     CoreConfig core;  // as for every rank; `rank` is filled in
     FaultSettings faults;
-    Nanos delay{50 * microsecond};  // one way
-    double bytes_per_s{};           // of each rank's link to the switch, both ways; 0 is unlimited
+    Nanos delay{50 * microsecond};       // one way
+    double bytes_per_s{};                // of each rank's link to the switch, both ways; 0 is unlimited
     std::size_t queue_bytes{512 << 10};  // at the switch, per rank
 };
 
@@ -41,7 +41,9 @@ public:
     void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
 
     [[nodiscard]] std::uint64_t queue_drops() const { return queue_drops_; }
-    [[nodiscard]] const FaultCounters& fault_counters(std::uint16_t rank) const { return hosts_.at(rank).faults->counters(); }
+    [[nodiscard]] const FaultCounters& fault_counters(std::uint16_t rank) const {
+        return hosts_.at(rank).faults->counters();
+    }
 
 private:
     struct Host {

@@ -77,7 +77,8 @@ std::size_t interface_mtu(const std::string& host) {
             same = loopback || four->sin_addr.s_addr == wanted4->sin_addr.s_addr;
         } else {
             const auto* six = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
-            same = std::memcmp(&six->sin6_addr, &reinterpret_cast<const sockaddr_in6*>(wanted.get())->sin6_addr, sizeof(in6_addr)) == 0;
+            same = std::memcmp(&six->sin6_addr, &reinterpret_cast<const sockaddr_in6*>(wanted.get())->sin6_addr,
+                               sizeof(in6_addr)) == 0;
         }
         if (!same) continue;
         const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -102,7 +103,8 @@ Socket::Socket(const Address& address, const SocketConfig& config) {
     if (bind(fd_, address.get(), address.size()) != 0) {
         const int error = errno;
         close();
-        throw std::system_error(error, std::generic_category(), "cannot bind UDP port " + std::to_string(address.port()));
+        throw std::system_error(error, std::generic_category(),
+                                "cannot bind UDP port " + std::to_string(address.port()));
     }
     // The privileged form may exceed net.core.rmem_max.
     const int wanted = static_cast<int>(std::min<std::size_t>(config.receive_buffer, 1 << 30));

@@ -40,9 +40,9 @@ private:
 
 struct SocketConfig {
     std::size_t receive_buffer{4 << 20};
-    bool low_priority{};              // marks datagrams with DSCP LE (RFC 8622)
-    bool segmentation{true};          // UDP_SEGMENT, where the kernel has it
-    bool coalescing{true};            // UDP_GRO, where the kernel has it
+    bool low_priority{};      // marks datagrams with DSCP LE (RFC 8622)
+    bool segmentation{true};  // UDP_SEGMENT, where the kernel has it
+    bool coalescing{true};    // UDP_GRO, where the kernel has it
 };
 
 class Socket {
@@ -72,7 +72,8 @@ public:
     [[nodiscard]] std::uint32_t overflow() const { return overflow_; }  // datagrams the kernel dropped for lack of room
 
 private:
-    static constexpr std::size_t slots = 8;  // messages per receive call: few, so that they are still in the cache when read
+    static constexpr std::size_t slots =
+        8;  // messages per receive call: few, so that they are still in the cache when read
     static constexpr std::size_t slot_bytes = 65'536;
 
     [[nodiscard]] bool send_one_by_one(const Batch& batch);

@@ -60,9 +60,11 @@ std::optional<Report> parse_report(std::span<const std::byte> body) {
     const std::byte* at = body.data();
     report.largest = load<std::uint64_t>(at);
     report.credit_bytes = load<std::uint32_t>(at + 8);
-    report.held_us = load<std::uint32_t>(at + 12);
-    report.overflow = load<std::uint32_t>(at + 16);
-    report.words = load<std::uint32_t>(at + 20);
+    report.overflow = load<std::uint32_t>(at + 12);
+    report.timed_back = load<std::uint32_t>(at + 16);
+    report.timed_us = load<std::uint32_t>(at + 20);
+    report.held_us = load<std::uint32_t>(at + 24);
+    report.words = load<std::uint32_t>(at + 28);
     if (report.words == 0 || report.words > Report::max_words) return std::nullopt;
     if (body.size() != Report::fixed_bytes + 8 * std::size_t{report.words}) return std::nullopt;
     std::memcpy(report.arrived.data(), at + Report::fixed_bytes, 8 * std::size_t{report.words});
@@ -73,9 +75,11 @@ std::size_t write_report(const Report& report, std::span<std::byte> out) {
     std::byte* at = out.data();
     store(at, report.largest);
     store(at + 8, report.credit_bytes);
-    store(at + 12, report.held_us);
-    store(at + 16, report.overflow);
-    store(at + 20, report.words);
+    store(at + 12, report.overflow);
+    store(at + 16, report.timed_back);
+    store(at + 20, report.timed_us);
+    store(at + 24, report.held_us);
+    store(at + 28, report.words);
     std::memcpy(at + Report::fixed_bytes, report.arrived.data(), 8 * std::size_t{report.words});
     return Report::fixed_bytes + 8 * std::size_t{report.words};
 }

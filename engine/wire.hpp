@@ -46,9 +46,9 @@ enum class Kind : std::uint8_t {
 
 // Flags of `data`, `end` and `done`.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
-inline constexpr std::uint8_t flag_last = 2;          // the last datagram of the message's first pass
-inline constexpr std::uint8_t flag_repair = 4;        // this chunk was sent before; with `end`: nothing more will come at all
-inline constexpr std::uint8_t flag_sealed = 8;        // the payload is ciphertext, a tag follows
+inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message is to be sent for now: report at once
+inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all
+inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
 inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed;
 
 struct Header {
@@ -75,19 +75,27 @@ void write_header(const Header& header, std::span<std::byte, header_bytes> out);
 // What a receiver knows of a link. Bit i of `arrived` says that packet `largest - i` arrived.
 struct Report {
     static constexpr std::size_t max_words = 128;
-    static constexpr std::size_t fixed_bytes = 24;
+    static constexpr std::size_t fixed_bytes = 32;
 
     std::uint64_t largest{};       // highest packet number that arrived
     std::uint32_t credit_bytes{};  // how much the sender may have in flight on this link
-    std::uint32_t held_us{};       // time between the arrival of `largest` and this report
     std::uint32_t overflow{};      // datagrams that the receiver's socket buffer dropped, over all links
-    std::uint32_t words{};         // valid words of `arrived`
+    // The timed packet is the highest that calls for a report: reports do not, and they share the numbers.
+    std::uint32_t timed_back{};  // `largest` less its number
+    std::uint32_t timed_us{};    // when it arrived, by the receiver's clock, in microseconds modulo 2^32
+    std::uint32_t held_us{};     // time between that arrival and this report
+    std::uint32_t words{};       // valid words of `arrived`
     std::array<std::uint64_t, max_words> arrived{};
 };
 
 [[nodiscard]] std::optional<Report> parse_report(std::span<const std::byte> body);
 // Returns the bytes written; `out` holds at least `Report::fixed_bytes + 8 * report.words`.
 std::size_t write_report(const Report& report, std::span<std::byte> out);
+
+// How an exchange is looked up.
+[[nodiscard]] constexpr std::uint64_t exchange_key(std::uint32_t channel, std::uint32_t seq) {
+    return std::uint64_t{channel} << 32 | seq;
+}
 
 // The packet number nearest to `expected` whose low half is `low`.
 [[nodiscard]] std::uint64_t widen_number(std::uint32_t low, std::uint64_t expected);

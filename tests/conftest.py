@@ -1,4 +1,4 @@
-"""Worlds to test in: threads over loopback UDP, real processes, and the simulated network, all with one shape of call."""
+"""Worlds to test in: threads over loopback UDP, real processes, and the simulated network."""
 
 import multiprocessing
 import pickle
@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed has them, but its types do not
 
 from stormtorch import Options, connect, faults
 from stormtorch.faults import _active
 from stormtorch.sim import SimNetwork
-from stormtorch.transport import Transport, UdpTransport
+from stormtorch.transport import Transport
+from stormtorch.udp import UdpTransport
 
 T = TypeVar("T")
 World = Callable[[int, Callable[[Transport], Any]], list[Any]]
@@ -28,8 +29,15 @@ World = Callable[[int, Callable[[Transport], Any]], list[Any]]
 
 # Small enough that a hang ends the test by its own message, long before pytest's time limit.
 OPTIONS = Options(silence_s=5.0, timeout_s=30.0, linger_s=0.5)
-STORM = {"loss": 0.20, "duplicate": 0.05, "reorder": 0.05, "corrupt": 0.01}
+STORM: dict[str, Any] = {"loss": 0.20, "duplicate": 0.05, "reorder": 0.05, "corrupt": 0.01}
 """The bad network that exact collectives must survive."""
+
+
+def store_of_threads(timeout_s: float = 20.0) -> HashStore:
+    """A store for ranks that are threads of this process."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def local_world(
@@ -43,8 +51,7 @@ def local_world(
 
     Returns the results by rank, or raises the error that came first; every transport is closed either way.
     """
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=within_s))
+    store = store_of_threads(within_s)
     each = [options] * n if isinstance(options, Options) else list(options)
     results: list[Any] = [None] * n
     errors: list[BaseException] = []
@@ -100,7 +107,8 @@ def processes(
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         children = [
-            context.Process(target=_child, args=(work, rank, n, path, options, results), daemon=True) for rank in range(n)
+            context.Process(target=_child, args=(work, rank, n, path, options, results), daemon=True)
+            for rank in range(n)
         ]
         try:
             for child in children:

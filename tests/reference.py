@@ -35,18 +35,23 @@ def ops_of(dtype: torch.dtype) -> list[Op]:
     return [op for op in Op if op is not Op.AVG]
 
 
-def values(rank: int, elements: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> torch.Tensor:
-    """A rank's contribution: for floats of all magnitudes and signs, so that another order of summation shows."""
+@functools.lru_cache(maxsize=400)
+def _values(rank: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + 101 * rank + elements)
     if dtype.is_floating_point or dtype.is_complex:
         base = torch.float64 if dtype == torch.float64 else torch.float32
         sizes = 10.0 ** torch.randint(-2, 3, (elements,), generator=generator)
         real = torch.randn(elements, generator=generator, dtype=base) * sizes
-        # Even halves show their order where ranks 0 and 2 cancel: what was added in between is gone, what came after is not.
+        # Even halves show their order where ranks 0 and 2 cancel: what was added in between is gone.
         real[4::5] = 3e4 * (1 - rank) if rank in (0, 2) else 1e-6 * real[4::5]
         return (torch.complex(real, real.flip(0)) if dtype.is_complex else real).to(dtype)
     whole = torch.randint(-128, 256, (elements,), generator=generator)
     return whole % 2 == 0 if dtype == torch.bool else whole.to(dtype)
+
+
+def values(rank: int, elements: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> torch.Tensor:
+    """A rank's contribution: for floats of all magnitudes and signs, so that another order of summation shows."""
+    return _values(rank, elements, dtype, seed).clone()
 
 
 def reduced(contributions: list[torch.Tensor], op: Op) -> torch.Tensor:

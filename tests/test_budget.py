@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits, values
 
+from reference import same_bits, values
 from stormtorch import EXACT, LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from stormtorch.sim import SimNetwork
@@ -13,7 +13,7 @@ from stormtorch.transport import Arrival, Transport
 
 SMALL = Options(datagram_bytes=256, silence_s=5.0, timeout_s=60.0)
 CHUNK = SimNetwork(2, options=SMALL).chunk_bytes // 4
-SLOW = {"rate": "10mbit", "options": Options(datagram_bytes=256, rate="unlimited", timeout_s=60.0)}
+SLOW: dict[str, Any] = {"rate": "10mbit", "options": Options(datagram_bytes=256, rate="unlimited", timeout_s=60.0)}
 """A link that needs about 0.2 ms for a chunk."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from conftest import World
 from reference import DTYPES, reduced, same_bits, values
-
 from stormtorch import LOSSY
 from stormtorch.collectives import (
     Group,
@@ -232,7 +232,7 @@ MISUSE: list[tuple[str, Callable[[Group], Any]]] = [
     (r"^output has 3 x torch.float32, inputs\[\d\] has 4", lambda g: reduce_scatter(g, ROW[:3], [ROW, ROW])),
     (r"^BAND needs integers or booleans, got torch.float32", lambda g: all_reduce(g, ROW, Op.BAND)),
     (r"^AVG needs a floating-point tensor, got torch.int64", lambda g: all_reduce(g, ROW.long(), Op.AVG)),
-    (r"^MAX is not defined for torch.complex64", lambda g: reduce(g, ROW.cfloat(), 0, Op.MAX)),
+    (r"^MAX is not defined for torch.complex64", lambda g: reduce(g, ROW.to(torch.complex64), 0, Op.MAX)),
     (r"^SUM of torch.int64 must be exact", lambda g: all_reduce(g, ROW.long(), reliability=LOSSY)),
     (r"^MAX of torch.float32 must be exact", lambda g: all_reduce(g, ROW, Op.MAX, reliability=LOSSY)),
     (r"^broadcast of torch.int64 must be exact", lambda g: broadcast(g, ROW.long(), 0, reliability=LOSSY)),

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from conftest import OPTIONS, STORM, local_world, processes, simulated
 from reference import ENGINE_DTYPES, reduced, same_bits, values
-
 from stormtorch import Options, faults
 from stormtorch.collectives import Group, Op, all_reduce, reduce, reduce_scatter
-from stormtorch.transport import Transport, UdpTransport
+from stormtorch.sim import SimNetwork, SimTransport
+from stormtorch.transport import Transport
+from stormtorch.udp import UdpTransport
 
 N = 5
 # One sent directly to everyone, one in two stages.
@@ -67,12 +69,12 @@ def test_neither_datagram_size_nor_seal_changes_a_bit() -> None:
 
 
 def test_a_run_of_the_simulator_depends_on_its_seed_alone() -> None:
-    def work(transport: Transport) -> tuple[list[float], list[int], dict[str, object]]:
+    def work(transport: SimTransport) -> tuple[list[float], list[int], dict[str, object]]:
         group = Group(transport)
         arrivals = [all_reduce(group, values(group.rank, 30_000)).wait()[0] for _ in range(5)]
         return [each.elapsed_s for each in arrivals], [each.repaired for each in arrivals], transport.health()
 
-    first, again, other = (simulated(4, work, seed=seed, **STORM) for seed in (3, 3, 4))
+    first, again, other = (SimNetwork(4, seed=seed, **STORM).run(work) for seed in (3, 3, 4))
     assert first == again
     assert first != other
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits
 
+from reference import same_bits
 from stormtorch import LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, reduce_scatter
 from stormtorch.loss import GilbertElliott
@@ -83,7 +83,7 @@ def test_every_position_is_equally_likely_to_be_lost() -> None:
 def test_every_position_is_equally_likely_to_be_lost_when_losses_come_in_a_row(cut_by: str) -> None:
     chunks = 25
     if cut_by == "deadline":
-        # 25 datagrams of 256 bytes to one peer take 5.1 ms at 10 Mbit/s; the deadline leaves time for about half of them.
+        # 25 datagrams of 256 bytes take 5.1 ms at 10 Mbit/s; the deadline leaves time for about half of them.
         network = SimNetwork(2, rate="10mbit", options=Options(datagram_bytes=256, rate="unlimited"), seed=7)
         reliability = Reliability(budget=1.0, deadline_s=2.6e-3)
     else:

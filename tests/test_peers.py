@@ -1,4 +1,4 @@
-"""Peers that fall silent, leave, fail or come back; and what is left of a transport that was closed."""
+"""Peers that fall silent, leave, fail or come back."""
 
 import re
 import time
@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from conftest import OPTIONS, local_world
 from reference import reduced, same_bits, values
-
 from stormtorch import LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, barrier, receive, send
 from stormtorch.errors import ExchangeTimeout, PeerFailed, SizeMismatch, StormError
 from stormtorch.sim import SimNetwork
-from stormtorch.transport import Transport, UdpTransport
+from stormtorch.transport import Transport
+from stormtorch.udp import UdpTransport
 
 QUICK = Options(datagram_bytes=1472, silence_s=0.3, timeout_s=20.0, linger_s=0.3)
 
@@ -46,9 +47,10 @@ def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: i
             return []
         group, seen = Group(transport, range(n)), []
         for turn in range(15):
+            compute(transport, 0.01)  # all have ended the turn before
             if transport.rank == 0:
                 network.set_dark(1, turn in dark)
-            compute(transport, 0.01)
+            compute(transport, 0.01)  # and nobody has begun this one
             outputs = [torch.full((2_000,), -1.0) for _ in range(n)]
             arrival = all_gather(group, outputs, torch.full((2_000,), float(turn)), reliability=reliability).wait()[0]
             whole = all(bool((output == turn).all()) for output in outputs)
@@ -208,7 +210,9 @@ def test_a_wait_that_timed_out_can_be_repeated_and_an_error_stays_an_error() -> 
 
 @pytest.mark.parametrize("late", [0, 1, None])
 @pytest.mark.parametrize("sizes", [(10, 12), (100_000, 100_001)])
-def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(late: int | None, sizes: tuple[int, int]) -> None:
+def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
+    late: int | None, sizes: tuple[int, int]
+) -> None:
     def work(transport: UdpTransport) -> tuple[str, float]:
         if transport.rank == late:
             time.sleep(0.3)
@@ -222,7 +226,8 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(late: int
     both = local_world(2, work)
     assert sum("SizeMismatch" in said for said, _ in both) >= 1
     for rank, (said, took) in enumerate(both):
-        mismatch = f"SizeMismatch: rank {rank}: .*rank {1 - rank} sends {4 * sizes[1 - rank]} bytes where {4 * sizes[rank]} are"
+        theirs, ours = 4 * sizes[1 - rank], 4 * sizes[rank]
+        mismatch = f"SizeMismatch: rank {rank}: .*rank {1 - rank} sends {theirs} bytes where {ours} are"
         assert re.match(rf"({mismatch})|(PeerFailed: rank {rank}: .*rank {1 - rank} )", said), said
         assert took < 2.0
     assert issubclass(SizeMismatch, StormError)

@@ -77,10 +77,10 @@ public:
         bool by_timer = false;
         for (std::size_t rank = 0; rank < hosts_.size(); ++rank) {
             const Host& host = hosts_[rank];
-            if (host.timer < next) next = host.timer, who = rank, by_timer = true;
             if (!host.socket.empty() && host.socket.front().first < next) {
                 next = host.socket.front().first, who = rank, by_timer = false;
             }
+            if (host.timer < next) next = host.timer, who = rank, by_timer = true;
         }
         const Nanos arrival = wire_.empty() ? never : wire_.begin()->first.first;
         if (std::min(next, arrival) == never || std::min(next, arrival) > limit) return false;

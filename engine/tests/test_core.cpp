@@ -22,6 +22,7 @@ CoreConfig core_config(std::uint16_t world) {
 SimConfig storm_of(std::uint16_t world, std::uint64_t seed) {
     SimConfig config;
     config.core = core_config(world);
+    config.core.silence = 60 * second;  // bursts last for datagrams, not for a time: a dozen probes may all be lost
     config.faults.seed = seed;
     config.faults.default_link = {.loss = 0.2, .burst = 3, .duplicate = 0.1, .reorder = 0.1, .corrupt = 0.05, .jitter = 200 * microsecond};
     return config;

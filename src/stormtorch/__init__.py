@@ -1,12 +1,24 @@
 """Distributed PyTorch training over networks that drop packets."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from stormtorch.faults import faults
 from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
-from stormtorch.rendezvous import connect
+
+if TYPE_CHECKING:
+    from stormtorch.rendezvous import connect
 
 __version__ = version("stormtorch")
 
 __all__ = ["EXACT", "LOSSY", "Options", "Reliability", "__version__", "connect", "faults"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import, so only what needs it brings it in.
+    if name == "connect":
+        from stormtorch.rendezvous import connect
+
+        return connect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

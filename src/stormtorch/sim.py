@@ -1,7 +1,7 @@
 """A network in memory under virtual time: any number of ranks in one process, with loss, delay and queues.
 
-The packets are those of the shipped engine; only the wire is simulated. Ranks run as threads. Time stands still while any
-of them computes and moves on when all wait, so a run depends on its seed alone.
+The packets are those of the shipped engine; only the wire is simulated. Ranks run as threads. Time stands still while
+any of them computes and moves on when all wait, so a run depends on its seed alone.
 
     network = SimNetwork(world=16, loss=GilbertElliott(p=0.1, burst=8), delay_s=0.02, seed=1)
     results = network.run(train)        # train(transport) on each rank
@@ -59,6 +59,7 @@ class SimTransport:
         self.rank = rank
         self.world = network.world
         self.chunk_bytes = network.chunk_bytes
+        self.trip_bytes = 16 << 10
         self.channels = Channels()
 
     def post(self, plan: Plan) -> SimExchange:
@@ -224,7 +225,9 @@ class SimNetwork:
                 if self._awake > 0:
                     break
                 if self._sim.advance() == 0:
-                    raise StormError("nothing can happen any more, yet ranks wait: has every rank called the collective?")
+                    raise StormError(
+                        "nothing can happen any more, yet ranks wait: has every rank called the collective?"
+                    )
                 self._finish()
             except BaseException as error:
                 self._broken = error

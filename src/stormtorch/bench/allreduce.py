@@ -201,8 +201,8 @@ def allreduce_table(report: AllReduceReport) -> Table:
     table = new_table(title, _caption(conditions))
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
-    for heading in ("median", "p99", "worst", "x gloo", "x ideal", "arrived", "CPU s/GB"):
-        table.add_column(heading, justify="right")
+    for heading in ("median", "p99", "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for mb in conditions["mb"]:
         rows = [result for result in report.results if result.mb == mb]
         gloo_s = next((result.median_s for result in rows if result.backend == "gloo"), None)

@@ -9,8 +9,8 @@ from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
-# Below this, everyone sends everything to everyone: more bytes, but one trip instead of two.
-DIRECT_BYTES = 32 << 10
+# Sending everything to everyone spares a trip; it needs a copy, which larger tensors would feel.
+_DIRECT_BYTES = 512 << 10
 # One exchange carries at most this much, far below the 4 GiB that a message's length field can say.
 _PIECE_BYTES = 1 << 31
 
@@ -36,7 +36,8 @@ def all_reduce(
         reliability: Of the first stage, in which each shard's owner collects the contributions.
         share: Of the second stage, in which owners send their results; None is the same as `reliability`. Where a
             result is lost, a rank keeps its own contribution (scaled by the group's size for SUM). With `EXACT`, all
-            ranks end with the same bits even if the first stage loses.
+            ranks end with the same bits even if the first stage loses. Small tensors have no second stage unless one
+            of the two is exact and the other is not: everyone gets everyone's contribution directly.
         timeout_s: Error after so long; None is the transport's default.
     """
     share = reliability if share is None else share
@@ -48,12 +49,16 @@ def all_reduce(
         return group.start(_nothing())
     if not ops.on_arrival(tensor, op):
         return group.start(_by_torch(group, flat, op, group.reserve(2), timeout_s))
-    if reliability.exact and share.exact and size(flat) <= DIRECT_BYTES:
-        return group.start(_direct(group, flat, op, group.reserve(), timeout_s))
+    if reliability.exact == share.exact and _direct_pays(group, size(flat)):
+        return group.start(_direct(group, flat, op, group.reserve(), reliability, timeout_s))
     piece = _PIECE_BYTES // flat.element_size()
-    pieces = flat.split(piece) if flat.numel() > piece else (flat,)
+    pieces = [flat[first : first + piece] for first in range(0, flat.numel(), piece)] or [flat]
     names = [group.reserve() for _ in pieces]
     return group.start(_in_two_stages(group, pieces, op, names, reliability, share, timeout_s))
+
+
+def _mode(reliability: Reliability) -> ReduceMode:
+    return ReduceMode.IN_ORDER if reliability.exact else ReduceMode.ARRIVED
 
 
 def _nothing() -> Steps:
@@ -61,7 +66,20 @@ def _nothing() -> Steps:
     yield
 
 
-def _direct(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
+def _direct_pays(group: Group, length: int) -> bool:
+    """Whether the trip that is spared is worth the bytes that are sent in addition: (n-1) S instead of 2 (n-1)/n S."""
+    additional = length * (group.size - 1) * (group.size - 2) // group.size
+    return length <= _DIRECT_BYTES and additional <= group.transport.trip_bytes
+
+
+def _direct(
+    group: Group,
+    flat: torch.Tensor,
+    op: Op,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
+) -> Steps:
     # A copy is sent, as the result replaces the original before the last peer may have got it.
     own = flat.clone()
     source, out, length = own.data_ptr(), flat.data_ptr(), size(flat)
@@ -72,7 +90,8 @@ def _direct(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], tim
         *name,
         [Send(ranks[peer], source, length) for peer in group.others()],
         [Receive(ranks[peer], 0, length, False, True) for peer in range(group.size) if peer != group.rank],
-        Reduction(ReduceMode.IN_ORDER, wire, wire, source, out, length, group.rank, op is Op.AVG),
+        Reduction(_mode(reliability), wire, wire, source, out, length, group.rank, op is Op.AVG),
+        reliability,
         timeout_s=timeout_s,
         keep=(own, flat),
     )
@@ -80,7 +99,7 @@ def _direct(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], tim
 
 def _in_two_stages(
     group: Group,
-    pieces: tuple[torch.Tensor, ...],
+    pieces: list[torch.Tensor],
     op: Op,
     names: list[tuple[int, int]],
     reliability: Reliability,
@@ -96,7 +115,6 @@ def _in_two_stages(
         ]
         own, length = spans[me]
         wire = WIRE_DTYPES[flat.dtype]
-        mode = ReduceMode.IN_ORDER if reliability.exact else ReduceMode.ARRIVED
         others = group.others()
         in_order = sorted(others)
         arrival = yield Plan(
@@ -106,7 +124,7 @@ def _in_two_stages(
             + [Send(ranks[peer], own, length, True) for peer in others],
             [Receive(ranks[peer], 0, length, False, True) for peer in in_order]
             + [Receive(ranks[peer], *spans[peer], True) for peer in others],
-            Reduction(mode, wire, wire, own, own, length, me, op is Op.AVG),
+            Reduction(_mode(reliability), wire, wire, own, own, length, me, op is Op.AVG),
             reliability,
             share,
             timeout_s,

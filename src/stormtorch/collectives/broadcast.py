@@ -9,9 +9,6 @@ from stormtorch.collectives.spans import address, check_lossy, shards, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
-# Below this the root sends to everyone: one trip. Above, each other rank gets one shard and passes it on.
-DIRECT_BYTES = 32 << 10
-
 
 def broadcast(
     group: Group,
@@ -37,12 +34,19 @@ def broadcast(
     group.check_rank(root, "root")
     check_lossy(tensor, reliability, "broadcast")
     address(tensor, "tensor")
-    steps = _direct if group.size < 3 or size(tensor) <= DIRECT_BYTES else _passed_on
+    # A small tensor goes from the root to everyone in one trip.
+    additional = size(tensor) * (group.size - 2)
+    steps = _direct if additional <= group.transport.trip_bytes else _passed_on
     return group.start(steps(group, tensor.view(-1), root, group.reserve(), reliability, timeout_s))
 
 
 def _direct(
-    group: Group, flat: torch.Tensor, root: int, name: tuple[int, int], reliability: Reliability, timeout_s: float | None
+    group: Group,
+    flat: torch.Tensor,
+    root: int,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
 ) -> Steps:
     if group.size == 1:
         return
@@ -59,7 +63,12 @@ def _direct(
 
 
 def _passed_on(
-    group: Group, flat: torch.Tensor, root: int, name: tuple[int, int], reliability: Reliability, timeout_s: float | None
+    group: Group,
+    flat: torch.Tensor,
+    root: int,
+    name: tuple[int, int],
+    reliability: Reliability,
+    timeout_s: float | None,
 ) -> Steps:
     ranks, me, element = group.ranks, group.rank, flat.element_size()
     passing = [peer for peer in group.others() if peer != root]

@@ -1,5 +1,6 @@
 """What a reduction does with the ranks' contributions."""
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -21,7 +22,7 @@ class Op(Enum):
     BXOR = "bxor"
 
 
-_FOLDS = {
+_FOLDS: dict[Op, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.add,
     Op.AVG: torch.add,
     Op.PROD: torch.mul,
@@ -66,7 +67,8 @@ def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     out.copy_(result)
 
 
-# torch has no arithmetic for these. Sums, products and bits are those of the signed type; order needs the top bit flipped.
+# torch has no arithmetic for these. Sums, products and bits are those of the signed type; for order, the top bit is
+# flipped.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 

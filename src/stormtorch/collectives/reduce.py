@@ -93,7 +93,9 @@ def _by_torch(
             "reduce",
             *name,
             [] if me == root else [Send(ranks[root], flat.data_ptr(), size(flat))],
-            [Receive(ranks[peer], placed[peer].data_ptr(), size(flat)) for peer in group.others()] if me == root else [],
+            [Receive(ranks[peer], placed[peer].data_ptr(), size(flat)) for peer in group.others()]
+            if me == root
+            else [],
             timeout_s=timeout_s,
             keep=(flat, *placed),
         )

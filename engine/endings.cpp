@@ -1,0 +1,219 @@
+// Timers, and how exchanges come to their end.
+#include <algorithm>
+
+#include "core.hpp"
+#include "peer.hpp"
+
+namespace storm {
+namespace {
+
+// A receiver that waits says so at least this often, which also shows that it lives.
+constexpr Nanos longest_ask = second;
+// For so many exchanges that ended badly, peers that still ask are told.
+constexpr std::size_t most_failed = 1024;
+
+}  // namespace
+
+void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
+    if (message.closed) return;
+    message.close();
+    Peer& peer = *peers_[message.peer];
+    --peer.open_receives;
+    if (tell) {
+        const std::uint8_t flags = message.second_stage ? flag_second_stage : std::uint8_t{0};
+        control(peer, {.kind = Kind::done, .flags = flags, .channel = exchange.channel, .seq = exchange.seq});
+    }
+    (void)now;
+}
+
+void Core::close_stage(Exchange& exchange, bool second_stage, Nanos now) {
+    for (Incoming& message : exchange.receives) {
+        if (message.second_stage == second_stage) close(exchange, message, true, now);
+    }
+    for (Outgoing& message : exchange.sends) {
+        if (message.second_stage == second_stage) release(message);
+    }
+}
+
+void Core::open_gates(Exchange& exchange) {
+    if (!exchange.take_news()) return;
+    for (Outgoing& message : exchange.sends) {
+        if (message.second_stage) enqueue(message);
+    }
+}
+
+void Core::finish_if_done(Exchange& exchange, Nanos now) {
+    if (exchange.outcome.status != Status::running) {
+        finish(exchange, exchange.outcome.status, now);
+    } else if (exchange.finished()) {
+        finish(exchange, Status::ok, now);
+    }
+}
+
+void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos) {
+    if (exchange.outcome.status != Status::running) return;
+    exchange.outcome.status = status;
+    exchange.outcome.peer = peer;
+    exchange.outcome.missing_bytes = missing_bytes;
+}
+
+void Core::finish(Exchange& exchange, Status status, Nanos now) {
+    for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
+    exchange.conclude(status, now);
+    if (status != Status::ok) {
+        failed_.push_back(exchange_key(exchange.channel, exchange.seq));
+        if (failed_.size() > most_failed) failed_.pop_front();
+        const Control notice{.kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq};
+        for (const Outgoing& message : exchange.sends) control(*peers_[message.peer], notice);
+        for (const Incoming& message : exchange.receives) control(*peers_[message.peer], notice);
+    }
+    bool pinned = false;
+    for (Outgoing& message : exchange.sends) {
+        message.wanted = false;
+        if (message.queued) std::erase(peers_[message.peer]->queue, &message);
+        pinned |= message.pins > 0;
+        // A pinned message keeps its slot until the last batch that points into it has left.
+        if (message.pins == 0) {
+            ++slots_[message.slot].generation;
+            free_slots_.push_back(message.slot);
+        }
+    }
+    const auto found = active_.find(exchange_key(exchange.channel, exchange.seq));
+    std::unique_ptr<Exchange> owned = std::move(found->second);
+    active_.erase(found);
+    key_of_.erase(owned->id);
+    if (pinned) {
+        leaving_.push_back(std::move(owned));
+    } else {
+        finished_.push_back({.id = owned->id, .outcome = std::move(owned->outcome)});
+    }
+}
+
+void Core::tick(Nanos now) {
+    for (auto& peer : peers_) {
+        if (peer) tick_peer(*peer, now);
+    }
+    // Ticking may end exchanges, so walk a copy of the keys.
+    std::vector<std::uint64_t> due;
+    for (const auto& [key, exchange] : active_) {
+        if (exchange_timer(*exchange) <= now) due.push_back(key);
+    }
+    for (const std::uint64_t key : due) {
+        const auto found = active_.find(key);
+        if (found != active_.end()) tick_exchange(*found->second, now);
+    }
+    for (auto& peer : peers_) {
+        if (!peer || !peer->forsaken) continue;
+        peer->forsaken = false;
+        peer->out.abandon([&](const Flight& flight) { on_lost(*peer, flight, now); });
+    }
+}
+
+void Core::tick_peer(Peer& peer, Nanos now) {
+    peer.out.expire(now, [&](const Flight& flight) { on_lost(peer, flight, now); });
+    if (now < peer.out.probe_at()) return;
+    peer.out.probed(now);
+    ++counters_.probes;
+    control(peer, {.kind = Kind::ping});
+}
+
+void Core::tick_exchange(Exchange& exchange, Nanos now) {
+    for (const bool second_stage : {false, true}) {
+        if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage, now);
+    }
+    tick_receives(exchange, now);
+    tick_sends(exchange, now);
+    if (now >= exchange.timeout_at) {
+        for (const Incoming& message : exchange.receives) {
+            if (!message.closed) {
+                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - message.arrived_bytes, now);
+            }
+        }
+        for (const Outgoing& message : exchange.sends) {
+            if (!message.released) fail(exchange, Status::timed_out, message.peer, message.unacked_bytes(), now);
+        }
+    }
+    open_gates(exchange);
+    finish_if_done(exchange, now);
+}
+
+void Core::tick_receives(Exchange& exchange, Nanos now) {
+    for (Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now >= message.close_at) {
+            close(exchange, message, true, now);
+        } else if (now >= silent_at(exchange, peer)) {
+            peer.silent = peer.forsaken = true;
+            if (exchange.lossy(message.second_stage)) {
+                close(exchange, message, false, now);
+            } else {
+                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            }
+        } else if (now >= message.ask_at) {
+            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
+            message.ask_at = now + message.ask_every;
+            ++counters_.asks;
+            // With the report, the sender learns at once what is missing.
+            peer.in.report_now();
+            control(peer, {.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
+        }
+    }
+}
+
+void Core::tick_sends(Exchange& exchange, Nanos now) {
+    for (Outgoing& message : exchange.sends) {
+        if (!message.wanted) continue;
+        Peer& peer = *peers_[message.peer];
+        if (now >= silent_at(exchange, peer)) {
+            peer.silent = peer.forsaken = true;
+            if (!exchange.lossy(message.second_stage)) {
+                fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
+            } else {
+                release(message);
+            }
+        } else if (now >= wake_at(exchange, peer)) {
+            // Nothing may be in flight while a receiver is late: only a ping tells that it lives.
+            peer.ping_at = now + config_.silence / 4;
+            control(peer, {.kind = Kind::ping});
+        }
+    }
+}
+
+Nanos Core::silent_at(const Exchange& exchange, const Peer& peer) const {
+    return std::max(peer.last_heard, exchange.outcome.started) + config_.silence;
+}
+
+Nanos Core::wake_at(const Exchange& exchange, const Peer& peer) const {
+    return std::max(std::max(peer.last_heard, exchange.outcome.started) + config_.silence / 4, peer.ping_at);
+}
+
+Nanos Core::exchange_timer(const Exchange& exchange) const {
+    Nanos at = exchange.timeout_at;
+    for (const Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
+                       silent_at(exchange, *peers_[message.peer])});
+    }
+    for (const Outgoing& message : exchange.sends) {
+        // What is not wanted any more only waits for its last batch to leave.
+        if (!message.wanted) continue;
+        const Peer& peer = *peers_[message.peer];
+        at = std::min(
+            {at, exchange.stage(message.second_stage).deadline, silent_at(exchange, peer), wake_at(exchange, peer)});
+    }
+    return at;
+}
+
+Nanos Core::next_timer() const {
+    Nanos at = paced_until_;
+    for (const auto& peer : peers_) {
+        if (!peer) continue;
+        at = std::min(
+            {at, peer->out.loss_at(), peer->out.probe_at(), peer->in.report_at(credit_bytes(), peer->report_delay())});
+    }
+    for (const auto& [key, exchange] : active_) at = std::min(at, exchange_timer(*exchange));
+    return at;
+}
+
+}  // namespace storm

@@ -1,0 +1,132 @@
+"""The transport over a real network: one UDP socket and one native engine per rank."""
+
+from typing import Any
+
+from stormtorch import _engine
+from stormtorch.channels import Channels
+from stormtorch.errors import Closed, ExchangeTimeout
+from stormtorch.transport import Arrival, Plan, conclude
+
+
+class UdpExchange:
+    """An exchange over UDP."""
+
+    __slots__ = ("_id", "_outcome", "_transport", "plan")
+
+    def __init__(self, transport: "UdpTransport", plan: Plan, exchange_id: int) -> None:
+        self._transport = transport
+        self.plan = plan
+        self._id = exchange_id
+        self._outcome: _engine.Outcome | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Arrival:
+        """Blocks until the exchange has ended; the tensors are then the caller's again."""
+        transport = self._transport
+        if self._outcome is None:
+            self._outcome = transport.wait(self._id, self.plan, timeout_s)
+        return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._outcome is not None or self._transport.endpoint.ended(self._id)
+
+    def __del__(self) -> None:
+        if self._outcome is None:
+            self._transport.orphan(self._id)
+
+    def cancel(self) -> None:
+        """Gives it up; wait() then raises `Closed`."""
+        self._transport.endpoint.cancel(self._id)
+
+
+class UdpTransport:
+    """A rank's endpoint on a real network. Made by `stormtorch.connect`."""
+
+    def __init__(
+        self,
+        endpoint: _engine.Endpoint,
+        *,
+        rank: int,
+        world: int,
+        chunk_bytes: int,
+        trip_bytes: int,
+        silence_s: float,
+        timeout_s: float,
+        linger_s: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self.world = world
+        self.chunk_bytes = chunk_bytes
+        self.trip_bytes = trip_bytes
+        self.silence_s = silence_s
+        self.timeout_s = timeout_s
+        self.channels = Channels()
+        self._linger_s = linger_s
+        # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
+        self._plans: dict[int, Plan] = {}
+        self._orphans: list[int] = []
+
+    def post(self, plan: Plan) -> UdpExchange:
+        """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        if plan.timeout_s is None:
+            plan.timeout_s = self.timeout_s
+        try:
+            exchange_id = self.endpoint.post(
+                plan.channel,
+                plan.seq,
+                plan.sends,
+                plan.receives,
+                plan.reduction,
+                (plan.reliability.budget, plan.share.budget),
+                plan.deadlines_s,
+                plan.timeout_s,
+            )
+        except RuntimeError as error:
+            raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        self._plans[exchange_id] = plan
+        if self._orphans:
+            self._sweep()
+        return UdpExchange(self, plan, exchange_id)
+
+    def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
+        """Blocks until an exchange has ended, once."""
+        try:
+            outcome = self.endpoint.wait(exchange_id, timeout_s)
+        except RuntimeError as error:
+            raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        if outcome is None:
+            raise ExchangeTimeout(f"rank {self.rank}: {plan.what} is not done after {timeout_s} s")
+        self._plans.pop(exchange_id, None)
+        return outcome
+
+    def orphan(self, exchange_id: int) -> None:
+        """Nobody will wait for this exchange; its tensors are let go some time after it has ended."""
+        self._orphans.append(exchange_id)
+
+    def _sweep(self) -> None:
+        orphans, self._orphans = self._orphans, []
+        for exchange_id in orphans:
+            if not self.endpoint.ended(exchange_id):
+                self._orphans.append(exchange_id)
+            elif self._plans.pop(exchange_id, None) is not None:
+                self.endpoint.wait(exchange_id, 0.0)
+
+    def health(self) -> dict[str, Any]:
+        """Counters of all that was sent, received, repaired and turned away."""
+        return dict(self.endpoint.health())
+
+    def link(self, peer: int) -> tuple[float, float, float]:
+        """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
+        return self.endpoint.link(peer)
+
+    def close(self) -> None:
+        """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket."""
+        self.endpoint.close(self._linger_s)
+        self._plans.clear()
+
+    def __enter__(self) -> "UdpTransport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
