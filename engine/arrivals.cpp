@@ -120,7 +120,7 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     }
     message->ask_at = now + message->ask_every;
     if (message->closed) {
-        --peer.open_receives;
+        stop_waiting(peer);
         // The sender waits for exactly this news.
         peer.in.report_now();
     } else if ((header.flags & flag_last) != 0 || message->ended) {

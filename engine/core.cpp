@@ -117,7 +117,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     }
     for (Incoming& message : exchange.receives) {
         Peer& peer = *peers_[message.peer];
-        ++peer.open_receives;
+        if (peer.open_receives++ == 0) ++waited_for_;
         if (peer.silent) control(peer, {.kind = Kind::ping});
     }
 
@@ -204,10 +204,8 @@ std::uint64_t Core::credit_bytes() const {
     if (config_.world < 2) return config_.receive_buffer;
     // Half of the socket's buffer is divided among all, a quarter among those that we wait for: as they finish one after
     // the other the last ones get more, and a quarter is left for what was granted to those before.
-    const auto waited = static_cast<std::size_t>(
-        std::count_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer && peer->open_receives > 0; }));
     const std::size_t quarter = config_.receive_buffer / 4;
-    return 2 * quarter / (config_.world - 1U) + quarter / std::max<std::size_t>(waited, 1);
+    return 2 * quarter / (config_.world - 1U) + quarter / std::max<std::size_t>(waited_for_, 1);
 }
 
 }  // namespace storm

@@ -139,6 +139,8 @@ private:
 
     // Departures
     [[nodiscard]] bool fill_control(Batch& batch, Peer& peer, Nanos now);
+    [[nodiscard]] Outgoing* next_message(Peer& peer);
+    [[nodiscard]] std::size_t admit(Peer& peer, const Outgoing& message, Nanos now);
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
     void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
     void end_message(Peer& peer, const Outgoing& message);
@@ -155,6 +157,7 @@ private:
 
     // Endings
     void close(Exchange& exchange, Incoming& message, bool tell, Nanos now);
+    void stop_waiting(Peer& peer);
     void close_stage(Exchange& exchange, bool second_stage, Nanos now);
     void open_gates(Exchange& exchange);
     void finish_if_done(Exchange& exchange, Nanos now);
@@ -190,7 +193,7 @@ private:
     std::vector<std::uint32_t> free_slots_;
     std::uint64_t next_id_{1};
     std::uint32_t overflow_{};
-    std::uint64_t open_receives_{};  // over all exchanges: how many share the credit
+    std::size_t waited_for_{};  // peers that we wait for: how many share the credit
     Counters counters_;
 };
 

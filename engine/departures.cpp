@@ -87,8 +87,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     return true;
 }
 
-bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
-    Outgoing* message = nullptr;
+// The oldest message to the peer that has something to send and may send it; forgets those that have nothing.
+Outgoing* Core::next_message(Peer& peer) {
     for (std::size_t i = 0; i < peer.queue.size();) {
         Outgoing* candidate = peer.queue[i];
         if (!candidate->sendable() && !candidate->parked) {
@@ -98,33 +98,34 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         }
         const bool within_eager =
             candidate->ready || !candidate->repairs.empty() || candidate->eager_bytes < config_.eager_bytes;
-        if (candidate->sendable() && within_eager) {
-            message = candidate;
-            break;
-        }
+        if (candidate->sendable() && within_eager) return candidate;
         ++i;
     }
-    if (message == nullptr) return false;
+    return nullptr;
+}
 
+// How many datagrams of the message credit and rate let go now; they are then counted as sent.
+std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t segment =
-        std::min<std::size_t>(chunk_bytes_, message->cut.bytes) + header_bytes + seal_.overhead_bytes();
-    if (!peer.out.window_open(segment)) return false;
-    const std::size_t available =
-        message->repairs.size() +
-        (message->source != nullptr ? message->source->final_chunks().size() : message->cut.chunks) - message->cursor;
+        std::min<std::size_t>(chunk_bytes_, message.cut.bytes) + header_bytes + seal_.overhead_bytes();
+    if (!peer.out.window_open(segment)) return 0;
     const std::size_t limit = std::min({std::size_t{Batch::max_bytes}, peer.rate.batch_bytes(),
                                         std::max<std::size_t>(peer.out.window_bytes(), segment)});
-    const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, available), 1, Batch::max_segments);
+    const std::size_t segments =
+        std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, Batch::max_segments);
     const std::size_t bytes = segments * segment;
-    if (shared_pacer_) {
-        if (!shared_pacer_->try_send(bytes, now)) {
-            paced_until_ = std::min(paced_until_, shared_pacer_->next_send_at(now));
-            return false;
-        }
-    } else if (!peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now)) {
-        paced_until_ = std::min(paced_until_, peer.rate.next_send_at(now));
-        return false;
-    }
+    const bool admitted = shared_pacer_ ? shared_pacer_->try_send(bytes, now)
+                                        : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now);
+    if (admitted) return segments;
+    paced_until_ =
+        std::min(paced_until_, shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now));
+    return 0;
+}
+
+bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
+    Outgoing* message = next_message(peer);
+    const std::size_t segments = message == nullptr ? 0 : admit(peer, *message, now);
+    if (segments == 0) return false;
 
     batch.peer = peer.rank;
     batch.segment_bytes = 0;

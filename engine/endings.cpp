@@ -18,12 +18,16 @@ void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
     if (message.closed) return;
     message.close();
     Peer& peer = *peers_[message.peer];
-    --peer.open_receives;
+    stop_waiting(peer);
     if (tell) {
         const std::uint8_t flags = message.second_stage ? flag_second_stage : std::uint8_t{0};
         control(peer, {.kind = Kind::done, .flags = flags, .channel = exchange.channel, .seq = exchange.seq});
     }
     (void)now;
+}
+
+void Core::stop_waiting(Peer& peer) {
+    if (--peer.open_receives == 0) --waited_for_;
 }
 
 void Core::close_stage(Exchange& exchange, bool second_stage, Nanos now) {

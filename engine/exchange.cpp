@@ -94,14 +94,15 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
             message.reduction = reduction.get();
             message.contributor = contributor++;
         }
+        const std::size_t at = 2 * std::size_t{receive.peer} + (receive.second_stage ? 1 : 0);
+        if (index_.size() <= at) index_.resize(at + 1);
+        index_[at] = static_cast<std::uint32_t>(receives.size());
     }
 }
 
 Incoming* Exchange::incoming(std::uint16_t peer, bool second_stage) {
-    for (Incoming& message : receives) {
-        if (message.peer == peer && message.second_stage == second_stage) return &message;
-    }
-    return nullptr;
+    const std::size_t at = 2 * std::size_t{peer} + (second_stage ? 1 : 0);
+    return at < index_.size() && index_[at] != 0 ? &receives[index_[at] - 1] : nullptr;
 }
 
 bool Exchange::waits_for(std::uint16_t peer) const {

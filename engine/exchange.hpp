@@ -128,10 +128,11 @@ struct Outgoing {
 
     explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
     [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
-    [[nodiscard]] bool sendable() const {
-        return wanted && !parked &&
-               (!repairs.empty() || cursor < (source != nullptr ? source->final_chunks().size() : cut.chunks));
+    // Chunks that could be sent now.
+    [[nodiscard]] std::size_t waiting() const {
+        return repairs.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) - cursor;
     }
+    [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
     // Of the first pass, in the order of sending.
     [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
         return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
@@ -202,6 +203,7 @@ public:
 private:
     std::array<StageSpec, 2> stages_;
     std::size_t announced_{};
+    std::vector<std::uint32_t> index_;  // of receives, plus one, by twice the peer plus the stage
 };
 
 }  // namespace storm
