@@ -21,8 +21,8 @@ Core::Core(CoreConfig config, Nanos now)
       blocks_(chunk_bytes_, 64 << 20),
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
-    if (chunk_bytes_ < 16 || config_.datagram_bytes > max_datagram_bytes) {
-        throw std::invalid_argument("datagram_bytes must lie in [64, 65507], got " +
+    if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
+        throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
                                     std::to_string(config_.datagram_bytes));
     }
     if (config_.rate_mode == RateMode::fixed) {
@@ -33,7 +33,7 @@ Core::Core(CoreConfig config, Nanos now)
     }
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         peers_.push_back(rank == config_.rank ? nullptr
-                                              : std::make_unique<Peer>(rank, credit_bytes(), config_.rate_mode,
+                                              : std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode,
                                                                        config_.datagram_bytes, now));
     }
     turn_ = (config_.rank + 1U) % config_.world;
@@ -200,12 +200,13 @@ double Core::loss_from(std::uint16_t peer) const {
 
 double Core::rate_to(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->rate.bytes_per_s() : 0.0; }
 
-std::uint64_t Core::credit_bytes() const {
+std::uint64_t Core::credit_bytes(const Peer* peer) const {
     if (config_.world < 2) return config_.receive_buffer;
     // Half of the socket's buffer is divided among all, a quarter among those that we wait for: as they finish one after
     // the other the last ones get more, and a quarter is left for what was granted to those before.
-    const std::size_t quarter = config_.receive_buffer / 4;
-    return 2 * quarter / (config_.world - 1U) + quarter / std::max<std::size_t>(waited_for_, 1);
+    const std::size_t quarter = config_.receive_buffer / 4, others = config_.world - 1U;
+    const bool waited_for = peer != nullptr && peer->open_receives > 0;
+    return 2 * quarter / others + quarter / (waited_for ? waited_for_ : others);
 }
 
 }  // namespace storm

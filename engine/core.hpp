@@ -153,7 +153,7 @@ private:
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
     void release_if_done(Outgoing& message);
     void release(Outgoing& message);
-    [[nodiscard]] std::uint64_t credit_bytes() const;
+    [[nodiscard]] std::uint64_t credit_bytes(const Peer* peer) const;
 
     // Endings
     void close(Exchange& exchange, Incoming& message, bool tell, Nanos now);

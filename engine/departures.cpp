@@ -54,9 +54,9 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     Flight flight{};
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
-    if (peer.in.report_at(credit_bytes(), peer.report_delay()) <= now) {
+    if (peer.in.report_at(credit_bytes(&peer), peer.report_delay()) <= now) {
         header.kind = Kind::report;
-        body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now), body);
+        body_bytes = write_report(peer.in.make_report(credit_bytes(&peer), overflow_, now), body);
         flight.settled = true;  // reports are not reported
         ++counters_.reports;
     } else if (!peer.controls.empty()) {
@@ -67,7 +67,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
         if (what.kind == Kind::bye)
-            body_bytes = write_report(peer.in.make_report(credit_bytes(), overflow_, now, true), body);
+            body_bytes = write_report(peer.in.make_report(credit_bytes(&peer), overflow_, now, true), body);
         flight.settled = peer.silent;  // nobody waits for an answer of the silent
     } else {
         return false;
@@ -78,8 +78,12 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     batch.segment_bytes = header_bytes + body_bytes + seal_.overhead_bytes();
     // The body is copied: it must outlive this call.
     batch.sealed.reserve(Batch::max_bytes);
-    // The end of a lossy message is what its receiver waits for: three copies, of which the last is watched.
-    for (int copy = header.kind == Kind::end ? 3 : 1; copy > 0; --copy) {
+    // The end of a lossy message is what its receiver waits for, and a probe that was not answered meets a bad time: some
+    // copies, of which the last is watched.
+    const unsigned copies = header.kind == Kind::end    ? 3
+                            : header.kind == Kind::ping ? 1 + std::min(peer.out.probes(), 3U)
+                                                        : 1;
+    for (unsigned copy = copies; copy > 0; --copy) {
         Flight each = flight;
         each.settled = flight.settled || copy > 1;
         seal_segment(batch, peer, peer.out.depart(each, now), header, {body.data(), body_bytes}, nullptr);
@@ -141,6 +145,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             // We were to pass this chunk on and never got it: for our receivers it is lost.
             ++message->cursor;
             ++message->given_up;
+            if (message->reserved > 0) --message->reserved;
             if (message->first_pass_over()) end_message(peer, *message);
             continue;
         }
@@ -301,8 +306,9 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
 
 void Core::release_if_done(Outgoing& message) {
     if (message.released || message.pins > 0) return;
-    const bool settled = message.acked + message.given_up >= message.cut.chunks;
-    if (!message.wanted || settled || (message.never_repaired() && message.first_pass_over())) release(message);
+    // A chunk that was given up and then acknowledged after all counts twice; that does no harm once all were sent.
+    const bool settled = message.never_repaired() || message.acked + message.given_up >= message.cut.chunks;
+    if (!message.wanted || (message.first_pass_over() && settled)) release(message);
 }
 
 void Core::release(Outgoing& message) {

@@ -52,7 +52,6 @@ public:
         Counters counters;
         FaultCounters faults;
         std::uint32_t overflow{};
-        std::size_t active{};
         bool segments{}, coalesces{};
     };
     [[nodiscard]] Health health();

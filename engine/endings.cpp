@@ -8,7 +8,7 @@ namespace storm {
 namespace {
 
 // A receiver that waits says so at least this often, which also shows that it lives.
-constexpr Nanos longest_ask = second;
+constexpr Nanos longest_ask = second / 2;
 // For so many exchanges that ended badly, peers that still ask are told.
 constexpr std::size_t most_failed = 1024;
 
@@ -155,7 +155,7 @@ void Core::tick_receives(Exchange& exchange, Nanos now) {
                 fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
             }
         } else if (now >= message.ask_at) {
-            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 4));
+            message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 16));
             message.ask_at = now + message.ask_every;
             ++counters_.asks;
             // With the report, the sender learns at once what is missing.
@@ -213,8 +213,8 @@ Nanos Core::next_timer() const {
     Nanos at = paced_until_;
     for (const auto& peer : peers_) {
         if (!peer) continue;
-        at = std::min(
-            {at, peer->out.loss_at(), peer->out.probe_at(), peer->in.report_at(credit_bytes(), peer->report_delay())});
+        at = std::min({at, peer->out.loss_at(), peer->out.probe_at(),
+                       peer->in.report_at(credit_bytes(peer.get()), peer->report_delay())});
     }
     for (const auto& [key, exchange] : active_) at = std::min(at, exchange_timer(*exchange));
     return at;

@@ -89,6 +89,7 @@ public:
     [[nodiscard]] Nanos probe_at() const;
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
+    [[nodiscard]] unsigned probes() const { return probes_; }  // since something was heard of what is in flight
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
     // Nothing is left to send for now: what the link delivers no longer tells what it could.
@@ -122,6 +123,10 @@ private:
 // The receiving half: which numbers arrived (which is also the replay window), and what to report.
 class Inbound {
 public:
+    // A report names at most so many words of 64 numbers: what fits a datagram.
+    explicit Inbound(std::size_t most_words = Report::max_words)
+        : most_words_(std::min(most_words, Report::max_words)) {}
+
     [[nodiscard]] std::uint64_t largest() const { return largest_; }
     // Whether the number was seen already or is too old to tell.
     [[nodiscard]] bool seen(std::uint64_t number) const;
@@ -138,6 +143,7 @@ public:
 
 private:
     static constexpr std::size_t bits = Report::max_words * 64;
+    std::size_t most_words_;
     std::array<std::uint64_t, Report::max_words> window_{};
     std::uint64_t largest_{};
     std::uint64_t arrived_{};

@@ -10,7 +10,11 @@ namespace storm {
 
 struct Core::Peer {
     Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, Nanos now)
-        : rank(its_rank), out(credit, now), rate(mode, datagram_bytes, now), last_heard(now) {}
+        : rank(its_rank),
+          out(credit, now),
+          in((datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8),
+          rate(mode, datagram_bytes, now),
+          last_heard(now) {}
 
     std::uint16_t rank;
     Outbound out;

@@ -198,15 +198,16 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
 }
 
 bool Socket::send_one_by_one(const Batch& batch) {
-    // Each segment is a header and, unless it is empty, a payload.
+    // All segments have as many parts: a header and, unless they are empty, a payload.
+    const std::size_t parts = batch.parts / batch.segments;
     std::array<mmsghdr, Batch::max_segments> messages{};
     const Address& to = peers_[batch.peer];
     for (std::size_t i = 0; i < batch.segments; ++i) {
         msghdr& header = messages[i].msg_hdr;
         header.msg_name = const_cast<sockaddr*>(to.get());
         header.msg_namelen = to.size();
-        header.msg_iov = const_cast<iovec*>(batch.iov.data()) + 2 * i;
-        header.msg_iovlen = std::min<std::size_t>(2, batch.parts - 2 * i);
+        header.msg_iov = const_cast<iovec*>(batch.iov.data()) + parts * i;
+        header.msg_iovlen = parts;
     }
     std::size_t sent = 0;
     while (sent < batch.segments) {

@@ -44,7 +44,7 @@ enum class Kind : std::uint8_t {
     failed = 9,  // the exchange ended badly here: nobody should wait for us in it
 };
 
-// Flags of `data`, `end` and `done`.
+// Flags. `second_stage` is of `data`, `end`, `done` and `wait`; `sealed` of all.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
 inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message is to be sent for now: report at once
 inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all

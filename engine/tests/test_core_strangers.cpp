@@ -263,8 +263,10 @@ TEST(hostile_reports_of_a_member_acknowledge_no_more_than_was_sent) {
     for (std::uint32_t i = 0; i < 2'000; ++i) {
         Report report{.largest = random() % 400,
                       .credit_bytes = static_cast<std::uint32_t>(random() >> (32 + random() % 32)),
-                      .held_us = static_cast<std::uint32_t>(random()),
                       .overflow = 0,
+                      .timed_back = static_cast<std::uint32_t>(random() % 3),
+                      .timed_us = static_cast<std::uint32_t>(random()),
+                      .held_us = static_cast<std::uint32_t>(random()),
                       .words = static_cast<std::uint32_t>(1 + random() % Report::max_words)};
         for (std::uint64_t& word : report.arrived) word = random() & random() & random();
         if (random() % 4 == 0) report.largest = random() >> random() % 64;

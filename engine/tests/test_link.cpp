@@ -84,6 +84,38 @@ TEST(round_trip_leaves_out_the_time_that_the_receiver_held_the_report) {
     CHECK(sender.out.patience() > 0);
 }
 
+TEST(only_the_way_forth_counts_as_a_queue) {
+    // The receiver's clock is an hour ahead; reports take 3 ms more than at first, then the datagram does.
+    Sender sender;
+    const auto trip = [&, number = std::uint64_t{0}](Nanos sent_at, Nanos forth, Nanos back) mutable {
+        sender.send(sent_at);
+        ++number;
+        Report report = report_of(number, {number});
+        report.timed_us = static_cast<std::uint32_t>((sent_at + forth + 3600 * second) / microsecond);
+        sender.settle(report, sent_at + forth + back);
+        return sender.out.last_delivery().rtt;
+    };
+    CHECK_EQUAL(trip(start, 2 * millisecond, 2 * millisecond), 4 * millisecond);
+    CHECK_EQUAL(trip(start + second, 2 * millisecond, 5 * millisecond), 4 * millisecond);
+    CHECK_EQUAL(trip(start + 2 * second, 5 * millisecond, 2 * millisecond), 7 * millisecond);
+    // A route that became longer is no queue for ever.
+    for (int i = 3; i < 30; ++i) trip(start + i * second, 5 * millisecond, 2 * millisecond);
+    CHECK_EQUAL(trip(start + 30 * second, 5 * millisecond, 2 * millisecond), 7 * millisecond);
+    CHECK_EQUAL(trip(start + 31 * second, 6 * millisecond, 2 * millisecond), 8 * millisecond);
+    // The timers still follow the whole round trip.
+    CHECK(sender.out.smooth_rtt() > 6 * millisecond);
+}
+
+TEST(round_trip_is_timed_by_the_newest_that_calls_for_a_report) {
+    Sender sender;
+    Inbound in;
+    in.arrive(sender.send(start), 1000, true, start + millisecond);
+    in.arrive(sender.send(start), 100, false, start + 2 * millisecond);  // a report of ours
+    sender.settle(in.make_report(credit, 0, start + 3 * millisecond), start + 4 * millisecond);
+    CHECK_EQUAL(sender.out.last_delivery().rtt, 2 * millisecond);
+    CHECK_EQUAL(sender.out.smooth_rtt(), 2 * millisecond);
+}
+
 TEST(number_far_below_an_arrived_one_is_lost_and_a_near_one_is_given_time) {
     Sender sender;
     for (int i = 0; i < 9; ++i) sender.send(start);

@@ -40,8 +40,10 @@ Report some_report(std::uint32_t words, std::uint32_t seed) {
     std::mt19937_64 random(seed);
     Report report{.largest = random(),
                   .credit_bytes = static_cast<std::uint32_t>(random()),
-                  .held_us = static_cast<std::uint32_t>(random()),
                   .overflow = static_cast<std::uint32_t>(random()),
+                  .timed_back = static_cast<std::uint32_t>(random()),
+                  .timed_us = static_cast<std::uint32_t>(random()),
+                  .held_us = static_cast<std::uint32_t>(random()),
                   .words = words};
     for (std::uint32_t i = 0; i < words; ++i) report.arrived[i] = random();
     return report;
@@ -118,6 +120,8 @@ TEST(report_comes_back_as_it_was_written) {
         CHECK(parsed.has_value());
         CHECK_EQUAL(parsed->largest, report.largest);
         CHECK_EQUAL(parsed->credit_bytes, report.credit_bytes);
+        CHECK_EQUAL(parsed->timed_back, report.timed_back);
+        CHECK_EQUAL(parsed->timed_us, report.timed_us);
         CHECK_EQUAL(parsed->held_us, report.held_us);
         CHECK_EQUAL(parsed->overflow, report.overflow);
         CHECK_EQUAL(parsed->words, words);
@@ -143,7 +147,7 @@ TEST(report_of_no_words_or_of_too_many_is_refused) {
         // Long enough for what it claims, where that can be, and of the length of a wrapped 32-bit product.
         for (const std::uint32_t claimed : {words % 4096U, words * 8U / 8U % 4096U, 1U}) {
             std::vector<std::byte> body(Report::fixed_bytes + 8 * std::size_t{claimed});
-            std::memcpy(body.data() + 20, &words, sizeof words);
+            std::memcpy(body.data() + Report::fixed_bytes - sizeof words, &words, sizeof words);
             CHECK(!parse_report(body));
         }
     }

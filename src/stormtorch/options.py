@@ -58,7 +58,7 @@ class Options:
     silence_s: float = 10.0
     """A peer not heard of for so long, while needed, is lost: 100 % loss if lossy, an error if exact."""
     timeout_s: float = 1800.0
-    """An exact exchange that has not ended by then raises an error."""
+    """An exchange that has not ended by then raises an error."""
     linger_s: float = 2.0
     """How long closing waits for the peers to hear of it."""
     segmentation: bool = True

@@ -10,7 +10,7 @@ class Reliability:
     budget: float = 0.0
     """Fraction of each message that may be missing at the end: 0 is exact, 1 never sends anything again."""
     deadline_s: float | None = None
-    """The exchange ends here with whatever has arrived; None waits until the budget is met."""
+    """Each stage of an exchange ends after so long with whatever has arrived; None waits until the budget is met."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.budget <= 1.0:

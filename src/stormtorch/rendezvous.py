@@ -58,6 +58,8 @@ def connect(
         "datagram_bytes": options.datagram_bytes or _engine.datagram_bytes(host, mtu),
         "chosen": options.datagram_bytes is not None,
         "receive_buffer": endpoint.receive_buffer,
+        "eager_bytes": options.eager_bytes,
+        "loopback": loopback,
         "nonce": secrets.token_hex(16),
     }
     if rank == 0:
@@ -82,7 +84,7 @@ def connect(
             "datagram_bytes": datagram_bytes,
             "receive_buffer": receive_buffer,
             "pool_bytes": options.pool_bytes,
-            "eager_bytes": options.eager_bytes,
+            "eager_bytes": min(other["eager_bytes"] for other in cards),
             "rate_mode": int(mode),
             "bytes_per_s": bytes_per_s,
             "silence_s": options.silence_s,
@@ -97,7 +99,7 @@ def connect(
         rank=rank,
         world=world,
         chunk_bytes=_engine.chunk_bytes(datagram_bytes, options.key is not None),
-        trip_bytes=_LOOPBACK_TRIP_BYTES if loopback else _TRIP_BYTES,
+        trip_bytes=_LOOPBACK_TRIP_BYTES if all(other["loopback"] for other in cards) else _TRIP_BYTES,
         silence_s=options.silence_s,
         timeout_s=options.timeout_s,
         linger_s=options.linger_s,

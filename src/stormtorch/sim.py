@@ -7,6 +7,7 @@ any of them computes and moves on when all wait, so a run depends on its seed al
     results = network.run(train)        # train(transport) on each rank
 """
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -137,7 +138,7 @@ class SimNetwork:
         self._condition = threading.Condition()
         self._posts: list[tuple[int, Plan, SimExchange]] = []
         self._running: dict[tuple[int, int], SimExchange] = {}
-        self._waiting: set[SimExchange] = set()
+        self._waiting: dict[SimExchange, float] = {}  # and when each gives up
         self._awake = 0
         self._broken: BaseException | None = None
 
@@ -200,20 +201,10 @@ class SimNetwork:
         with self._condition:
             if exchange.outcome is not None:
                 return
-            give_up_at = None if timeout_s is None else self.now_s + timeout_s
-            self._waiting.add(exchange)
+            self._waiting[exchange] = math.inf if timeout_s is None else self.now_s + timeout_s
             self._awake -= 1
             self._move_on()
-            self._condition.wait_for(
-                lambda: (
-                    exchange.outcome is not None
-                    or self._broken is not None
-                    or (give_up_at is not None and self.now_s >= give_up_at)
-                )
-            )
-            if exchange in self._waiting:
-                self._waiting.discard(exchange)
-                self._awake += 1
+            self._condition.wait_for(lambda: exchange not in self._waiting or self._broken is not None)
             if self._broken is not None and exchange.outcome is None:
                 raise StormError("the simulated network came to a halt") from self._broken
 
@@ -255,6 +246,11 @@ class SimNetwork:
             for exchange_id, outcome in self._sim.take_finished(rank):
                 exchange = self._running.pop((rank, exchange_id))
                 exchange.outcome = outcome
-                if exchange in self._waiting:
-                    self._waiting.discard(exchange)
-                    self._awake += 1
+                self._wake(exchange)
+        for exchange, give_up_at in list(self._waiting.items()):
+            if self.now_s >= give_up_at:
+                self._wake(exchange)
+
+    def _wake(self, exchange: SimExchange) -> None:
+        if self._waiting.pop(exchange, None) is not None:
+            self._awake += 1
