@@ -263,7 +263,12 @@ void Core::control(Peer& peer, Control what) {
 void Core::enqueue(Outgoing& message) {
     if (message.queued || message.released || !message.wanted) return;
     message.queued = true;
-    peers_[message.peer]->queue.push_back(&message);
+    // Older exchanges first: a repair must not wait behind all that was posted since.
+    auto& queue = peers_[message.peer]->queue;
+    const auto younger = [](const Outgoing* one, const Outgoing* other) {
+        return one->exchange->id < other->exchange->id;
+    };
+    queue.insert(std::upper_bound(queue.begin(), queue.end(), &message, younger), &message);
 }
 
 Outgoing* Core::message_of(std::uint32_t slot, std::uint32_t generation) {

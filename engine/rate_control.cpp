@@ -16,6 +16,7 @@ constexpr double occupancy_bytes = 16'384;  // what a link keeps in the bottlene
 constexpr double least_target_s = 0.0002;   // delay below which a queue cannot be told from scheduling noise
 constexpr double most_noise_s = 0.001;      // delay that is never taken for noise, whatever a dip shows
 constexpr double max_loss = 0.45;           // more than this is taken for an outage, not for a lossy link
+constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
 constexpr double least_step = 1.0 / 32, most_step = 1.0 / 8;
@@ -289,7 +290,10 @@ void RateControl::grow(bool queued, bool empty, double share) {
     }
     const double best = best_delivery();
     if (best > 0) rate_ = std::min(rate_, 1.25 * best);
-    rate_ = std::max(rate_, floor_bytes / std::max(seconds(min_rtt_), 0.001));
+    // Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
+    const double floor =
+        std::max(floor_bytes / std::max(seconds(min_rtt_), 0.001), least_datagrams_per_s * datagram_bytes_);
+    rate_ = std::max(rate_, floor);
 }
 
 void RateControl::apply(double gain, Nanos now) {

@@ -14,8 +14,8 @@ from stormtorch.transport import Transport
 from stormtorch.udp import UdpTransport
 
 N = 5
-# One sent directly to everyone, one in two stages.
-SIZES = (1_001, 30_011)
+# Sent directly to everyone, by whatever way pays, and in two stages.
+SIZES = (1_001, 30_011, 300_017)
 
 
 def all_sums(transport: Transport) -> list[torch.Tensor]:

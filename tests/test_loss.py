@@ -116,7 +116,9 @@ def test_the_mean_of_what_arrived_is_unbiased_and_filling_with_zeros_is_not(coll
             if collective == "all_reduce":
                 tensor = inputs[group.rank].clone()
                 arrival = all_reduce(group, tensor, Op.AVG, reliability=LOSSY).wait()[0]
-                return tensor.view(n, elements)[group.rank], by_element(arrival.counts(), elements)
+                # So few elements go directly to everyone, so every rank has counts of all of them.
+                counts = by_element(arrival.counts(), n * elements).view(n, elements)
+                return tensor.view(n, elements)[group.rank], counts[group.rank]
             output = torch.empty(elements)
             arrival = reduce_scatter(group, output, list(inputs[group.rank]), Op.AVG, reliability=LOSSY).wait()[0]
             return output, by_element(arrival.counts(), elements)
@@ -134,7 +136,7 @@ def test_the_mean_of_what_arrived_is_unbiased_and_filling_with_zeros_is_not(coll
 def test_a_lossy_all_reduce_is_the_mean_of_what_arrived_and_what_was_not_shared_stays_ones_own(
     op: Op, dtype: torch.dtype
 ) -> None:
-    n, chunks = 4, 12
+    n, chunks = 4, 600  # more than is sent directly
     per_chunk = CHUNK * 4 // dtype.itemsize
     shard = chunks * per_chunk
 
@@ -164,4 +166,26 @@ def test_a_lossy_all_reduce_is_the_mean_of_what_arrived_and_what_was_not_shared_
             own = given(rank)[peer].view(chunks, per_chunk) * (1 if op is Op.AVG else n)
             wanted = torch.where(shared.unsqueeze(1), results[peer][0][peer], own)
             assert same_bits(tensor[peer], wanted)
-    assert lost > 20
+    assert lost > 1_000
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
+def test_a_small_lossy_all_reduce_is_each_ranks_own_mean_of_what_it_got(op: Op) -> None:
+    n, chunks = 3, 10
+
+    def given(rank: int) -> torch.Tensor:
+        return torch.full((chunks, CHUNK), float(4**rank))
+
+    def work(transport: Transport) -> tuple[torch.Tensor, Any]:
+        tensor = given(transport.rank)
+        return tensor, all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()[0]
+
+    for rank, (tensor, arrival) in enumerate(SimNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)):
+        total, counts = given(rank), torch.ones(chunks, dtype=torch.int32)
+        for peer in range(n):
+            if peer != rank:
+                total = total + given(peer) * arrival.mask(peer).unsqueeze(1)
+                counts += arrival.mask(peer)
+        assert torch.equal(arrival.counts(), counts)
+        assert len(set(counts.tolist())) > 1
+        assert same_bits(tensor, total * ((1.0 if op is Op.AVG else n) / counts.float().unsqueeze(1)))

@@ -84,7 +84,7 @@ TEST(all_reduce_is_exact_to_the_bit_in_a_storm_for_worlds_of_two_to_eight) {
 }
 
 TEST(datagram_sizes_from_the_smallest_to_the_largest_carry_exact_exchanges) {
-    for (const std::size_t datagram_bytes : {64U, 65U, 576U, 1472U, 8972U, 65'507U}) {
+    for (const std::size_t datagram_bytes : {128U, 129U, 576U, 1472U, 8972U, 65'507U}) {
         SimConfig config = storm_of(3, datagram_bytes);
         config.core.datagram_bytes = datagram_bytes;
         Sim sim(config);
@@ -95,7 +95,7 @@ TEST(datagram_sizes_from_the_smallest_to_the_largest_carry_exact_exchanges) {
         watch.wait_all(ids);
         job.check_exact();
     }
-    for (const std::size_t datagram_bytes : {0U, 32U, 47U, 65'508U}) {
+    for (const std::size_t datagram_bytes : {0U, 32U, 127U, 65'508U}) {
         CoreConfig config = core_config(2);
         config.datagram_bytes = datagram_bytes;
         bool refused = false;

@@ -92,7 +92,7 @@ TEST(receiver_waits_as_long_as_it_takes_for_a_sender_that_lives) {
     const std::uint64_t receiver = net.post(1, receive_from(0, got, 0));
     net.run(5 * net.core(0).config().silence);
     CHECK(watch.outcome(1, receiver) == nullptr);
-    CHECK(net.core(1).counters().asks < 100);
+    CHECK(net.core(1).counters().asks < 150);  // in fifty seconds
     const std::uint64_t sender = net.post(0, send_to(1, sent, 0));
     watch.wait_all({sender, receiver});
     CHECK(got == sent);

@@ -87,9 +87,8 @@ TEST(round_trip_leaves_out_the_time_that_the_receiver_held_the_report) {
 TEST(only_the_way_forth_counts_as_a_queue) {
     // The receiver's clock is an hour ahead; reports take 3 ms more than at first, then the datagram does.
     Sender sender;
-    const auto trip = [&, number = std::uint64_t{0}](Nanos sent_at, Nanos forth, Nanos back) mutable {
-        sender.send(sent_at);
-        ++number;
+    const auto trip = [&](Nanos sent_at, Nanos forth, Nanos back) {
+        const std::uint64_t number = sender.send(sent_at);
         Report report = report_of(number, {number});
         report.timed_us = static_cast<std::uint32_t>((sent_at + forth + 3600 * second) / microsecond);
         sender.settle(report, sent_at + forth + back);
@@ -230,23 +229,31 @@ TEST(peer_that_never_reports_cannot_make_the_ring_grow_for_ever) {
     CHECK_EQUAL(sender.out.in_flight_bytes(), 0U);
 }
 
-TEST(probes_back_off_and_progress_calls_them_back) {
-    Sender sender;
-    CHECK_EQUAL(sender.out.probe_at(), never);
-    sender.send(start);
-    Nanos now = start, wait = 0;
-    for (int i = 0; i < 12; ++i) {
-        const Nanos next = sender.out.probe_at() - now;
-        if (i > 0) CHECK(next == 2 * wait || next == second);
-        CHECK(next <= second);
-        wait = next;
-        now += next;
-        sender.out.probed(now);
+TEST(probes_back_off_to_a_second_at_most_and_progress_calls_them_back) {
+    for (const Nanos round_trip : {Nanos{0}, 200 * microsecond, 800 * millisecond}) {
+        Sender sender;
+        Nanos now = start;
+        CHECK_EQUAL(sender.out.probe_at(), never);
+        if (round_trip > 0) {
+            sender.settle(report_of(sender.send(now), {1}), now + round_trip);
+            now += round_trip;
+        }
+        const std::uint64_t waiting = sender.send(now);
+        const Nanos first = sender.out.probe_at() - now;
+        CHECK(first >= round_trip && first <= second);
+        Nanos wait = first;
+        for (int i = 0; i < 12; ++i) {
+            now += wait;
+            sender.out.probed(now);
+            const Nanos next = sender.out.probe_at() - now;
+            CHECK(next >= wait && next <= 2 * wait && next <= second);
+            wait = next;
+        }
+        CHECK(wait >= std::min(4 * first, second));
+        const std::uint64_t newest = sender.send(now);
+        sender.settle(report_of(newest, {waiting}), now + millisecond);
+        CHECK(sender.out.probe_at() - now <= 2 * first + 2 * millisecond);
     }
-    CHECK_EQUAL(wait, second);
-    sender.send(now);
-    sender.settle(report_of(2, {2}), now + millisecond);
-    CHECK(sender.out.probe_at() == never || sender.out.probe_at() - now < 100 * millisecond);
 }
 
 TEST(what_was_sent_when_nothing_more_was_left_marks_its_delivery_as_limited) {

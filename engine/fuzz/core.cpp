@@ -1,0 +1,442 @@
+// Cores under a program of a fuzzer's making. The input is a list of operations: post, deliver, drop, duplicate, bend, forge,
+// wait, cancel, leave. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "core.hpp"
+
+using namespace storm;
+
+namespace {
+
+constexpr std::uint64_t cookie = 0x5eed'c0de'1234'5678ULL;
+constexpr std::size_t pool_bytes = 8 << 10, datagram_bytes = 128, chunk_bytes = 96;
+constexpr std::uint32_t channels = 2, most_posts = 24;
+constexpr Nanos silence = 2 * second;
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "violated: %s\n", what);
+    std::abort();
+}
+#define REQUIRE(condition) require((condition), #condition)
+
+// The rest of the input, as numbers. An exhausted input is all zeros.
+struct Program {
+    std::span<const std::uint8_t> rest;
+    std::uint8_t byte() {
+        if (rest.empty()) return 0;
+        const std::uint8_t first = rest.front();
+        rest = rest.subspan(1);
+        return first;
+    }
+    std::uint32_t word() { return byte() | byte() << 8U | byte() << 16U | static_cast<std::uint32_t>(byte()) << 24U; }
+};
+
+std::byte pattern(std::uint16_t from, std::uint16_t to, std::uint32_t key, std::size_t at) {
+    return static_cast<std::byte>(from * 31U + to * 17U + key * 101U + at * 7U + at / 251U);
+}
+
+enum class Shape : std::uint8_t { all_to_all, all_reduce, broadcast };
+
+// What every rank posts under one channel and sequence number: the same on all, as in a real job.
+struct Plan {
+    Shape shape{};
+    std::uint32_t channel{}, seq{}, bytes{};
+    std::array<StageSpec, 2> stages{};
+    bool lossy{};  // in any way
+};
+
+struct Posted {
+    const Plan* plan{};
+    std::uint64_t id{};
+    bool ended{}, cancelled{};
+    Outcome outcome;
+    std::vector<std::vector<std::byte>> sent, got;  // by peer
+    std::vector<float> in, out;
+};
+
+struct Datagram {
+    std::uint16_t source{}, target{};
+    std::vector<std::byte> bytes;
+};
+
+class World {
+public:
+    explicit World(std::uint16_t size) : world_(size), hostile_(size) {
+        for (std::uint16_t rank = 0; rank < world_; ++rank) {
+            CoreConfig config;
+            config.rank = rank;
+            config.world = world_;
+            config.datagram_bytes = datagram_bytes;
+            config.receive_buffer = 16 << 10;
+            config.pool_bytes = pool_bytes;
+            config.eager_bytes = 512;
+            config.silence = silence;
+            config.secrets.cookie = cookie;
+            cores_.push_back(std::make_unique<Core>(config, now_));
+            posted_.emplace_back();
+            left_.push_back(false);
+        }
+    }
+
+    void step(Program& program) {
+        const std::uint8_t operation = program.byte();
+        const auto rank = static_cast<std::uint16_t>(program.byte() % world_);
+        switch (operation % 12) {
+            case 0:
+            case 1: post(rank, program.byte()); break;
+            case 2: plan(program); break;
+            case 3:
+                for (int i = 0; i < 8; ++i) deliver(program.byte());
+                break;
+            case 4: deliver(program.byte()); break;
+            case 5: drop(program.byte()); break;
+            case 6: duplicate(program.byte()); break;
+            case 7: bend(program); break;
+            case 8: forge(program, rank); break;
+            case 9: wait(Nanos{program.byte()} * program.byte() * 20 * microsecond); break;
+            case 10:
+                if (!posted_[rank].empty()) cancel(rank, program.byte() % posted_[rank].size());
+                break;
+            default:
+                if (operation % 5 == 0) leave(rank);
+                break;
+        }
+        check();
+    }
+
+    // The network is honest from here on. Everyone posts what somebody has posted, and all of it must end.
+    void finish() {
+        for (std::uint16_t rank = 0; rank < world_; ++rank) {
+            for (std::size_t i = 0; i < plans_.size(); ++i) post(rank, static_cast<std::uint8_t>(i));
+        }
+        const Nanos give_up_at = now_ + 20 * silence;
+        for (;;) {
+            while (!wire_.empty()) deliver(0);
+            if (all_ended()) break;
+            Nanos next = never;
+            for (const auto& core : cores_) next = std::min(next, core->next_timer());
+            REQUIRE(next != never);  // a hang: nothing would ever happen
+            REQUIRE(now_ < give_up_at);
+            REQUIRE(++spins_ < 20'000);
+            wait(std::max<Nanos>(next - now_, 0));
+            check();
+        }
+        for (std::uint16_t rank = 0; rank < world_; ++rank) {
+            for (const auto& posted : posted_[rank]) check_result(rank, *posted);
+        }
+    }
+
+private:
+    void plan(Program& program) {
+        if (plans_.size() >= most_posts) return;
+        auto plan = std::make_unique<Plan>();
+        const std::uint8_t kind = program.byte();
+        plan->shape = static_cast<Shape>(kind % 3);
+        plan->channel = kind / 3 % channels;
+        plan->seq = next_seq_[plan->channel]++;
+        plan->bytes = program.byte() * (kind % 7 == 0 ? 16U : 3U);
+        if (plan->shape == Shape::all_reduce) plan->bytes &= ~3U;
+        static constexpr std::array<double, 4> budgets{0, 0, 0.25, 1};
+        const std::uint8_t loss = program.byte();
+        plan->stages[0].budget = budgets[loss % 4];
+        plan->stages[1].budget = plan->shape == Shape::broadcast ? plan->stages[0].budget : budgets[loss / 4 % 4];
+        if (loss / 16 % 4 == 1) plan->stages[0].deadline = plan->stages[1].deadline = 30 * millisecond;
+        for (const StageSpec& stage : plan->stages) plan->lossy |= stage.budget > 0 || stage.deadline != never;
+        plans_.push_back(std::move(plan));
+    }
+
+    void post(std::uint16_t rank, std::uint8_t which) {
+        if (plans_.empty() || left_[rank]) return;
+        const Plan& plan = *plans_[which % plans_.size()];
+        for (const auto& before : posted_[rank]) {
+            if (before->plan == &plan) return;
+        }
+        auto posted = std::make_unique<Posted>();
+        posted->plan = &plan;
+        const std::uint32_t key = plan.channel * 64 + plan.seq;
+        ExchangeSpec spec;
+        spec.channel = plan.channel;
+        spec.seq = plan.seq;
+        spec.stages = plan.stages;
+        for (StageSpec& stage : spec.stages) {
+            if (stage.deadline != never) stage.deadline += now_;
+        }
+        posted->sent.resize(world_);
+        posted->got.resize(world_);
+        switch (plan.shape) {
+            case Shape::all_to_all:
+                for (std::uint16_t peer = 0; peer < world_; ++peer) {
+                    if (peer == rank) continue;
+                    posted->sent[peer] = message(rank, peer, key, size_of(plan, rank, peer));
+                    posted->got[peer].resize(size_of(plan, peer, rank));
+                    spec.sends.push_back({.peer = peer, .data = posted->sent[peer].data(), .bytes = posted->sent[peer].size()});
+                    spec.receives.push_back({.peer = peer, .into = posted->got[peer].data(), .bytes = posted->got[peer].size()});
+                }
+                break;
+            case Shape::all_reduce: all_reduce(rank, plan, *posted, spec); break;
+            case Shape::broadcast: broadcast(rank, plan, key, *posted, spec); break;
+        }
+        posted->id = cores_[rank]->post(spec, now_);
+        posted_[rank].push_back(std::move(posted));
+        pump(rank);
+    }
+
+    static std::size_t size_of(const Plan& plan, std::uint16_t from, std::uint16_t to) { return plan.bytes + from * 5U + to; }
+
+    static std::vector<std::byte> message(std::uint16_t from, std::uint16_t to, std::uint32_t key, std::size_t bytes) {
+        std::vector<std::byte> out(bytes);
+        for (std::size_t i = 0; i < bytes; ++i) out[i] = pattern(from, to, key, i);
+        return out;
+    }
+
+    // Shards are equal here; the values are small integers, so that sums do not depend on their order.
+    void all_reduce(std::uint16_t rank, const Plan& plan, Posted& posted, ExchangeSpec& spec) const {
+        const std::size_t shard = plan.bytes / 4;
+        posted.in.resize(shard * world_);
+        posted.out.assign(shard * world_, -1.0F);
+        for (std::size_t e = 0; e < posted.in.size(); ++e) posted.in[e] = value(rank, e);
+        const auto input = [&](std::size_t of) { return reinterpret_cast<const std::byte*>(posted.in.data() + of * shard); };
+        const auto output = [&](std::size_t of) { return reinterpret_cast<std::byte*>(posted.out.data() + of * shard); };
+        const bool lossy = plan.stages[0].budget > 0 || plan.stages[0].deadline != never;
+        spec.reduction = ReductionSpec{.mode = lossy ? Reduce::arrived : Reduce::in_order,
+                                       .wire = Dtype::float32,
+                                       .out_dtype = Dtype::float32,
+                                       .own = input(rank),
+                                       .out = output(rank),
+                                       .bytes = plan.bytes,
+                                       .own_position = rank};
+        for (std::uint16_t peer = 0; peer < world_; ++peer) {
+            if (peer == rank) continue;
+            spec.sends.push_back({.peer = peer, .data = input(peer), .bytes = plan.bytes});
+            spec.sends.push_back({.peer = peer, .second_stage = true, .data = output(rank), .bytes = plan.bytes});
+            spec.receives.push_back({.peer = peer, .reduce = true, .bytes = plan.bytes});
+            spec.receives.push_back({.peer = peer, .second_stage = true, .into = output(peer), .bytes = plan.bytes});
+        }
+    }
+    static float value(std::uint16_t rank, std::size_t element) { return static_cast<float>((element * 7 + rank * 13) % 50); }
+
+    // Down a chain: 0 sends to 1, and everyone passes on to the next.
+    void broadcast(std::uint16_t rank, const Plan& plan, std::uint32_t key, Posted& posted, ExchangeSpec& spec) const {
+        const auto next = static_cast<std::uint16_t>(rank + 1);
+        if (rank == 0) {
+            posted.sent[1] = message(0, 0, key, plan.bytes);
+            spec.sends.push_back({.peer = 1, .data = posted.sent[1].data(), .bytes = plan.bytes});
+        } else if (rank == 1) {
+            posted.got[0].resize(plan.bytes);
+            spec.receives.push_back({.peer = 0, .reduce = true, .bytes = plan.bytes});
+            spec.reduction = ReductionSpec{.mode = Reduce::copy,
+                                           .wire = Dtype::bytes,
+                                           .out_dtype = Dtype::bytes,
+                                           .own = nullptr,
+                                           .out = posted.got[0].data(),
+                                           .bytes = plan.bytes};
+            if (next < world_) {
+                spec.sends.push_back({.peer = next, .second_stage = true, .data = posted.got[0].data(), .bytes = plan.bytes});
+            }
+        } else {
+            posted.got[1].resize(plan.bytes);
+            spec.receives.push_back({.peer = 1, .second_stage = true, .into = posted.got[1].data(), .bytes = plan.bytes});
+        }
+    }
+
+    void pump(std::uint16_t rank) {
+        int sent = 0;
+        while (cores_[rank]->transmit(batch_, now_)) {
+            REQUIRE(++sent < 10'000);
+            std::vector<std::byte> joined;
+            for (std::size_t i = 0; i < batch_.parts; ++i) {
+                const auto* from = static_cast<const std::byte*>(batch_.iov[i].iov_base);
+                joined.insert(joined.end(), from, from + batch_.iov[i].iov_len);
+            }
+            REQUIRE(joined.size() == batch_.bytes && batch_.segments <= Batch::max_segments);
+            for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes) {
+                const std::size_t size = std::min(batch_.segment_bytes, joined.size() - at);
+                const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
+                REQUIRE(size <= datagram_bytes);
+                wire_.push_back({rank, batch_.peer, {begin, begin + static_cast<std::ptrdiff_t>(size)}});
+            }
+            cores_[rank]->transmitted(batch_, now_);
+        }
+        while (auto finished = cores_[rank]->take_finished()) {
+            const auto found = std::find_if(posted_[rank].begin(), posted_[rank].end(),
+                                            [&](const auto& p) { return p->id == finished->id; });
+            REQUIRE(found != posted_[rank].end());
+            end(**found, std::move(finished->outcome));
+        }
+    }
+    static void end(Posted& posted, Outcome outcome) {
+        REQUIRE(!posted.ended);
+        REQUIRE(outcome.status != Status::running);
+        posted.ended = true;
+        posted.outcome = std::move(outcome);
+        // Its memory is the caller's again: scribble over it, so that a later read shows up as wrong bytes elsewhere.
+        for (auto& message : posted.sent) std::fill(message.begin(), message.end(), std::byte{0xdd});
+    }
+
+    void hand_over(std::uint16_t target, std::vector<std::byte> bytes) {
+        if (left_[target]) return;
+        cores_[target]->receive(bytes, now_);
+        pump(target);
+    }
+    void deliver(std::uint8_t which) {
+        if (wire_.empty()) return;
+        const std::size_t at = which % std::min<std::size_t>(wire_.size(), 16);
+        Datagram datagram = std::move(wire_[at]);
+        wire_.erase(wire_.begin() + static_cast<std::ptrdiff_t>(at));
+        hand_over(datagram.target, std::move(datagram.bytes));
+    }
+    void drop(std::uint8_t which) {
+        if (!wire_.empty()) wire_.erase(wire_.begin() + static_cast<std::ptrdiff_t>(which % wire_.size()));
+    }
+    void duplicate(std::uint8_t which) {
+        if (wire_.empty()) return;
+        const Datagram& datagram = wire_[which % wire_.size()];
+        hand_over(datagram.target, datagram.bytes);
+    }
+    void bend(Program& program) {
+        if (wire_.empty()) return;
+        Datagram& datagram = wire_[program.byte() % wire_.size()];
+        const std::size_t bit = program.word() % (8 * datagram.bytes.size());
+        datagram.bytes[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+    }
+    // A member of the job gone mad: any fields, any payload, under the right cookie and check.
+    void forge(Program& program, std::uint16_t source) {
+        const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
+        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}}, source);
+        Header header{.kind = static_cast<Kind>(1 + program.byte() % 9),
+                      .flags = static_cast<std::uint8_t>(program.byte() & 7),
+                      .source = source,
+                      .check = 0,
+                      .cookie = seal.visible_cookie(),
+                      .number = program.byte(),
+                      .channel = program.byte() % (channels + 1),
+                      .seq = program.byte() % most_posts,
+                      .chunk = program.byte(),
+                      .message_bytes = program.byte()};
+        const std::uint8_t wild = program.byte();
+        if ((wild & 1) != 0) header.number = program.word();
+        if ((wild & 2) != 0) header.chunk = program.word();
+        if ((wild & 4) != 0) header.message_bytes = program.word();
+        if ((wild & 8) != 0) header.seq = program.word();
+        std::vector<std::byte> payload(program.byte());
+        for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
+        std::vector<std::byte> bytes(header_bytes + payload.size());
+        const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
+        write_header(header, wire);
+        std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
+        seal.protect(wire, seal.payload_check(payload));
+        // Whom it lied to, about itself: between these two nothing can be promised any more.
+        hostile_[source] = true;
+        mad_ = true;
+        hand_over(target, std::move(bytes));
+    }
+    void wait(Nanos duration) {
+        now_ += duration;
+        for (std::uint16_t rank = 0; rank < world_; ++rank) {
+            if (left_[rank] && cores_[rank]->gone()) continue;
+            cores_[rank]->tick(now_);
+            pump(rank);
+        }
+    }
+    void cancel(std::uint16_t rank, std::size_t which) {
+        Posted& posted = *posted_[rank][which];
+        if (!posted.ended) posted.cancelled = disturbed_ = true;
+        cores_[rank]->cancel(posted.id, now_);
+        pump(rank);
+        REQUIRE(posted.ended);
+    }
+    // As a process ends: what it still runs is cancelled, then it says goodbye and hears nothing more.
+    void leave(std::uint16_t rank) {
+        if (left_[rank]) return;
+        for (std::size_t i = 0; i < posted_[rank].size(); ++i) cancel(rank, i);
+        disturbed_ = true;
+        cores_[rank]->leave(now_);
+        pump(rank);
+        left_[rank] = true;
+    }
+    [[nodiscard]] bool all_ended() const {
+        for (const auto& of_rank : posted_) {
+            for (const auto& posted : of_rank) {
+                if (!posted->ended) return false;
+            }
+        }
+        return true;
+    }
+
+    void check() const {
+        for (const auto& core : cores_) {
+            const Counters& c = core->counters();
+            REQUIRE(c.pool_bytes <= pool_bytes && c.pool_peak_bytes <= pool_bytes);
+            REQUIRE(c.malformed + c.foreign + c.corrupt + c.duplicates + c.unexpected + c.late <= 2 * c.datagrams_received);
+            REQUIRE(c.bytes_sent >= c.datagrams_sent * header_bytes);
+        }
+    }
+
+    void check_result(std::uint16_t rank, const Posted& posted) const {
+        const Outcome& outcome = posted.outcome;
+        const Plan& plan = *posted.plan;
+        if (posted.cancelled) {
+            REQUIRE(outcome.status == Status::closed || outcome.status != Status::running);
+            return;
+        }
+        // A lie may end an exchange or fill it with lies, but only the liar's part of it.
+        if (outcome.status != Status::ok) {
+            REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent || outcome.status == Status::peer_failed);
+            return;
+        }
+        const std::uint32_t key = plan.channel * 64 + plan.seq;
+        for (const Arrival& arrival : outcome.arrivals) {
+            REQUIRE(arrival.arrived <= arrival.chunks);
+            REQUIRE(arrival.missing_bytes <= arrival.bytes);
+            const StageSpec& stage = plan.stages[arrival.second_stage ? 1 : 0];
+            const bool exact = stage.budget == 0 && stage.deadline == never;
+            if (exact) REQUIRE(arrival.arrived == arrival.chunks && arrival.missing_bytes == 0);
+            if (hostile_[arrival.peer] || plan.shape == Shape::all_reduce) continue;
+            const auto& got = posted.got[arrival.peer];
+            for (std::size_t at = 0; at < got.size(); ++at) {
+                const std::size_t chunk = at / chunk_bytes;
+                const bool here = (arrival.mask[chunk / 64] >> (chunk % 64) & 1) != 0;
+                const bool from_root = plan.shape == Shape::broadcast;
+                if (from_root && mad_) continue;  // the root's lies come through honest hands
+                const std::byte expected = from_root ? pattern(0, 0, key, at) : pattern(arrival.peer, rank, key, at);
+                REQUIRE(got[at] == (here ? expected : std::byte{}));
+            }
+        }
+        if (plan.shape != Shape::all_reduce || plan.lossy || mad_) return;
+        for (std::size_t e = 0; e < posted.out.size(); ++e) {
+            float sum = 0;
+            for (std::uint16_t from = 0; from < world_; ++from) sum += value(from, e);
+            REQUIRE(posted.out[e] == sum);
+        }
+    }
+
+    std::uint16_t world_;
+    Nanos now_{second};
+    int spins_{};
+    std::vector<std::unique_ptr<Core>> cores_;
+    std::vector<std::unique_ptr<Plan>> plans_;
+    std::array<std::uint32_t, channels> next_seq_{};
+    std::vector<std::vector<std::unique_ptr<Posted>>> posted_;
+    std::vector<bool> left_, hostile_;
+    bool mad_{}, disturbed_{};
+    std::deque<Datagram> wire_;
+    Batch batch_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    Program program{{data, size}};
+    World world(static_cast<std::uint16_t>(2 + program.byte() % 2));
+    for (int steps = 0; !program.rest.empty() && steps < 400; ++steps) world.step(program);
+    world.finish();
+    return 0;
+}
