@@ -113,8 +113,11 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t segment =
         std::min<std::size_t>(chunk_bytes_, message.cut.bytes) + header_bytes + seal_.overhead_bytes();
     if (!peer.out.window_open(segment)) return 0;
-    const std::size_t limit = std::min({std::size_t{Batch::max_bytes}, peer.rate.batch_bytes(),
-                                        std::max<std::size_t>(peer.out.window_bytes(), segment)});
+    // A batch is a burst: paced by a fixed rate, it lasts a millisecond.
+    const std::size_t paced =
+        shared_pacer_ ? static_cast<std::size_t>(config_.bytes_per_s * 0.001) : peer.rate.batch_bytes();
+    const std::size_t limit =
+        std::min({std::size_t{Batch::max_bytes}, paced, std::max<std::size_t>(peer.out.window_bytes(), segment)});
     const std::size_t segments =
         std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, Batch::max_segments);
     const std::size_t bytes = segments * segment;

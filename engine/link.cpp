@@ -51,8 +51,10 @@ Nanos Outbound::time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, N
     sample_rtt(trip);
     // Reports travel against the data of others and wait in their queues. Only the way forth is ours to control, so its
     // delay above the least stands for all queueing. The clocks' offset cancels.
-    const auto way_us = static_cast<std::int32_t>(arrived_us - static_cast<std::uint32_t>(sent_at / microsecond));
-    const Nanos way = Nanos{way_us} * microsecond;
+    const std::uint32_t raw_us = arrived_us - static_cast<std::uint32_t>(sent_at / microsecond);
+    way_us_ +=
+        static_cast<std::int32_t>(raw_us - static_cast<std::uint32_t>(way_us_));  // the nearest that fits 32 bits
+    const Nanos way = way_us_ * microsecond;
     return way - least_way_.add(way, now) + least_trip_.add(trip, now);
 }
 

@@ -115,6 +115,7 @@ private:
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
     RecentMin least_trip_, least_way_;  // round trip; and one way by two clocks that know nothing of each other
+    Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
     Delivery delivery_{};

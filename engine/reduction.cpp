@@ -46,7 +46,7 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             // The last to arrive is summed where the kernel put it; the others wait in blocks.
             if (pending_[chunk] > 1) {
                 auto block = blocks_.take();
-                std::memcpy(block.get(), payload.data(), payload.size());
+                if (!payload.empty()) std::memcpy(block.get(), payload.data(), payload.size());
                 waiting_[std::size_t{chunk} * contributors_ + contributor] = std::move(block);
             }
             break;

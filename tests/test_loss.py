@@ -83,13 +83,13 @@ def test_every_position_is_equally_likely_to_be_lost() -> None:
 def test_every_position_is_equally_likely_to_be_lost_when_losses_come_in_a_row(cut_by: str) -> None:
     chunks = 25
     if cut_by == "deadline":
-        # 25 datagrams of 256 bytes take 5.1 ms at 10 Mbit/s; the deadline leaves time for about half of them.
-        network = SimNetwork(2, rate="10mbit", options=Options(datagram_bytes=256, rate="unlimited"), seed=7)
+        # 25 datagrams of 256 bytes take 5.1 ms at 10 Mbit/s: not all of them arrive in time.
+        network = SimNetwork(2, rate="10mbit", options=Options(datagram_bytes=256), seed=7)
         reliability = Reliability(budget=1.0, deadline_s=2.6e-3)
     else:
         network = SimNetwork(2, loss=GilbertElliott(p=0.4, burst=12), options=SMALL, seed=7)
         reliability = LOSSY
-    lost = [each for each in lost_by_position(network, chunks, 1_500, reliability) if each.any()]
+    lost = [each for each in lost_by_position(network, chunks, 1_500, reliability) if each.any() and not each.all()]
     assert len(lost) > 600
     changes = torch.stack([(each != each.roll(1)).sum() for each in lost]).double().mean()
     assert changes < 4.0, "in a row they are: on the circle of positions the lost ones are one run or two"

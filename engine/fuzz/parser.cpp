@@ -74,6 +74,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
     // What we make ourselves is believed, and one bit later it is not.
     const std::span<std::byte, header_bytes> wire(datagram.data(), header_bytes);
+    Header ours = *header;
+    ours.cookie = open_seal->visible_cookie();
+    write_header(ours, wire);
     open_seal->protect(wire, open_seal->payload_check(body));
     const auto made = parse_header(datagram);
     require(made && open_seal->open(*made, made->number, datagram));
