@@ -116,6 +116,11 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     const bool was_closed = message->closed;
     if (!message->accept(header.chunk, payload)) {
         ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
+        // A sender that was thought silent may wait to be told to go on.
+        if (was_closed && message->missing() > 0) {
+            const std::uint8_t stage = second_stage ? flag_second_stage : std::uint8_t{0};
+            control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
+        }
         return;
     }
     message->ask_at = now + message->ask_every;

@@ -307,7 +307,8 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
         if (exchange != nullptr && exchange->waits_for(peer.rank)) {
             control(peer, {.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
         }
-    } else if (flight.kind == Kind::end || flight.kind == Kind::bye || flight.kind == Kind::failed) {
+    } else if (flight.kind == Kind::end || flight.kind == Kind::done || flight.kind == Kind::bye ||
+               flight.kind == Kind::failed) {
         control(peer, {.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
     }
 }

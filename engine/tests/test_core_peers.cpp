@@ -140,6 +140,22 @@ TEST(receiver_that_was_given_up_is_told_so_when_it_comes_late) {
     }
 }
 
+TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
+    // Rank 0 thinks that rank 1 is silent and closes its message as it posts. More than the eager bytes remain to be sent,
+    // and nobody will ever ask for them.
+    Cuttable job(3);
+    AllToAll first = small_job(3), next(3, 2, [](auto, auto) { return std::size_t{1'000'000}; });
+    job.dark = 1;
+    const std::uint64_t old0 = job.net.post(0, first.spec(0, 0, lossy)), old2 = job.net.post(2, first.spec(2, 0, lossy));
+    job.watch.wait(0, old0);
+    job.watch.wait(2, old2);
+    job.dark = 0xffff'ffff;
+    const std::uint64_t id0 = job.net.post(0, next.spec(0, 1, lossy)), id1 = job.net.post(1, next.spec(1, 1, lossy));
+    job.net.run(100 * millisecond);
+    const std::uint64_t id2 = job.net.post(2, next.spec(2, 1, lossy));
+    job.watch.wait_all({id0, id1, id2}, Status::ok, 5 * second);
+}
+
 TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     Cuttable job(3);
     std::mt19937 random(4);
