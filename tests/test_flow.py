@@ -161,12 +161,12 @@ def test_an_older_exchange_is_not_held_up_by_what_was_begun_after_it() -> None:
         group = Group(transport)
         small = [torch.full((2,), float(transport.rank)) for _ in range(4)]
         first = all_to_all(group, [torch.zeros(2) for _ in range(4)], small)
-        parts = [torch.ones(20_000) for _ in range(4)]
-        second = all_to_all(group, [torch.zeros(20_000) for _ in range(4)], parts)
+        parts = [torch.ones(100_000) for _ in range(4)]
+        second = all_to_all(group, [torch.zeros(100_000) for _ in range(4)], parts)
         return first.wait()[0].elapsed_s, second.wait()[0].elapsed_s
 
     # Windows of a datagram or two: whatever stands in a queue stands there for long.
     options = Options(datagram_bytes=1472, receive_buffer_bytes=16_384)
-    results = [each for seed in range(10) for each in SimNetwork(4, loss=0.2, seed=seed, options=options).run(work)]
+    results = [each for seed in range(6) for each in SimNetwork(4, loss=0.2, seed=seed, options=options).run(work)]
     first, second = (sorted(times) for times in zip(*results, strict=True))
-    assert first[-1] < 0.5 * second[len(second) // 2]
+    assert first[-1] < 0.3 * second[len(second) // 2]

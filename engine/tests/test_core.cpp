@@ -83,6 +83,38 @@ TEST(all_reduce_is_exact_to_the_bit_in_a_storm_for_worlds_of_two_to_eight) {
     }
 }
 
+TEST(worked_example_of_the_protocol_runs_as_it_is_drawn) {
+    // docs/protocol.md: 7,000 bytes in five chunks, rotated to begin at chunk 3, of which chunk 0 is lost once.
+    std::uint32_t seq = 0;
+    while (Cut(7'000, 1440, 0, seq).start != 3) ++seq;
+    Tapped net(core_config(2), 50 * microsecond);
+    Watch watch(net, 2);
+    std::vector<std::string> drawn;
+    net.tap = [&](Datagram& d) {
+        constexpr std::array<const char*, 10> kinds{"", "data", "report", "ready", "wait", "end", "done", "ping", "bye", "failed"};
+        std::string line = std::to_string((net.now() - second) / microsecond) + " " + kinds.at(static_cast<std::size_t>(d.header.kind)) +
+                           " " + std::to_string(d.header.number);
+        if (d.header.kind == Kind::data) line += " chunk " + std::to_string(d.header.chunk);
+        if ((d.header.flags & flag_repair) != 0) line += " repair";
+        if ((d.header.flags & flag_last) != 0) line += " last";
+        drawn.push_back(line);
+        return d.header.number != 3 || d.header.kind != Kind::data;
+    };
+    const Buffer sent = random_buffer(7'000, 1);
+    Buffer got(7'000);
+    ExchangeSpec send = exchange_on(0, seq), receive = send;
+    send.sends.push_back({.peer = 1, .data = sent.data(), .bytes = sent.size()});
+    receive.receives.push_back({.peer = 0, .into = got.data(), .bytes = got.size()});
+    const std::uint64_t receiver = net.post(1, receive), sender = net.post(0, send);
+    watch.wait_all({sender, receiver});
+    CHECK(got == sent);
+    CHECK(drawn == (std::vector<std::string>{"0 data 1 chunk 3", "0 data 2 chunk 4", "0 data 3 chunk 0", "0 data 4 chunk 1",
+                                             "0 data 5 chunk 2 last", "50 report 1", "175 data 6 chunk 0 repair last", "225 report 2"}));
+    CHECK_EQUAL(watch.outcome(1, receiver)->ended, second + 225 * microsecond);
+    CHECK_EQUAL(watch.outcome(0, sender)->ended, second + 275 * microsecond);
+    CHECK_EQUAL(watch.outcome(0, sender)->repaired, 1U);
+}
+
 TEST(datagram_sizes_from_the_smallest_to_the_largest_carry_exact_exchanges) {
     for (const std::size_t datagram_bytes : {128U, 129U, 576U, 1472U, 8972U, 65'507U}) {
         SimConfig config = storm_of(3, datagram_bytes);
