@@ -42,7 +42,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         case Kind::end:
             if (Exchange* exchange = find(header->channel, header->seq)) {
                 if ((header->flags & flag_repair) != 0) {
-                    forgo(*exchange, peer, now);
+                    forgo(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
                 } else {
                     take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
                 }
@@ -142,10 +142,15 @@ void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
 }
 
-void Core::forgo(Exchange& exchange, Peer& peer, Nanos now) {
-    for (Incoming& message : exchange.receives) {
-        if (message.peer == peer.rank && exchange.lossy(message.second_stage)) close(exchange, message, false, now);
-    }
+// Nothing more will come of a message, whatever its budget says.
+void Core::forgo(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+    Incoming* message = exchange.incoming(peer.rank, second_stage);
+    if (message != nullptr && exchange.lossy(second_stage)) close(exchange, *message, false, now);
+}
+
+void Core::forgo_message(Peer& peer, const Header& header, std::uint8_t stage) {
+    const auto flags = static_cast<std::uint8_t>(flag_repair | stage);
+    control(peer, {.kind = Kind::end, .flags = flags, .channel = header.channel, .seq = header.seq});
 }
 
 void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
@@ -173,7 +178,7 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
             answer_for_ended(peer, header);
         } else {
             // It ended well for us, so whatever is missing there was allowed to be.
-            control(peer, {.kind = Kind::end, .flags = flag_repair, .channel = header.channel, .seq = header.seq});
+            for (const std::uint8_t stage : {std::uint8_t{0}, flag_second_stage}) forgo_message(peer, header, stage);
         }
         return;
     }
@@ -189,6 +194,10 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
             message.ready = true;
             message.parked = false;
             enqueue(message);
+            // It asks for what we have given up: say so, lest it waits for ever.
+            if (!message.wanted && message.acked < message.cut.chunks) {
+                forgo_message(peer, header, message.second_stage ? flag_second_stage : std::uint8_t{0});
+            }
         } else if (message.second_stage == second_stage && header.kind == Kind::wait) {
             message.parked = !message.ready;
         } else if (message.second_stage == second_stage && header.kind == Kind::done) {

@@ -125,7 +125,8 @@ private:
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     void take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
-    void forgo(Exchange& exchange, Peer& peer, Nanos now);
+    void forgo(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
+    void forgo_message(Peer& peer, const Header& header, std::uint8_t stage);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header);

@@ -156,6 +156,27 @@ TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
     job.watch.wait_all({id0, id1, id2}, Status::ok, 5 * second);
 }
 
+TEST(all_reduce_with_an_exact_second_stage_goes_on_where_the_first_gave_a_peer_up) {
+    // Rank 0 thinks that the others are silent and sends them nothing in the lossy first stage. They wait for it, and rank 0
+    // waits for their second stage.
+    for (const StageSpec second_stage : {StageSpec{}, lossy}) {
+        Cuttable job(3);
+        AllToAll first = small_job(3);
+        AllReduce next(3, 30'000, 2);
+        job.dark = 0;
+        job.watch.wait(0, job.net.post(0, first.spec(0, 0, lossy)));
+        job.dark = 0xffff'ffff;
+        std::vector<std::uint64_t> ids;
+        for (std::uint16_t rank = 0; rank < 3; ++rank) {
+            ids.push_back(job.net.post(rank, next.spec(rank, 1, Reduce::arrived, {.budget = 1.0}, second_stage)));
+        }
+        job.watch.wait_all(ids, Status::ok, 5 * second);
+        if (second_stage.budget > 0) continue;
+        CHECK(next.out[1] == next.out[2]);
+        CHECK(next.out[0] == next.out[1]);
+    }
+}
+
 TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     Cuttable job(3);
     std::mt19937 random(4);
