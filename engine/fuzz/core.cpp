@@ -2,6 +2,8 @@
 // wait, cancel, leave. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
 // The first byte says how many ranks there are and whether members may lie. A lie is told under the name of a rank that
 // goes on telling the truth as well, so that the two may wait for one another for ever: then only safety is asked for.
+#include "core.hpp"
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -10,8 +12,6 @@
 #include <deque>
 #include <memory>
 #include <vector>
-
-#include "core.hpp"
 
 using namespace storm;
 
@@ -184,8 +184,10 @@ private:
                     if (peer == rank) continue;
                     posted->sent[peer] = message(rank, peer, key, size_of(plan, rank, peer));
                     posted->got[peer].resize(size_of(plan, peer, rank));
-                    spec.sends.push_back({.peer = peer, .data = posted->sent[peer].data(), .bytes = posted->sent[peer].size()});
-                    spec.receives.push_back({.peer = peer, .into = posted->got[peer].data(), .bytes = posted->got[peer].size()});
+                    spec.sends.push_back(
+                        {.peer = peer, .data = posted->sent[peer].data(), .bytes = posted->sent[peer].size()});
+                    spec.receives.push_back(
+                        {.peer = peer, .into = posted->got[peer].data(), .bytes = posted->got[peer].size()});
                 }
                 break;
             case Shape::all_reduce: all_reduce(rank, plan, *posted, spec); break;
@@ -196,7 +198,9 @@ private:
         pump(rank);
     }
 
-    static std::size_t size_of(const Plan& plan, std::uint16_t from, std::uint16_t to) { return plan.bytes + from * 5U + to; }
+    static std::size_t size_of(const Plan& plan, std::uint16_t from, std::uint16_t to) {
+        return plan.bytes + from * 5U + to;
+    }
 
     static std::vector<std::byte> message(std::uint16_t from, std::uint16_t to, std::uint32_t key, std::size_t bytes) {
         std::vector<std::byte> out(bytes);
@@ -210,8 +214,12 @@ private:
         posted.in.resize(shard * world_);
         posted.out.assign(shard * world_, -1.0F);
         for (std::size_t e = 0; e < posted.in.size(); ++e) posted.in[e] = value(rank, e);
-        const auto input = [&](std::size_t of) { return reinterpret_cast<const std::byte*>(posted.in.data() + of * shard); };
-        const auto output = [&](std::size_t of) { return reinterpret_cast<std::byte*>(posted.out.data() + of * shard); };
+        const auto input = [&](std::size_t of) {
+            return reinterpret_cast<const std::byte*>(posted.in.data() + of * shard);
+        };
+        const auto output = [&](std::size_t of) {
+            return reinterpret_cast<std::byte*>(posted.out.data() + of * shard);
+        };
         const bool lossy = plan.stages[0].budget > 0 || plan.stages[0].deadline != never;
         spec.reduction = ReductionSpec{.mode = lossy ? Reduce::arrived : Reduce::in_order,
                                        .wire = Dtype::float32,
@@ -228,7 +236,9 @@ private:
             spec.receives.push_back({.peer = peer, .second_stage = true, .into = output(peer), .bytes = plan.bytes});
         }
     }
-    static float value(std::uint16_t rank, std::size_t element) { return static_cast<float>((element * 7 + rank * 13) % 50); }
+    static float value(std::uint16_t rank, std::size_t element) {
+        return static_cast<float>((element * 7 + rank * 13) % 50);
+    }
 
     // Down a chain: 0 sends to 1, and everyone passes on to the next.
     void broadcast(std::uint16_t rank, const Plan& plan, std::uint32_t key, Posted& posted, ExchangeSpec& spec) const {
@@ -246,11 +256,13 @@ private:
                                            .out = posted.got[0].data(),
                                            .bytes = plan.bytes};
             if (next < world_) {
-                spec.sends.push_back({.peer = next, .second_stage = true, .data = posted.got[0].data(), .bytes = plan.bytes});
+                spec.sends.push_back(
+                    {.peer = next, .second_stage = true, .data = posted.got[0].data(), .bytes = plan.bytes});
             }
         } else {
             posted.got[1].resize(plan.bytes);
-            spec.receives.push_back({.peer = 1, .second_stage = true, .into = posted.got[1].data(), .bytes = plan.bytes});
+            spec.receives.push_back(
+                {.peer = 1, .second_stage = true, .into = posted.got[1].data(), .bytes = plan.bytes});
         }
     }
 
@@ -381,7 +393,8 @@ private:
         for (const auto& core : cores_) {
             const Counters& c = core->counters();
             REQUIRE(c.pool_bytes <= pool_bytes && c.pool_peak_bytes <= pool_bytes);
-            REQUIRE(c.malformed + c.foreign + c.corrupt + c.duplicates + c.unexpected + c.late <= 2 * c.datagrams_received);
+            REQUIRE(c.malformed + c.foreign + c.corrupt + c.duplicates + c.unexpected + c.late <=
+                    2 * c.datagrams_received);
             REQUIRE(c.bytes_sent >= c.datagrams_sent * header_bytes);
         }
     }
@@ -396,7 +409,8 @@ private:
         }
         // A lie may end an exchange or fill it with lies, but only the liar's part of it.
         if (outcome.status != Status::ok) {
-            REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent || outcome.status == Status::peer_failed);
+            REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent ||
+                    outcome.status == Status::peer_failed);
             return;
         }
         const std::uint32_t key = plan.channel * 64 + plan.seq;

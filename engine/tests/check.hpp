@@ -27,8 +27,8 @@ inline void that(bool holds, const char* text, const char* file, int line) {
 
 }  // namespace storm::check
 
-#define TEST(name)                                                             \
-    static void name();                                                        \
+#define TEST(name)                                                              \
+    static void name();                                                         \
     static const ::storm::check::Registration registration_##name(#name, name); \
     static void name()
 #define CHECK(condition) ::storm::check::that((condition), #condition, __FILE__, __LINE__)

@@ -44,7 +44,8 @@ struct AllToAll {
             for (std::uint16_t from = 0; from < world; ++from) got[at].emplace_back(sent[from][at].size());
         }
     }
-    [[nodiscard]] ExchangeSpec spec(std::uint16_t rank, std::uint32_t seq, StageSpec stage = {}, std::uint32_t channel = 0) {
+    [[nodiscard]] ExchangeSpec spec(std::uint16_t rank, std::uint32_t seq, StageSpec stage = {},
+                                    std::uint32_t channel = 0) {
         ExchangeSpec spec = exchange_on(channel, seq, stage);
         for (std::uint16_t step = 1; step < world; ++step) {
             const auto peer = static_cast<std::uint16_t>((rank + step) % world);
@@ -83,10 +84,15 @@ struct AllReduce {
     [[nodiscard]] std::size_t bytes(std::uint16_t rank) const {
         return 4 * (begin(static_cast<std::uint16_t>(rank + 1)) - begin(rank));
     }
-    [[nodiscard]] ExchangeSpec spec(std::uint16_t rank, std::uint32_t seq, Reduce mode, StageSpec first = {}, StageSpec second = {}) {
+    [[nodiscard]] ExchangeSpec spec(std::uint16_t rank, std::uint32_t seq, Reduce mode, StageSpec first = {},
+                                    StageSpec second = {}) {
         ExchangeSpec spec = exchange_on(0, seq, first, second);
-        const auto input = [&](std::uint16_t shard) { return reinterpret_cast<const std::byte*>(in[rank].data() + begin(shard)); };
-        const auto output = [&](std::uint16_t shard) { return reinterpret_cast<std::byte*>(out[rank].data() + begin(shard)); };
+        const auto input = [&](std::uint16_t shard) {
+            return reinterpret_cast<const std::byte*>(in[rank].data() + begin(shard));
+        };
+        const auto output = [&](std::uint16_t shard) {
+            return reinterpret_cast<std::byte*>(out[rank].data() + begin(shard));
+        };
         spec.reduction = ReductionSpec{.mode = mode,
                                        .wire = Dtype::float32,
                                        .out_dtype = Dtype::float32,
@@ -143,8 +149,9 @@ public:
             const bool more = network_.advance();
             if (more && network_.now() < give_up_at) continue;
             if (const Outcome* ended = outcome(rank, id)) return *ended;
-            throw std::runtime_error("rank " + std::to_string(rank) + "'s exchange " + std::to_string(id) +
-                                     (more ? " was still running after its time" : " hung: nothing was left to happen"));
+            throw std::runtime_error(
+                "rank " + std::to_string(rank) + "'s exchange " + std::to_string(id) +
+                (more ? " was still running after its time" : " hung: nothing was left to happen"));
         }
     }
     // ... by every rank's id, all with this status.

@@ -24,7 +24,8 @@ SimConfig storm_of(std::uint16_t world, std::uint64_t seed) {
     config.core = core_config(world);
     config.core.silence = 60 * second;  // bursts last for datagrams, not for a time: a dozen probes may all be lost
     config.faults.seed = seed;
-    config.faults.default_link = {.loss = 0.2, .burst = 3, .duplicate = 0.1, .reorder = 0.1, .corrupt = 0.05, .jitter = 200 * microsecond};
+    config.faults.default_link = {
+        .loss = 0.2, .burst = 3, .duplicate = 0.1, .reorder = 0.1, .corrupt = 0.05, .jitter = 200 * microsecond};
     return config;
 }
 
@@ -68,12 +69,14 @@ TEST(exchanges_of_odd_sizes_are_exact_in_a_storm_for_worlds_of_two_to_eight) {
 TEST(all_reduce_is_exact_to_the_bit_in_a_storm_for_worlds_of_two_to_eight) {
     for (std::uint16_t world = 2; world <= 8; ++world) {
         // Also fewer elements than ranks: some shards are empty.
-        for (const std::size_t elements : {std::size_t{0}, std::size_t{1}, std::size_t{world} - 1, std::size_t{365}, std::size_t{30'011}}) {
+        for (const std::size_t elements :
+             {std::size_t{0}, std::size_t{1}, std::size_t{world} - 1, std::size_t{365}, std::size_t{30'011}}) {
             Sim sim(storm_of(world, world + elements));
             Watch watch(sim, world);
             AllReduce job(world, elements, world);
             std::vector<std::uint64_t> ids;
-            for (std::uint16_t rank = 0; rank < world; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+            for (std::uint16_t rank = 0; rank < world; ++rank)
+                ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
             watch.wait_all(ids);
             job.check_exact();
             for (std::uint16_t rank = 0; rank < world; ++rank) {
@@ -91,9 +94,10 @@ TEST(worked_example_of_the_protocol_runs_as_it_is_drawn) {
     Watch watch(net, 2);
     std::vector<std::string> drawn;
     net.tap = [&](Datagram& d) {
-        constexpr std::array<const char*, 10> kinds{"", "data", "report", "ready", "wait", "end", "done", "ping", "bye", "failed"};
-        std::string line = std::to_string((net.now() - second) / microsecond) + " " + kinds.at(static_cast<std::size_t>(d.header.kind)) +
-                           " " + std::to_string(d.header.number);
+        constexpr std::array<const char*, 10> kinds{"",    "data", "report", "ready", "wait",
+                                                    "end", "done", "ping",   "bye",   "failed"};
+        std::string line = std::to_string((net.now() - second) / microsecond) + " " +
+                           kinds.at(static_cast<std::size_t>(d.header.kind)) + " " + std::to_string(d.header.number);
         if (d.header.kind == Kind::data) line += " chunk " + std::to_string(d.header.chunk);
         if ((d.header.flags & flag_repair) != 0) line += " repair";
         if ((d.header.flags & flag_last) != 0) line += " last";
@@ -108,8 +112,9 @@ TEST(worked_example_of_the_protocol_runs_as_it_is_drawn) {
     const std::uint64_t receiver = net.post(1, receive), sender = net.post(0, send);
     watch.wait_all({sender, receiver});
     CHECK(got == sent);
-    CHECK(drawn == (std::vector<std::string>{"0 data 1 chunk 3", "0 data 2 chunk 4", "0 data 3 chunk 0", "0 data 4 chunk 1",
-                                             "0 data 5 chunk 2 last", "50 report 1", "175 data 6 chunk 0 repair last", "225 report 2"}));
+    CHECK(drawn == (std::vector<std::string>{"0 data 1 chunk 3", "0 data 2 chunk 4", "0 data 3 chunk 0",
+                                             "0 data 4 chunk 1", "0 data 5 chunk 2 last", "50 report 1",
+                                             "175 data 6 chunk 0 repair last", "225 report 2"}));
     CHECK_EQUAL(watch.outcome(1, receiver)->ended, second + 225 * microsecond);
     CHECK_EQUAL(watch.outcome(0, sender)->ended, second + 275 * microsecond);
     CHECK_EQUAL(watch.outcome(0, sender)->repaired, 1U);
@@ -123,7 +128,8 @@ TEST(datagram_sizes_from_the_smallest_to_the_largest_carry_exact_exchanges) {
         Watch watch(sim, 3);
         AllReduce job(3, 20'011, 1);
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+        for (std::uint16_t rank = 0; rank < 3; ++rank)
+            ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
         watch.wait_all(ids);
         job.check_exact();
     }
@@ -166,7 +172,8 @@ TEST(late_chunk_of_the_first_stage_holds_back_no_other_chunk_of_the_second) {
         if (d.header.kind != Kind::data) return true;
         if ((d.header.flags & flag_second_stage) != 0 && net.now() < lit_at) ++passed_on[d.source];
         // One contribution to one chunk of each shard comes late.
-        return (d.header.flags & flag_second_stage) != 0 || d.header.chunk != 5 || d.source != (d.target + 1) % 4 || net.now() > lit_at;
+        return (d.header.flags & flag_second_stage) != 0 || d.header.chunk != 5 || d.source != (d.target + 1) % 4 ||
+               net.now() > lit_at;
     };
     std::vector<std::uint64_t> ids;
     for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::in_order)));
@@ -210,7 +217,9 @@ TEST(chunk_that_was_repaired_needlessly_is_not_added_twice) {
     Watch watch(net, 2);
     AllReduce job(2, 2'000, 5);
     // Reports from rank 1 are lost for a while: rank 0 sends again what had arrived long ago, under new numbers.
-    net.tap = [&](Datagram& d) { return d.header.kind != Kind::report || d.source != 1 || net.now() > second + 300 * millisecond; };
+    net.tap = [&](Datagram& d) {
+        return d.header.kind != Kind::report || d.source != 1 || net.now() > second + 300 * millisecond;
+    };
     ExchangeSpec first = job.spec(1, 0, Reduce::arrived);
     std::erase_if(first.receives, [](const ReceiveSpec& r) { return r.second_stage; });
     std::erase_if(first.sends, [](const SendSpec& s) { return s.second_stage; });
@@ -228,10 +237,12 @@ TEST(many_exchanges_in_flight_on_many_channels_do_not_mix) {
     Watch watch(sim, world);
     std::vector<AllToAll> jobs;
     std::vector<std::vector<std::uint64_t>> ids;
-    for (std::uint32_t i = 0; i < 40; ++i) jobs.emplace_back(world, 100 + i, [&](auto from, auto to) { return (i * 977 + from * 131 + to) % 9'000; });
+    for (std::uint32_t i = 0; i < 40; ++i)
+        jobs.emplace_back(world, 100 + i, [&](auto from, auto to) { return (i * 977 + from * 131 + to) % 9'000; });
     for (std::uint32_t i = 0; i < 40; ++i) {
         ids.emplace_back();
-        for (std::uint16_t rank = 0; rank < world; ++rank) ids[i].push_back(sim.post(rank, jobs[i].spec(rank, i / 4, {}, i % 4)));
+        for (std::uint16_t rank = 0; rank < world; ++rank)
+            ids[i].push_back(sim.post(rank, jobs[i].spec(rank, i / 4, {}, i % 4)));
     }
     for (std::uint32_t i = 0; i < 40; ++i) {
         watch.wait_all(ids[i]);
@@ -245,7 +256,8 @@ TEST(exchanges_of_a_channel_may_be_posted_in_another_order_on_every_rank) {
     Sim sim(storm_of(world, 78));
     Watch watch(sim, world);
     std::vector<AllToAll> jobs;
-    for (std::uint32_t i = 0; i < count; ++i) jobs.emplace_back(world, 200 + i, [](auto, auto) { return std::size_t{5'000}; });
+    for (std::uint32_t i = 0; i < count; ++i)
+        jobs.emplace_back(world, 200 + i, [](auto, auto) { return std::size_t{5'000}; });
     std::vector<std::vector<std::uint64_t>> ids(count, std::vector<std::uint64_t>(world));
     std::vector<std::vector<std::uint32_t>> orders(world, std::vector<std::uint32_t>(count));
     for (std::uint16_t rank = 0; rank < world; ++rank) {
@@ -280,7 +292,8 @@ TEST(same_seed_gives_the_same_run) {
         Watch watch(sim, 4);
         AllReduce job(4, 20'000, 6);
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
+        for (std::uint16_t rank = 0; rank < 4; ++rank)
+            ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::in_order)));
         watch.wait_all(ids);
         ended[run] = sim.now();
         for (std::uint16_t rank = 0; rank < 4; ++rank) sent[run] += sim.core(rank).counters().datagrams_sent;
@@ -302,7 +315,9 @@ TEST(quiet_network_carries_each_byte_once) {
     for (std::uint16_t rank = 0; rank < 4; ++rank) {
         const Counters& counters = sim.core(rank).counters();
         CHECK_EQUAL(counters.repaired, 0U);
-        CHECK_EQUAL(counters.duplicates + counters.late + counters.corrupt + counters.malformed + counters.foreign + counters.unexpected, 0U);
+        CHECK_EQUAL(counters.duplicates + counters.late + counters.corrupt + counters.malformed + counters.foreign +
+                        counters.unexpected,
+                    0U);
         // Six messages of 100 kB: the rest is headers and reports.
         CHECK(counters.bytes_sent < 600'000 * 105 / 100);
     }

@@ -33,7 +33,8 @@ void check_mask(const Arrival& arrival, const Buffer& got, const Buffer& sent, s
     std::uint64_t missing = 0;
     for (std::size_t chunk = 0; chunk < arrival.chunks; ++chunk) {
         const std::size_t at = chunk * chunk_bytes, size = std::min(chunk_bytes, sent.size() - at);
-        const auto begin = got.begin() + static_cast<std::ptrdiff_t>(at), end = begin + static_cast<std::ptrdiff_t>(size);
+        const auto begin = got.begin() + static_cast<std::ptrdiff_t>(at),
+                   end = begin + static_cast<std::ptrdiff_t>(size);
         if (arrived(arrival, chunk)) {
             ++count;
             CHECK(std::equal(begin, end, sent.begin() + static_cast<std::ptrdiff_t>(at)));
@@ -72,7 +73,8 @@ TEST(message_ends_with_no_more_missing_than_its_budget_and_the_mask_tells_what) 
             for (Buffer& buffer : buffers) std::fill(buffer.begin(), buffer.end(), old_value);
         }
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, {.budget = budget})));
+        for (std::uint16_t rank = 0; rank < 3; ++rank)
+            ids.push_back(sim.post(rank, job.spec(rank, 0, {.budget = budget})));
         watch.wait_all(ids);
         std::uint64_t repaired = 0;
         double missing = 0;
@@ -83,7 +85,8 @@ TEST(message_ends_with_no_more_missing_than_its_budget_and_the_mask_tells_what) 
                 CHECK_EQUAL(arrival.chunks, 201U);
                 CHECK(static_cast<double>(arrival.chunks - arrival.arrived) <= budget * arrival.chunks);
                 missing += static_cast<double>(arrival.chunks - arrival.arrived) / arrival.chunks / 6;
-                check_mask(arrival, job.got[rank][arrival.peer], job.sent[arrival.peer][rank], sim.core(rank).chunk_bytes());
+                check_mask(arrival, job.got[rank][arrival.peer], job.sent[arrival.peer][rank],
+                           sim.core(rank).chunk_bytes());
             }
         }
         // What the network loses is 20 %: a smaller budget is used up before anything is repaired, a larger never repairs.
@@ -112,9 +115,11 @@ TEST(lossy_all_reduce_is_the_scaled_sum_of_what_arrived_and_all_ranks_hold_the_s
         Sim sim(config);
         Watch watch(sim, 4);
         AllReduce job(4, 60'003, 8);
-        for (std::uint16_t rank = 0; rank < 4; ++rank) std::fill(job.in[rank].begin(), job.in[rank].end(), static_cast<float>(rank + 1));
+        for (std::uint16_t rank = 0; rank < 4; ++rank)
+            std::fill(job.in[rank].begin(), job.in[rank].end(), static_cast<float>(rank + 1));
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::arrived, {.budget = budget}, {})));
+        for (std::uint16_t rank = 0; rank < 4; ++rank)
+            ids.push_back(sim.post(rank, job.spec(rank, 0, Reduce::arrived, {.budget = budget}, {})));
         watch.wait_all(ids);
         const std::size_t per_chunk = sim.core(0).chunk_bytes() / 4;
         for (std::uint16_t rank = 0; rank < 4; ++rank) {
@@ -142,7 +147,9 @@ TEST(deadline_ends_an_exchange_with_what_has_arrived) {
         Watch watch(net, 2);
         Transfer job(50 * 1440);
         // Chunks of the second half never arrive, nor does the end.
-        net.tap = [](Datagram& d) { return d.header.kind == Kind::report || (d.header.kind == Kind::data && d.header.chunk < 25); };
+        net.tap = [](Datagram& d) {
+            return d.header.kind == Kind::report || (d.header.kind == Kind::data && d.header.chunk < 25);
+        };
         const StageSpec stage{.budget = budget, .deadline = 30 * millisecond};
         const Nanos start = net.now();
         const std::uint64_t sender = net.post(0, job.send(0, stage)), receiver = net.post(1, job.receive(0, stage));
@@ -160,9 +167,12 @@ TEST(deadline_of_the_first_stage_opens_the_second) {
     Tapped net(core_config(3));
     Watch watch(net, 3);
     AllReduce job(3, 10'000, 9);
-    net.tap = [](Datagram& d) { return d.header.kind != Kind::data || (d.header.flags & flag_second_stage) != 0 || d.source != 2; };
+    net.tap = [](Datagram& d) {
+        return d.header.kind != Kind::data || (d.header.flags & flag_second_stage) != 0 || d.source != 2;
+    };
     std::vector<std::uint64_t> ids;
-    for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::arrived, {.deadline = 20 * millisecond}, {})));
+    for (std::uint16_t rank = 0; rank < 3; ++rank)
+        ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::arrived, {.deadline = 20 * millisecond}, {})));
     watch.wait_all(ids);
     CHECK(job.out[0] == job.out[1] && job.out[1] == job.out[2]);
     for (const std::uint16_t count : watch.outcome(0, ids[0])->counts) CHECK_EQUAL(count, 2U);
@@ -219,7 +229,10 @@ TEST(done_that_is_lost_costs_only_what_was_on_its_way) {
     Tapped net(core_config(2));
     Watch watch(net, 2);
     Transfer job(200 * 1440);
-    net.tap = [](Datagram& d) { return d.header.kind != Kind::done && (d.header.kind != Kind::data || (d.header.flags & flag_repair) == 0 || d.header.chunk % 2 == 0); };
+    net.tap = [](Datagram& d) {
+        return d.header.kind != Kind::done &&
+               (d.header.kind != Kind::data || (d.header.flags & flag_repair) == 0 || d.header.chunk % 2 == 0);
+    };
     const StageSpec stage{.budget = 0.0, .deadline = 20 * millisecond};
     const std::uint64_t receiver = net.post(1, job.receive(0, stage));
     const std::uint64_t sender = net.post(0, job.send(0, {}));
@@ -274,7 +287,8 @@ TEST(empty_shard_that_was_lost_in_the_first_stage_is_passed_on_in_the_second) {
     AllReduce job(2, 1, 1);
     net.tap = [](Datagram& d) { return d.header.kind != Kind::data || (d.header.flags & flag_second_stage) != 0; };
     std::vector<std::uint64_t> ids;
-    for (std::uint16_t rank = 0; rank < 2; ++rank) ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::arrived, {.budget = 1.0}, {})));
+    for (std::uint16_t rank = 0; rank < 2; ++rank)
+        ids.push_back(net.post(rank, job.spec(rank, 0, Reduce::arrived, {.budget = 1.0}, {})));
     watch.wait_all(ids, Status::ok, 5 * second);
     CHECK(job.out[0] == job.out[1]);
 }
@@ -289,7 +303,11 @@ TEST(relay_passes_on_what_it_got_and_its_receivers_miss_no_more_than_their_budge
         ExchangeSpec root = exchange_on(0, 0, stage, stage), relay = root, leaf = root;
         root.sends.push_back({.peer = 1, .data = message.data(), .bytes = message.size()});
         relay.receives.push_back({.peer = 0, .reduce = true, .bytes = message.size()});
-        relay.reduction = ReductionSpec{.mode = Reduce::copy, .wire = Dtype::bytes, .out_dtype = Dtype::bytes, .out = middle.data(), .bytes = message.size()};
+        relay.reduction = ReductionSpec{.mode = Reduce::copy,
+                                        .wire = Dtype::bytes,
+                                        .out_dtype = Dtype::bytes,
+                                        .out = middle.data(),
+                                        .bytes = message.size()};
         relay.sends.push_back({.peer = 2, .second_stage = true, .data = middle.data(), .bytes = message.size()});
         leaf.receives.push_back({.peer = 1, .second_stage = true, .into = far.data(), .bytes = message.size()});
         const std::vector<std::uint64_t> ids{sim.post(0, root), sim.post(1, relay), sim.post(2, leaf)};

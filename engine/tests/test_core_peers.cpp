@@ -24,7 +24,8 @@ struct Cuttable {
     }
     std::vector<std::uint64_t> post(AllToAll& job, std::uint32_t seq, StageSpec stage = {}) {
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < job.world; ++rank) ids.push_back(net.post(rank, job.spec(rank, seq, stage)));
+        for (std::uint16_t rank = 0; rank < job.world; ++rank)
+            ids.push_back(net.post(rank, job.spec(rank, seq, stage)));
         return ids;
     }
     // Whether `rank` got all from everyone.
@@ -146,7 +147,8 @@ TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
     Cuttable job(3);
     AllToAll first = small_job(3), next(3, 2, [](auto, auto) { return std::size_t{1'000'000}; });
     job.dark = 1;
-    const std::uint64_t old0 = job.net.post(0, first.spec(0, 0, lossy)), old2 = job.net.post(2, first.spec(2, 0, lossy));
+    const std::uint64_t old0 = job.net.post(0, first.spec(0, 0, lossy)),
+                        old2 = job.net.post(2, first.spec(2, 0, lossy));
     job.watch.wait(0, old0);
     job.watch.wait(2, old2);
     job.dark = 0xffff'ffff;
@@ -184,7 +186,8 @@ TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     job.watch.wait_all(job.post(exact, 0));
     job.net.tap = [&](Datagram&) { return random() % 10 >= 4; };
     const std::uint64_t hard0 = job.net.post(0, hard.spec(0, 1));
-    const std::uint64_t soft1 = job.net.post(1, soft.spec(1, 2, lossy)), soft0 = job.net.post(0, soft.spec(0, 2, lossy));
+    const std::uint64_t soft1 = job.net.post(1, soft.spec(1, 2, lossy)),
+                        soft0 = job.net.post(0, soft.spec(0, 2, lossy));
     job.net.run(5 * millisecond);
     job.net.leave(2);
     for (const Nanos until = job.net.now() + second; !job.net.core(2).gone();) CHECK(job.net.advance(until));

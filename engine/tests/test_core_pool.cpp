@@ -204,9 +204,11 @@ TEST(send_buffer_is_not_read_after_its_exchange_has_ended) {
         };
         for (std::uint32_t seq = 0; seq < 300; ++seq) {
             const std::size_t bytes = 1 + random() % 40'000;
-            const StageSpec stage{.budget = static_cast<double>(seq % 3) / 2, .deadline = seq % 4 == 0 ? 2 * millisecond : never};
+            const StageSpec stage{.budget = static_cast<double>(seq % 3) / 2,
+                                  .deadline = seq % 4 == 0 ? 2 * millisecond : never};
             for (std::uint16_t rank = 0; rank < 2; ++rank) {
-                Running memory{.sent = std::make_unique<std::byte[]>(bytes), .got = std::make_unique<std::byte[]>(bytes)};
+                Running memory{.sent = std::make_unique<std::byte[]>(bytes),
+                               .got = std::make_unique<std::byte[]>(bytes)};
                 ExchangeSpec spec = exchange_on(0, seq, stage);
                 const auto peer = static_cast<std::uint16_t>(1 - rank);
                 spec.sends.push_back({.peer = peer, .data = memory.sent.get(), .bytes = bytes});

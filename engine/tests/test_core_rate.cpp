@@ -34,7 +34,8 @@ public:
         const std::uint64_t sent_before = sent(), dropped_before = sim_.queue_drops();
         std::vector<std::uint64_t> ids;
         for (std::uint16_t rank = 0; rank < world; ++rank) {
-            ids.push_back(sim_.post(rank, job.spec(rank, seq_, exact ? Reduce::in_order : Reduce::arrived, stage, stage)));
+            ids.push_back(
+                sim_.post(rank, job.spec(rank, seq_, exact ? Reduce::in_order : Reduce::arrived, stage, stage)));
         }
         ++seq_;
         watch_.wait_all(ids);
@@ -51,7 +52,8 @@ public:
         }
         const double ideal_s = 2.0 * (world - 1) / world * static_cast<double>(bytes) / line_.bytes_per_s;
         return {.times_ideal = static_cast<double>(ended - start) * 1e-9 / ideal_s,
-                .dropped = static_cast<double>(sim_.queue_drops() - dropped_before) / static_cast<double>(sent() - sent_before)};
+                .dropped = static_cast<double>(sim_.queue_drops() - dropped_before) /
+                           static_cast<double>(sent() - sent_before)};
     }
 
 private:
@@ -83,7 +85,8 @@ private:
 void check_at_most(const Measured& measured, double times_ideal) {
     CHECK(measured.dropped <= 0.01);
     if (measured.times_ideal <= times_ideal) return;
-    throw std::runtime_error("took " + std::to_string(measured.times_ideal) + " x ideal, more than " + std::to_string(times_ideal));
+    throw std::runtime_error("took " + std::to_string(measured.times_ideal) + " x ideal, more than " +
+                             std::to_string(times_ideal));
 }
 
 constexpr Line office{.bytes_per_s = 400 * mbit, .delay = 500 * microsecond, .loss = 0};

@@ -58,7 +58,8 @@ Run run_with(const Stranger& stranger, const CoreConfig& config) {
     };
     for (std::uint32_t seq = 0; seq < 3; ++seq) {
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(net.post(rank, job.spec(rank, seq, seq == 1 ? Reduce::arrived : Reduce::in_order)));
+        for (std::uint16_t rank = 0; rank < 3; ++rank)
+            ids.push_back(net.post(rank, job.spec(rank, seq, seq == 1 ? Reduce::arrived : Reduce::in_order)));
         watch.wait_all(ids);
     }
     run.out = job.out;
@@ -111,7 +112,8 @@ TEST(random_bytes_change_nothing) {
         std::uint64_t injected = 0;
         check_unmoved(config, injected, [&](Tapped& net, const Datagram& d, bool) {
             Buffer noise = random_buffer(random() % 1500, random());
-            if (!noise.empty() && random() % 2 == 0) noise[0] = static_cast<std::byte>(wire_version << 4 | random() % 16);
+            if (!noise.empty() && random() % 2 == 0)
+                noise[0] = static_cast<std::byte>(wire_version << 4 | random() % 16);
             if (noise.size() > 12 && random() % 2 == 0) {
                 const auto visible = static_cast<std::uint32_t>(cookie);
                 noise[1] = std::byte{};
@@ -250,7 +252,8 @@ TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
     CHECK(watch.wait(1, ids[1]).status == Status::ok);
     CHECK(honest.got[0][1] == honest.sent[1][0]);
     CHECK(honest.complete(1));
-    for (std::size_t at = 0; at < 50'000; ++at) CHECK(honest.got[0][2][at] == std::byte{} || honest.got[0][2][at] == honest.sent[2][0][at]);
+    for (std::size_t at = 0; at < 50'000; ++at)
+        CHECK(honest.got[0][2][at] == std::byte{} || honest.got[0][2][at] == honest.sent[2][0][at]);
 }
 
 TEST(hostile_reports_of_a_member_acknowledge_no_more_than_was_sent) {

@@ -1,7 +1,5 @@
 // Drivers on real sockets over loopback, several in one process: threads, descriptors, faults and who drives whom. The
 // thread sanitizer is the second reader of this file.
-#include "driver.hpp"
-
 #include <dirent.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -12,6 +10,7 @@
 #include <future>
 #include <thread>
 
+#include "driver.hpp"
 #include "jobs.hpp"
 
 using namespace storm;
@@ -84,7 +83,8 @@ void train(Team& team, std::uint32_t rounds, std::size_t elements, StageSpec fir
         ranks.push_back(on_thread([&, rank] {
             for (std::uint32_t round = 0; round < rounds; ++round) {
                 const Reduce mode = first.budget > 0 ? Reduce::arrived : Reduce::in_order;
-                const Outcome outcome = wait_for(team[rank], team[rank].post(jobs[round].spec(rank, first_seq + round, mode, first, {})));
+                const Outcome outcome =
+                    wait_for(team[rank], team[rank].post(jobs[round].spec(rank, first_seq + round, mode, first, {})));
                 CHECK(outcome.status == Status::ok);
             }
         }));
@@ -167,7 +167,8 @@ TEST(exchange_ends_without_anyone_waiting) {
     Team team(2);
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{2'000'000}; });
     const std::uint64_t id0 = team[0].post(job.spec(0, 0)), id1 = team[1].post(job.spec(1, 0));
-    for (int i = 0; i < 2000 && !(team[0].ended(id0) && team[1].ended(id1)); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (int i = 0; i < 2000 && !(team[0].ended(id0) && team[1].ended(id1)); ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
     CHECK(team[0].ended(id0) && team[1].ended(id1));
     CHECK(job.complete(0) && job.complete(1));
     CHECK(wait_for(team[0], id0).status == Status::ok);
@@ -178,13 +179,15 @@ TEST(posts_from_many_threads_at_once_all_complete) {
     Team team(2);
     constexpr std::uint32_t threads = 4, each = 10;
     std::vector<AllToAll> jobs;
-    for (std::uint32_t i = 0; i < threads * each; ++i) jobs.emplace_back(2, i, [&](auto, auto) { return std::size_t{1 + i * 997}; });
+    for (std::uint32_t i = 0; i < threads * each; ++i)
+        jobs.emplace_back(2, i, [&](auto, auto) { return std::size_t{1 + i * 997}; });
     std::vector<std::future<void>> running;
     for (std::uint32_t t = 0; t < threads; ++t) {
         for (std::uint16_t rank = 0; rank < 2; ++rank) {
             running.push_back(on_thread([&, t, rank] {
                 std::vector<std::uint64_t> ids;
-                for (std::uint32_t i = 0; i < each; ++i) ids.push_back(team[rank].post(jobs[t * each + i].spec(rank, i, {}, t)));
+                for (std::uint32_t i = 0; i < each; ++i)
+                    ids.push_back(team[rank].post(jobs[t * each + i].spec(rank, i, {}, t)));
                 for (const std::uint64_t id : ids) CHECK(wait_for(team[rank], id).status == Status::ok);
             }));
         }
@@ -287,7 +290,8 @@ TEST(idle_drivers_use_no_processor) {
     const auto used = [] {
         rusage usage{};
         getrusage(RUSAGE_SELF, &usage);
-        return (usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * second + (usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * microsecond;
+        return (usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * second +
+               (usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * microsecond;
     };
     Team team(4);
     train(team, 2, 10'000);
@@ -334,7 +338,8 @@ TEST(faults_may_be_set_while_exchanges_run) {
 TEST(faults_may_be_set_while_drivers_come_and_go) {
     std::atomic<bool> over{false};
     auto changer = on_thread([&] {
-        const auto weather = std::make_shared<FaultSettings>(FaultSettings{.seed = 1, .default_link = {.loss = 0.1}, .links = {}});
+        const auto weather =
+            std::make_shared<FaultSettings>(FaultSettings{.seed = 1, .default_link = {.loss = 0.1}, .links = {}});
         for (bool on = true; !over; on = !on) Driver::set_faults(on ? weather : nullptr);
     });
     for (int i = 0; i < 8; ++i) {

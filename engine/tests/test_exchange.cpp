@@ -1,6 +1,4 @@
 // How messages are cut, and what an incoming message does with chunks: no core, no links, no time.
-#include "exchange.hpp"
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -8,6 +6,7 @@
 #include <set>
 
 #include "check.hpp"
+#include "exchange.hpp"
 
 using namespace storm;
 
@@ -169,7 +168,8 @@ TEST(exchange_tells_once_of_new_final_chunks) {
                                    .out = reinterpret_cast<std::byte*>(out.data()),
                                    .bytes = 32};
     spec.receives.push_back({.peer = 1, .reduce = true, .bytes = 32});
-    spec.sends.push_back({.peer = 1, .second_stage = true, .data = reinterpret_cast<std::byte*>(out.data()), .bytes = 32});
+    spec.sends.push_back(
+        {.peer = 1, .second_stage = true, .data = reinterpret_cast<std::byte*>(out.data()), .bytes = 32});
     Exchange exchange(spec, 16, blocks, 0);
     CHECK(!exchange.take_news());
     CHECK(!exchange.sends[0].sendable());

@@ -1,5 +1,3 @@
-#include "kernels.hpp"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "kernels.hpp"
 
 using namespace storm;
 
@@ -27,7 +26,8 @@ constexpr Format float16{Dtype::float16, 10, -14, 65504.0};
 
 double value_of(const Format& format, std::uint16_t bits) {
     const int fraction = bits & ((1 << format.mantissa_bits) - 1), top = (1 << (15 - format.mantissa_bits)) - 1;
-    const int exponent = (bits & 0x7fff) >> format.mantissa_bits, unit = format.smallest_exponent - format.mantissa_bits;
+    const int exponent = (bits & 0x7fff) >> format.mantissa_bits,
+              unit = format.smallest_exponent - format.mantissa_bits;
     double magnitude = std::ldexp(fraction, unit);
     if (exponent > 0) magnitude = std::ldexp(fraction + (1 << format.mantissa_bits), unit + exponent - 1);
     if (exponent == top) magnitude = fraction != 0 ? std::nan("") : HUGE_VAL;
@@ -129,8 +129,8 @@ TEST(rounding_is_right_for_floats_of_every_size) {
     std::vector<float> values(1 << 18);
     for (float& value : values) value = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
     constexpr float infinity = std::numeric_limits<float>::infinity();
-    values.insert(values.end(), {0.0F, -0.0F, infinity, -infinity, 65'519.996F, 65'520.0F, 0x1p-25F, 0x1.000002p-25F, 0x1p-149F,
-                                 std::bit_cast<float>(0x7f800001U), std::bit_cast<float>(0xffffffffU)});
+    values.insert(values.end(), {0.0F, -0.0F, infinity, -infinity, 65'519.996F, 65'520.0F, 0x1p-25F, 0x1.000002p-25F,
+                                 0x1p-149F, std::bit_cast<float>(0x7f800001U), std::bit_cast<float>(0xffffffffU)});
     for_each_set([&] {
         check_rounding(bfloat16, values);
         check_rounding(float16, values);
@@ -153,7 +153,7 @@ struct Case {
         std::mt19937 random(seed);
         std::normal_distribution<float> normal;
         const unsigned octaves = wire == Dtype::float16 ? 12 : 24;  // so wide that order shows, yet finite
-        inputs.assign(count, Buffer(offset + elements * 4));  // room to be overwritten by float32
+        inputs.assign(count, Buffer(offset + elements * 4));        // room to be overwritten by float32
         std::vector<float> sums(elements), wide(elements);
         for (std::size_t k = 0; k < count; ++k) {
             for (float& value : wide) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % octaves));

@@ -1,12 +1,11 @@
 // Packet numbers, what became of them, and what is reported: both halves of a link, alone and against one another.
-#include "link.hpp"
-
 #include <deque>
 #include <map>
 #include <random>
 #include <set>
 
 #include "check.hpp"
+#include "link.hpp"
 
 using namespace storm;
 
@@ -32,7 +31,8 @@ struct Sender {
     std::uint32_t last{};
 
     std::uint64_t send(Nanos now, std::uint32_t bytes = 1000, bool report = false) {
-        return out.depart({.bytes = bytes, .kind = report ? Kind::report : Kind::data, .settled = report, .chunk = ++last}, now);
+        return out.depart(
+            {.bytes = bytes, .kind = report ? Kind::report : Kind::data, .settled = report, .chunk = ++last}, now);
     }
     void settle(const Report& report, Nanos now) {
         out.settle(

@@ -1,9 +1,8 @@
-#include "pacer.hpp"
-
 #include <cmath>
 #include <cstdint>
 
 #include "check.hpp"
+#include "pacer.hpp"
 
 using namespace storm;
 
@@ -74,7 +73,8 @@ TEST(unlimited_and_fixed_links_never_refuse) {
     for (const RateMode mode : {RateMode::unlimited, RateMode::fixed}) {
         RateControl control(mode, 1472, 0);
         for (int i = 0; i < 1000; ++i) CHECK(control.try_send(65'536, 1ULL << 40, i));
-        control.on_delivery({.now = second, .rtt = millisecond, .bytes_per_s = 10, .delivered_bytes = 10, .lost_bytes = 1000});
+        control.on_delivery(
+            {.now = second, .rtt = millisecond, .bytes_per_s = 10, .delivered_bytes = 10, .lost_bytes = 1000});
         CHECK(control.try_send(65'536, 1ULL << 40, second));
         CHECK_EQUAL(control.next_send_at(second), second);
         CHECK(std::isinf(control.bytes_per_s()));

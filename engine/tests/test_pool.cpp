@@ -1,9 +1,8 @@
 // The pool: what waits for an exchange comes out once, in order, and nobody can make it hold more than a share.
-#include "pool.hpp"
-
 #include <random>
 
 #include "check.hpp"
+#include "pool.hpp"
 
 using namespace storm;
 

@@ -1,7 +1,5 @@
 // Rate control against a bottleneck in virtual time: a FIFO queue with a rate, a capacity and a propagation delay, random
 // loss behind it, and receivers that report every quarter of a credit window or when nothing more arrives.
-#include "rate_control.hpp"
-
 #include <algorithm>
 #include <deque>
 #include <initializer_list>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "rate_control.hpp"
 
 using namespace storm;
 
@@ -22,12 +21,12 @@ struct Path {
     double bytes_per_s{};
     Nanos rtt{};
     double queue_bytes{512 * 1024};
-    double loss{};                        // behind the bottleneck, per datagram
+    double loss{};  // behind the bottleneck, per datagram
     std::size_t datagram_bytes{1472};
-    double credit_bytes{256.0 * 1472};    // in flight per link at most; a report goes out every quarter of it
-    Nanos idle{500 * microsecond};        // a receiver reports when nothing came for so long
-    Nanos most_held{never};               // a receiver also reports this long after the first unreported arrival
-    Nanos jitter{};                       // uniform noise on each round trip: threads that wake late
+    double credit_bytes{256.0 * 1472};  // in flight per link at most; a report goes out every quarter of it
+    Nanos idle{500 * microsecond};      // a receiver reports when nothing came for so long
+    Nanos most_held{never};             // a receiver also reports this long after the first unreported arrival
+    Nanos jitter{};                     // uniform noise on each round trip: threads that wake late
 };
 
 class Network {
@@ -76,7 +75,9 @@ public:
         return sum * sum / (static_cast<double>(links_.size()) * squares);
     }
     [[nodiscard]] const RateControl& control(std::size_t link) const { return links_[link].control; }
-    [[nodiscard]] bool finished(std::size_t link) const { return links_[link].backlog == 0 && links_[link].in_flight == 0; }
+    [[nodiscard]] bool finished(std::size_t link) const {
+        return links_[link].backlog == 0 && links_[link].in_flight == 0;
+    }
     [[nodiscard]] Nanos now() const { return now_; }
 
 private:
@@ -123,19 +124,19 @@ private:
 
     void handle(const Event& event) {
         switch (event.kind) {
-        case Kind::send:
-            if (links_[event.link].wake_at == event.at) links_[event.link].wake_at = never;
-            send(event.link);
-            break;
-        case Kind::serve: serve(); break;
-        case Kind::arrive: arrive(event.link, event.number); break;
-        case Kind::idle:
-            if (links_[event.link].largest_at == event.at - path_.idle) report(event.link);
-            break;
-        case Kind::report: learn(event.link, event.number, event.held); break;
-        case Kind::ping:
-            if (links_[event.link].first <= event.number) learn(event.link, event.number, 0);
-            break;
+            case Kind::send:
+                if (links_[event.link].wake_at == event.at) links_[event.link].wake_at = never;
+                send(event.link);
+                break;
+            case Kind::serve: serve(); break;
+            case Kind::arrive: arrive(event.link, event.number); break;
+            case Kind::idle:
+                if (links_[event.link].largest_at == event.at - path_.idle) report(event.link);
+                break;
+            case Kind::report: learn(event.link, event.number, event.held); break;
+            case Kind::ping:
+                if (links_[event.link].first <= event.number) learn(event.link, event.number, 0);
+                break;
         }
     }
 
@@ -146,7 +147,8 @@ private:
             const double room = window - static_cast<double>(link.in_flight);
             const auto bytes = std::min({static_cast<std::uint64_t>(link.control.batch_bytes()), link.backlog,
                                          static_cast<std::uint64_t>(std::max(room, 0.0))});
-            if (bytes < std::min<std::uint64_t>(path_.datagram_bytes, link.backlog)) return;  // credit: a report will help
+            if (bytes < std::min<std::uint64_t>(path_.datagram_bytes, link.backlog))
+                return;  // credit: a report will help
             if (!link.control.try_send(bytes, link.in_flight, now_)) {
                 const Nanos next = link.control.next_send_at(now_);
                 if (next != never && next < link.wake_at) push(link.wake_at = next, Kind::send, index);

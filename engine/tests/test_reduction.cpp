@@ -1,6 +1,4 @@
 // One rank's shard, chunk by chunk: what the sum is, when it is final, and who counted.
-#include "reduction.hpp"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <random>
 
 #include "check.hpp"
+#include "reduction.hpp"
 
 using namespace storm;
 
@@ -23,23 +22,26 @@ std::span<const std::byte> bytes_of(const Floats& values) { return std::as_bytes
 Floats uneven(std::size_t elements, std::uint32_t seed) {
     std::mt19937 random(seed);
     Floats values(elements);
-    for (float& value : values) value = std::ldexp(static_cast<float>(random()) - 2e9F, static_cast<int>(random() % 40) - 20);
+    for (float& value : values)
+        value = std::ldexp(static_cast<float>(random()) - 2e9F, static_cast<int>(random() % 40) - 20);
     return values;
 }
 
 struct Shard {
-    Shard(Reduce mode, std::size_t elements, std::uint32_t contributors, bool average = false, std::uint32_t own_position = 0)
+    Shard(Reduce mode, std::size_t elements, std::uint32_t contributors, bool average = false,
+          std::uint32_t own_position = 0)
         : own(uneven(elements, 100)), out(elements, -1.0F) {
         for (std::uint32_t i = 0; i < contributors; ++i) inputs.push_back(uneven(elements, i));
-        reduction.emplace(ReductionSpec{.mode = mode,
-                                        .wire = Dtype::float32,
-                                        .out_dtype = Dtype::float32,
-                                        .own = mode == Reduce::copy ? nullptr : reinterpret_cast<std::byte*>(own.data()),
-                                        .out = reinterpret_cast<std::byte*>(out.data()),
-                                        .bytes = 4 * elements,
-                                        .own_position = own_position,
-                                        .average = average},
-                          contributors, chunk_bytes, blocks);
+        reduction.emplace(
+            ReductionSpec{.mode = mode,
+                          .wire = Dtype::float32,
+                          .out_dtype = Dtype::float32,
+                          .own = mode == Reduce::copy ? nullptr : reinterpret_cast<std::byte*>(own.data()),
+                          .out = reinterpret_cast<std::byte*>(out.data()),
+                          .bytes = 4 * elements,
+                          .own_position = own_position,
+                          .average = average},
+            contributors, chunk_bytes, blocks);
     }
     std::span<const std::byte> payload(std::uint32_t contributor, std::uint32_t chunk) const {
         const auto all = bytes_of(inputs[contributor]);
@@ -146,8 +148,9 @@ TEST(sum_may_be_written_over_our_own_contribution) {
         Floats memory(32, 1.0F);
         const Floats other(32, 2.0F);
         auto* at = reinterpret_cast<std::byte*>(memory.data());
-        Reduction reduction({.mode = mode, .wire = Dtype::float32, .out_dtype = Dtype::float32, .own = at, .out = at, .bytes = 128}, 2,
-                            chunk_bytes, blocks);
+        Reduction reduction(
+            {.mode = mode, .wire = Dtype::float32, .out_dtype = Dtype::float32, .own = at, .out = at, .bytes = 128}, 2,
+            chunk_bytes, blocks);
         for (std::uint32_t chunk = 0; chunk < 2; ++chunk) {
             reduction.contribute(1, chunk, bytes_of(other).first(chunk_bytes));
             reduction.contribute(0, chunk, bytes_of(other).first(chunk_bytes));

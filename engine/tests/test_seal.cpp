@@ -1,11 +1,10 @@
-#include "seal.hpp"
-
 #include <algorithm>
 #include <cstring>
 #include <random>
 #include <string_view>
 
 #include "check.hpp"
+#include "seal.hpp"
 
 using namespace storm;
 
@@ -58,8 +57,9 @@ TEST(crc32c_gives_the_published_values_in_every_version) {
     Buffer rising(32), falling(32);
     for (unsigned i = 0; i < 32; ++i) rising[i] = falling[31 - i] = static_cast<std::byte>(i);
     // RFC 3720, B.4.
-    const Buffer read_command = hex("01c00000000000000000000000000000140000000000040000000014000000182800000000000000"
-                                    "0200000000000000");
+    const Buffer read_command =
+        hex("01c00000000000000000000000000000140000000000040000000014000000182800000000000000"
+            "0200000000000000");
     for (const Crc32cVersion& version : crc32c_versions()) {
         CHECK_EQUAL(version.run(text("123456789"), 0), 0xe3069283U);
         CHECK_EQUAL(version.run(Buffer(32), 0), 0x8a9136aaU);
@@ -95,7 +95,8 @@ TEST(crc32c_continues_where_it_stopped) {
     const std::uint32_t whole = crc_by_definition(bytes, 7);
     for (const Crc32cVersion& version : crc32c_versions())
         for (std::size_t split = 0; split <= bytes.size(); split += 37)
-            CHECK_EQUAL(version.run(std::span(bytes).subspan(split), version.run(std::span(bytes).first(split), 7)), whole);
+            CHECK_EQUAL(version.run(std::span(bytes).subspan(split), version.run(std::span(bytes).first(split), 7)),
+                        whole);
 }
 
 namespace {
@@ -118,9 +119,11 @@ constexpr GcmCase gcm_cases[] = {
     {"00000000000000000000000000000000", "000000000000000000000000", "", "00000000000000000000000000000000",
      "0388dace60b6a392f328c2b971b2fe78ab6e47d42cec13bdf53a67b21257bddf"},
     {"feffe9928665731c6d6a8f9467308308", "cafebabefacedbaddecaf888", "feedfacedeadbeeffeedfacedeadbeefabaddad2",
-     "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a721c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba63"
+     "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a721c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657b"
+     "a63"
      "7b39",
-     "42831ec2217774244b7221b784d0d49ce3aa212f2c02a4e035c17e2329aca12e21d514b25466931c7d8f6a5aac84aa051ba30b396a0aac973d58"
+     "42831ec2217774244b7221b784d0d49ce3aa212f2c02a4e035c17e2329aca12e21d514b25466931c7d8f6a5aac84aa051ba30b396a0aac973"
+     "d58"
      "e0915bc94fbc3221a5db94fae95ae7121a47"},
 };
 
@@ -130,7 +133,8 @@ TEST(aead_gives_the_published_ciphertexts_while_keys_alternate) {
     const auto aead = open_aead();
     for (int round = 0; round < 3; ++round)
         for (const GcmCase& c : gcm_cases) {
-            const Key key = fixed<16>(c.key);  // always the same place on the stack: the content must decide, not the address
+            const Key key =
+                fixed<16>(c.key);  // always the same place on the stack: the content must decide, not the address
             const auto nonce = fixed<12>(c.nonce);
             const Buffer associated = hex(c.associated), plain = hex(c.plain), sealed = hex(c.sealed);
             Buffer out(plain.size() + tag_bytes);
@@ -257,8 +261,8 @@ TEST(encrypt_writes_the_documented_nonce_and_associated_data) {
     const auto nonce = fixed<12>("020001000700000005000000");
     const auto bytes = std::span(datagram);
     Buffer opened(payload.size());
-    CHECK(open_aead()->decrypt(secrets_of(sender, true).own, nonce, bytes.first(header_bytes), bytes.subspan(header_bytes),
-                               opened));
+    CHECK(open_aead()->decrypt(secrets_of(sender, true).own, nonce, bytes.first(header_bytes),
+                               bytes.subspan(header_bytes), opened));
     CHECK(opened == payload);
     CHECK(std::search(datagram.begin(), datagram.end(), payload.begin(), payload.begin() + 8) == datagram.end());
 }
@@ -306,7 +310,8 @@ TEST(either_half_of_another_jobs_cookie_is_rejected) {
 }
 
 TEST(a_datagram_of_the_other_mode_is_rejected) {
-    const Buffer plain = make_datagram(false, random_bytes(64, 7)), encrypted = make_datagram(true, random_bytes(64, 7));
+    const Buffer plain = make_datagram(false, random_bytes(64, 7)),
+                 encrypted = make_datagram(true, random_bytes(64, 7));
     CHECK(accepts(secrets_of(receiver, false), receiver, plain));
     CHECK(accepts(secrets_of(receiver, true), receiver, encrypted));
     CHECK(!accepts(secrets_of(receiver, true), receiver, plain));

@@ -1,12 +1,11 @@
 // The layout of a datagram: what is written is what is read, and whatever else comes is refused.
-#include "wire.hpp"
-
 #include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "check.hpp"
+#include "wire.hpp"
 
 using namespace storm;
 
