@@ -1,4 +1,6 @@
 // Peers that fall silent, come back, leave, disagree or give up: lossy exchanges go on, exact ones say what is wrong.
+#include <array>
+
 #include "jobs.hpp"
 #include "tapped.hpp"
 
@@ -141,6 +143,44 @@ TEST(receiver_that_was_given_up_is_told_so_when_it_comes_late) {
     }
 }
 
+TEST(receiver_of_what_failed_elsewhere_is_told_when_it_asks_or_knows_before_it_posts) {
+    for (const bool in_the_dark : {true, false}) {
+        Cuttable job(2);
+        AllToAll exchange = small_job(2);
+        ExchangeSpec send = exchange.spec(0, 0), receive = exchange.spec(1, 0);
+        send.receives.clear();
+        receive.sends.clear();  // it says nothing but `ready`
+        const std::uint64_t id0 = [&] {
+            if (in_the_dark) job.dark = 1;
+            const std::uint64_t id = job.net.post(0, send);
+            if (!in_the_dark) job.net.cancel(0, id);
+            return id;
+        }();
+        CHECK(job.watch.wait(0, id0).status != Status::ok);
+        job.net.run(10 * millisecond);
+        job.dark = 0xffff'ffff;
+        const std::uint64_t id1 = job.net.post(1, receive);
+        if (!in_the_dark) CHECK(job.watch.outcome(1, id1) != nullptr);
+        CHECK(job.watch.wait(1, id1, second).status == Status::peer_failed);
+        CHECK_EQUAL(job.watch.wait(1, id1).peer, 0U);
+    }
+}
+
+TEST(ping_is_answered_at_once) {
+    Cuttable job(2);
+    AllToAll exchange = small_job(2);
+    std::vector<Nanos> pinged, answered;
+    job.net.tap = [&](Datagram& d) {
+        if (d.header.kind == Kind::ping) pinged.push_back(d.at);
+        if (d.header.kind == Kind::report && d.source == 1 && !pinged.empty()) answered.push_back(job.net.now());
+        return d.header.kind != Kind::data;
+    };
+    job.net.post(0, exchange.spec(0, 0));
+    job.net.run(100 * millisecond);
+    CHECK(!pinged.empty());
+    CHECK_EQUAL(answered.at(0), pinged.at(0));
+}
+
 TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
     // Rank 0 thinks that rank 1 is silent and closes its message as it posts. More than the eager bytes remain to be sent,
     // and nobody will ever ask for them.
@@ -184,7 +224,9 @@ TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     std::mt19937 random(4);
     AllToAll exact = small_job(3), soft = small_job(3, 2), hard = small_job(3, 3), later = small_job(3, 4);
     job.watch.wait_all(job.post(exact, 0));
-    job.net.tap = [&](Datagram&) { return random() % 10 >= 4; };
+    std::array<int, 3> goodbyes{};
+    // Of its goodbyes, the first two to each are lost for certain.
+    job.net.tap = [&](Datagram& d) { return random() % 10 >= 4 && (d.header.kind != Kind::bye || ++goodbyes.at(d.target) > 2); };
     const std::uint64_t hard0 = job.net.post(0, hard.spec(0, 1));
     const std::uint64_t soft1 = job.net.post(1, soft.spec(1, 2, lossy)),
                         soft0 = job.net.post(0, soft.spec(0, 2, lossy));

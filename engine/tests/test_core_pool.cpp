@@ -119,12 +119,15 @@ TEST(full_pool_refuses_and_what_was_refused_comes_again_after_posting) {
         CHECK(counters.pool_peak_bytes <= 50'000);
         // Told to wait, the sender waits: it does not knock at full rate.
         CHECK(counters.pool_refused < 400);
-        for (std::uint32_t i = 5; i-- > 0;) receivers.push_back(net.post(1, receive_from(0, got[i], i)));
+        const Nanos posted_at = net.now();
+        for (std::uint32_t i = 0; i < 5; ++i) receivers.push_back(net.post(1, receive_from(0, got[i], i)));
         for (std::uint32_t i = 0; i < 5; ++i) {
             CHECK(watch.wait(0, senders[i], 5 * second).status == Status::ok);
             CHECK(watch.wait(1, receivers[i], 5 * second).status == Status::ok);
             CHECK(got[i] == sent[i]);
         }
+        // The sender is told to go on and need not be asked.
+        if (loss == 0) CHECK(net.now() - posted_at < 5 * millisecond);
         CHECK_EQUAL(counters.pool_bytes, 0U);
     }
 }

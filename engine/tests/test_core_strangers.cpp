@@ -215,6 +215,38 @@ TEST(datagrams_turned_to_another_rank_change_nothing_where_they_are_sealed) {
     }
 }
 
+TEST(chunk_of_the_wrong_size_or_beyond_the_message_is_not_placed) {
+    Tapped net(core_config(2));
+    Watch watch(net, 2);
+    Buffer got(3 * 1440 + 100, std::byte{0x55});
+    ExchangeSpec receive = exchange_on(0, 0);
+    receive.receives.push_back({.peer = 0, .into = got.data(), .bytes = got.size()});
+    const std::uint64_t id = net.post(1, receive);
+    Header header{.kind = Kind::data, .source = 0, .message_bytes = static_cast<std::uint32_t>(got.size())};
+    std::uint64_t unexpected = 0;
+    const auto offer = [&](std::uint32_t chunk, std::size_t bytes) {
+        ++header.number;
+        header.chunk = chunk;
+        net.inject(1, forged(header, Buffer(bytes, std::byte{0x77})));
+    };
+    for (const auto& [chunk, bytes] : std::vector<std::pair<std::uint32_t, std::size_t>>{
+             {0, 1439}, {0, 1441}, {0, 0}, {3, 99}, {3, 101}, {3, 1440}, {4, 1440}, {4, 0}, {0xffff'ffff, 1440}}) {
+        offer(chunk, bytes);
+        CHECK_EQUAL(net.core(1).counters().unexpected, ++unexpected);
+    }
+    // The second stage of an exchange that has none.
+    header.flags = flag_second_stage;
+    offer(0, 1440);
+    CHECK_EQUAL(net.core(1).counters().unexpected, ++unexpected);
+    CHECK(std::all_of(got.begin(), got.end(), [](std::byte b) { return b == std::byte{0x55}; }));
+    header.flags = 0;
+    for (std::uint32_t chunk = 0; chunk < 3; ++chunk) offer(chunk, 1440);
+    CHECK(watch.outcome(1, id) == nullptr);
+    offer(3, 100);
+    CHECK(watch.outcome(1, id) != nullptr);
+    CHECK(std::all_of(got.begin(), got.end(), [](std::byte b) { return b == std::byte{0x77}; }));
+}
+
 TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
     // A member of the job, that knows its secrets, says absurd things. Nobody else's tensors may change.
     Tapped net(core_config(3));

@@ -226,17 +226,7 @@ class SimNetwork:
 
     def _begin(self) -> None:
         for rank, plan, exchange in sorted(self._posts, key=lambda post: post[0]):
-            exchange_id = self._sim.post(
-                rank,
-                plan.channel,
-                plan.seq,
-                plan.sends,
-                plan.receives,
-                plan.reduction,
-                (plan.reliability.budget, plan.share.budget),
-                plan.deadlines_s,
-                plan.timeout_s,
-            )
+            exchange_id = self._sim.post(rank, *plan.arguments())
             self._running[rank, exchange_id] = exchange
         self._posts.clear()
         self._finish()

@@ -74,6 +74,18 @@ class Reduction(NamedTuple):
     average: bool
 
 
+EngineArguments = tuple[
+    int,
+    int,
+    list[Send],
+    list[Receive],
+    Reduction | None,
+    tuple[float, float],
+    tuple[float | None, float | None],
+    float | None,
+]
+
+
 @dataclass(slots=True)
 class Plan:
     """One exchange, as one rank sees it."""
@@ -92,11 +104,19 @@ class Plan:
     keep: Sequence[torch.Tensor] = field(default_factory=tuple)
     """Tensors that must live until the exchange ends."""
 
-    @property
-    def deadlines_s(self) -> tuple[float | None, float | None]:
-        """When each stage ends, counted from the start of the exchange."""
+    def arguments(self) -> EngineArguments:
+        """The plan as the engine's `post` takes it. Deadlines count from the start of the exchange."""
         first, second = self.reliability.deadline_s, self.share.deadline_s
-        return first, None if second is None else second + (first or 0.0)
+        return (
+            self.channel,
+            self.seq,
+            self.sends,
+            self.receives,
+            self.reduction,
+            (self.reliability.budget, self.share.budget),
+            (first, None if second is None else second + (first or 0.0)),
+            self.timeout_s,
+        )
 
 
 class Arrival:

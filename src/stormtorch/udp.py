@@ -72,16 +72,7 @@ class UdpTransport:
         if plan.timeout_s is None:
             plan.timeout_s = self.timeout_s
         try:
-            exchange_id = self.endpoint.post(
-                plan.channel,
-                plan.seq,
-                plan.sends,
-                plan.receives,
-                plan.reduction,
-                (plan.reliability.budget, plan.share.budget),
-                plan.deadlines_s,
-                plan.timeout_s,
-            )
+            exchange_id = self.endpoint.post(*plan.arguments())
         except RuntimeError as error:
             raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
         self._plans[exchange_id] = plan
