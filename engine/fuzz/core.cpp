@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::uint64_t cookie = 0x5eed'c0de'1234'5678ULL;
 constexpr std::size_t pool_bytes = 8 << 10, datagram_bytes = 128, chunk_bytes = 96;
-constexpr std::uint32_t channels = 2, most_posts = 24;
+constexpr std::uint32_t channels = 2, most_posts = 12;
 constexpr Nanos silence = 2 * second;
 
 void require(bool holds, const char* what) {
@@ -459,7 +459,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     Program program{{data, size}};
     const std::uint8_t first = program.byte();
     World world(static_cast<std::uint16_t>(2 + first % 2), first / 2 % 2 == 1);
-    for (int steps = 0; !program.rest.empty() && steps < 400; ++steps) world.step(program);
+    for (int steps = 0; !program.rest.empty() && steps < 200; ++steps) world.step(program);
     world.finish();
     return 0;
 }

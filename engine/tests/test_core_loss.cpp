@@ -163,6 +163,34 @@ TEST(deadline_ends_an_exchange_with_what_has_arrived) {
     }
 }
 
+TEST(credit_returns_when_messages_are_closed_early) {
+    Tapped net(core_config(3));
+    Watch watch(net, 3);
+    Transfer job(20 * 1440);
+    std::vector<std::uint32_t> credits;
+    net.tap = [&](Datagram& d) {
+        if (d.header.kind == Kind::report) {
+            const auto report = parse_report(std::span(d.bytes).subspan(header_bytes));
+            credits.push_back(report->credit_bytes);
+        }
+        return d.header.kind != Kind::data || d.header.chunk != 3;
+    };
+    for (std::uint32_t seq = 0; seq < 20; ++seq) {
+        const StageSpec stage{.budget = seq % 2 == 0 ? 0.5 : 0.0, .deadline = 5 * millisecond};
+        const std::uint64_t receiver = net.post(1, job.receive(seq, stage));
+        net.post(0, job.send(seq, stage));
+        watch.wait(1, receiver);
+        net.run(20 * millisecond);
+    }
+    // One sender is waited for, or none is; never are there more and more.
+    const std::uint32_t most = *std::max_element(credits.begin(), credits.end());
+    const std::uint32_t least = *std::min_element(credits.begin(), credits.end());
+    CHECK(credits.size() > 40);
+    CHECK_EQUAL(least, (1U << 20) / 4 + (1U << 20) / 8);
+    CHECK_EQUAL(most, (1U << 20) / 4 + (1U << 20) / 4);
+    CHECK_EQUAL(credits.back(), least);
+}
+
 TEST(deadline_of_the_first_stage_opens_the_second) {
     Tapped net(core_config(3));
     Watch watch(net, 3);

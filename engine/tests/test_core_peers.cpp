@@ -146,7 +146,7 @@ TEST(receiver_that_was_given_up_is_told_so_when_it_comes_late) {
 TEST(receiver_of_what_failed_elsewhere_is_told_when_it_asks_or_knows_before_it_posts) {
     for (const bool in_the_dark : {true, false}) {
         Cuttable job(2);
-        AllToAll exchange = small_job(2);
+        AllToAll exchange(2, 1, [](auto, auto) { return std::size_t{1'000'000}; });
         ExchangeSpec send = exchange.spec(0, 0), receive = exchange.spec(1, 0);
         send.receives.clear();
         receive.sends.clear();  // it says nothing but `ready`
@@ -226,7 +226,9 @@ TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     job.watch.wait_all(job.post(exact, 0));
     std::array<int, 3> goodbyes{};
     // Of its goodbyes, the first two to each are lost for certain.
-    job.net.tap = [&](Datagram& d) { return random() % 10 >= 4 && (d.header.kind != Kind::bye || ++goodbyes.at(d.target) > 2); };
+    job.net.tap = [&](Datagram& d) {
+        return random() % 10 >= 4 && (d.header.kind != Kind::bye || ++goodbyes.at(d.target) > 2);
+    };
     const std::uint64_t hard0 = job.net.post(0, hard.spec(0, 1));
     const std::uint64_t soft1 = job.net.post(1, soft.spec(1, 2, lossy)),
                         soft0 = job.net.post(0, soft.spec(0, 2, lossy));

@@ -50,6 +50,21 @@ TEST(chunks_of_an_exchange_that_is_not_posted_yet_wait_in_the_pool) {
     CHECK(counters.pool_peak_bytes >= 100'000);
 }
 
+TEST(end_that_came_before_the_exchange_was_posted_is_remembered) {
+    Tapped net(core_config(2));
+    Watch watch(net, 2);
+    const Buffer sent = random_buffer(10 * 1440, 1);
+    Buffer got(sent.size());
+    net.tap = [](Datagram& d) { return d.header.kind != Kind::data || d.header.chunk != 4; };
+    const std::uint64_t sender = net.post(0, send_to(1, sent, 0, {.budget = 0.5}));
+    CHECK(watch.wait(0, sender).status == Status::ok);
+    net.run(100 * millisecond);
+    const std::uint64_t receiver = net.post(1, receive_from(0, got, 0, {.budget = 0.5}));
+    const Outcome& outcome = watch.wait(1, receiver);
+    CHECK_EQUAL(outcome.arrivals[0].arrived, 9U);
+    CHECK(outcome.ended - outcome.started <= 5 * millisecond);
+}
+
 TEST(late_exchange_completes_in_a_storm_whoever_is_late) {
     for (std::uint16_t late = 0; late < 3; ++late) {
         SimConfig config;
