@@ -144,7 +144,8 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         } else if (peer.left || (peer.silent && lossy)) {
             close(exchange, message, false, now);
         } else {
-            message.ask_every = std::max(8 * peer.out.patience(), 100 * millisecond);
+            message.ask_every =
+                std::min({std::max(8 * peer.out.patience(), 100 * millisecond), longest_ask, config_.silence / 16});
             message.ask_at = now + message.ask_every;
             if (message.cut.bytes > config_.eager_bytes || peer.refused) {
                 control(peer, {.kind = Kind::ready, .channel = spec.channel, .seq = spec.seq});

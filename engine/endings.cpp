@@ -7,8 +7,6 @@
 namespace storm {
 namespace {
 
-// A receiver that waits says so at least this often, which also shows that it lives.
-constexpr Nanos longest_ask = second / 2;
 // For so many exchanges that ended badly, peers that still ask are told.
 constexpr std::size_t most_failed = 1024;
 

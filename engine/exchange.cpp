@@ -1,13 +1,14 @@
 #include "exchange.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 namespace storm {
 namespace {
 
 // How far behind the newest chunk another may arrive before a message that is never repaired stops waiting for it.
 constexpr std::uint32_t reorder_margin = 32;
+// Larger messages do not stay in a core's own cache until they are used.
+constexpr std::uint64_t large_bytes = 2 << 20;
 
 std::uint32_t mix(std::uint32_t channel, std::uint32_t seq) {
     std::uint64_t x = (std::uint64_t{channel} << 32 | seq) + 0x9e37'79b9'7f4a'7c15ULL;
@@ -32,7 +33,7 @@ bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
     if (reduction != nullptr) {
         reduction->contribute(contributor, chunk, payload);
     } else if (!payload.empty()) {
-        std::memcpy(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size());
+        place(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size(), cut.bytes >= large_bytes);
     }
     if (reduction != nullptr && allowed == cut.chunks) {
         // Never repaired and sent in a known order: what lies well behind this chunk is lost.

@@ -356,6 +356,26 @@ void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_d
     }
 }
 
+void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large) {
+#if defined(__x86_64__)
+    constexpr std::size_t line = 64;
+    const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % line;
+    if (large && bytes >= head + line) {
+        std::memcpy(to, from, head);
+        to += head, from += head, bytes -= head;
+        for (; bytes >= line; to += line, from += line, bytes -= line) {
+            const auto* in = reinterpret_cast<const __m128i_u*>(from);
+            auto* out = reinterpret_cast<__m128i*>(to);
+            for (int k = 0; k < 4; ++k) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
+        }
+        _mm_sfence();  // others must see it before they see that it is there
+    }
+#else
+    (void)large;
+#endif
+    if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
 std::span<const char* const> instruction_sets() { return std::span(available().names).first(available().count); }
 
 void use_instruction_set(std::size_t index) {

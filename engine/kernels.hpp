@@ -19,6 +19,10 @@ enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16 };
 void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale,
                   Dtype out_dtype, std::byte* out);
 
+// Copies. A `large` destination, one that no near cache holds, is written past the caches where the machine can: the copy
+// need not read what it overwrites, and leaves the caches to what is still on its way.
+void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large);
+
 // sum[i] = a[i] (as float32).
 void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
 // sum[i] = a[i] + b[i]; `sum` may be a's memory where wire is float32.

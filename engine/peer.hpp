@@ -8,6 +8,9 @@
 
 namespace storm {
 
+// A receiver that waits says so at least this often, which also shows that it lives.
+inline constexpr Nanos longest_ask = second / 2;
+
 struct Core::Peer {
     Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, Nanos now)
         : rank(its_rank),

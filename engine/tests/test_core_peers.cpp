@@ -166,6 +166,22 @@ TEST(receiver_of_what_failed_elsewhere_is_told_when_it_asks_or_knows_before_it_p
     }
 }
 
+TEST(ask_comes_soon_even_after_a_stall) {
+    Cuttable job(2);
+    AllToAll stalled = small_job(2), next = small_job(2, 2);
+    job.net.tap = [&](Datagram& d) {
+        d.at += 900 * millisecond;
+        return true;
+    };
+    job.watch.wait_all(job.post(stalled, 0));
+    CHECK(job.net.core(0).round_trip(1) > second);
+    job.net.tap = [](Datagram&) { return true; };
+    const std::uint64_t asked = job.net.core(1).counters().asks;
+    job.net.post(1, next.spec(1, 1));
+    job.net.run(600 * millisecond);
+    CHECK(job.net.core(1).counters().asks > asked);
+}
+
 TEST(ping_is_answered_at_once) {
     Cuttable job(2);
     AllToAll exchange = small_job(2);

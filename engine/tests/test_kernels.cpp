@@ -296,6 +296,23 @@ TEST(no_inputs_sum_to_zero_and_a_lone_float32_input_keeps_its_bits) {
     CHECK(out == odd);
 }
 
+TEST(placing_copies_every_byte_and_no_other_at_any_alignment) {
+    std::vector<std::byte> from(400), to(600);
+    for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 31 + 7);
+    for (const bool large : {false, true}) {
+        for (std::size_t offset = 0; offset < 70; ++offset) {
+            for (const std::size_t bytes : {0, 1, 63, 64, 65, 127, 200, 330}) {
+                std::fill(to.begin(), to.end(), std::byte{0xaa});
+                place(to.data() + 100 + offset, from.data() + offset % 5, bytes, large);
+                for (std::size_t i = 0; i < to.size(); ++i) {
+                    const bool inside = i >= 100 + offset && i < 100 + offset + bytes;
+                    CHECK(to[i] == (inside ? from[offset % 5 + i - 100 - offset] : std::byte{0xaa}));
+                }
+            }
+        }
+    }
+}
+
 TEST(dtypes_that_cannot_be_summed_are_misuse) {
     Buffer memory(64);
     std::vector<float> sum(8);
