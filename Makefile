@@ -66,7 +66,7 @@ bench: setup  ## measure all-reduce and latency beside gloo, on 2 and 4 ranks; w
 
 # --- check it --------------------------------------------------------------------------------------------------------
 
-test: engine-test sanitize python-test  ## the engine's tests, plain and under sanitizers, then the Python tests
+test: sanitize python-test  ## the engine's tests under sanitizers, then the Python tests
 sanitize: address-test thread-test  ## the engine's tests under ASan+UBSan and under TSan
 
 # Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
