@@ -9,22 +9,29 @@
 namespace storm::check {
 namespace {
 
-std::vector<std::pair<const char*, Body>>& tests() {
-    static std::vector<std::pair<const char*, Body>> all;
+struct Test {
+    const char *name, *file;
+    Body body;
+};
+
+std::vector<Test>& tests() {
+    static std::vector<Test> all;
     return all;
 }
 
 }  // namespace
 
-Registration::Registration(const char* name, Body body) { tests().emplace_back(name, body); }
+Registration::Registration(const char* name, const char* file, Body body) { tests().push_back({name, file, body}); }
 
 }  // namespace storm::check
 
 int main(int argc, char** argv) {
     int passed = 0, failed = 0;
-    for (const auto& [name, body] : storm::check::tests()) {
+    for (const auto& [name, file, body] : storm::check::tests()) {
         bool chosen = argc < 2;
-        for (int i = 1; i < argc; ++i) chosen |= std::string_view(name).find(argv[i]) != std::string_view::npos;
+        for (int i = 1; i < argc; ++i) {
+            for (const std::string_view text : {name, file}) chosen |= text.find(argv[i]) != std::string_view::npos;
+        }
         if (!chosen) continue;
         try {
             body();

@@ -1,5 +1,5 @@
 // The engine's own tests: TEST registers a sentence, CHECK fails it and says where. Link any number of such files with
-// check.cpp; arguments select tests by substring.
+// check.cpp; arguments select tests by a part of their name or file.
 #pragma once
 
 #include <sstream>
@@ -10,7 +10,7 @@ namespace storm::check {
 
 using Body = void (*)();
 struct Registration {
-    Registration(const char* name, Body body);
+    Registration(const char* name, const char* file, Body body);
 };
 
 template <class A, class B>
@@ -27,9 +27,9 @@ inline void that(bool holds, const char* text, const char* file, int line) {
 
 }  // namespace storm::check
 
-#define TEST(name)                                                              \
-    static void name();                                                         \
-    static const ::storm::check::Registration registration_##name(#name, name); \
+#define TEST(name)                                                                        \
+    static void name();                                                                   \
+    static const ::storm::check::Registration registration_##name(#name, __FILE__, name); \
     static void name()
 #define CHECK(condition) ::storm::check::that((condition), #condition, __FILE__, __LINE__)
 #define CHECK_EQUAL(a, b) ::storm::check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
