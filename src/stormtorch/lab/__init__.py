@@ -1,0 +1,26 @@
+"""The network lab: virtual hosts on this machine, joined by a network that really loses, delays and queues packets.
+
+from stormtorch.lab import Lab
+
+with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
+    statuses = lab.run(["python", "train.py"])
+"""
+
+from stormtorch.lab.access import LabError, LabUnavailable
+from stormtorch.lab.conditions import BadCondition, Conditions, HostLine
+from stormtorch.lab.lab import Lab
+from stormtorch.lab.measured import LineCount, LinkCount, Measured
+from stormtorch.lab.per_link import read_per_link
+
+__all__ = [
+    "BadCondition",
+    "Conditions",
+    "HostLine",
+    "Lab",
+    "LabError",
+    "LabUnavailable",
+    "LineCount",
+    "LinkCount",
+    "Measured",
+    "read_per_link",
+]

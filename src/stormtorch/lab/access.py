@@ -1,0 +1,110 @@
+"""Whether a lab can be made here, and in which way: as root, or in a user namespace of its own.
+
+Both ways run the same commands. As root they act on namespaces that nobody else sees; without root, a user namespace
+comes first, in which this user counts as root for namespaces made inside.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+_PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
+_PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
+# Debian keeps administrators' tools where an ordinary user's PATH does not look.
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+_WITHOUT = (
+    "Without a lab, `with stormtorch.faults(loss=0.1):` loses datagrams of stormtorch's own transports on loopback, "
+    "and `stormtorch bench allreduce --faults 0.1` measures with it."
+)
+
+
+class LabError(RuntimeError):
+    """Something in the lab failed."""
+
+
+class LabUnavailable(LabError):
+    """No lab can be made on this machine; the message says what is missing and what can be done."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the first namespace is made and entered."""
+
+    user_namespace: bool
+    """Whether a user namespace stands in for root."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "user namespace" if self.user_namespace else "root"
+
+    def unshare(self) -> list[str]:
+        """The beginning of the command that makes the lab's first namespace."""
+        return [tool("unshare"), "--user", "--map-root-user"] if self.user_namespace else [tool("unshare")]
+
+    def enter(self, pid: int, *namespaces: str) -> list[str]:
+        """The beginning of a command that runs in namespaces of another process: "net", "pid", "mount"."""
+        command = [tool("nsenter"), f"--target={pid}", *(f"--{name}" for name in namespaces)]
+        if self.user_namespace:
+            command += ["--user", "--preserve-credentials"]
+        return [*command, "--"]
+
+
+def tool(name: str) -> str:
+    """The path of a command the lab needs."""
+    path = shutil.which(name, path=_PATH)
+    if path is None:
+        raise LabUnavailable(_missing([name]))
+    return path
+
+
+@functools.cache
+def find_access() -> Access:
+    """The way that works here.
+
+    Raises:
+        LabUnavailable: None does, or tools are missing.
+    """
+    if missing := [name for name in _PACKAGES if shutil.which(name, path=_PATH) is None]:
+        raise LabUnavailable(_missing(missing))
+    problems = []
+    for access in (Access(user_namespace=False), Access(user_namespace=True)):
+        # Everything a lab needs of the kernel, tried at once in a namespace that ends with the command.
+        trial = "ip link add t0 type veth peer name t1 && nft add table bridge t"
+        command = [*access.unshare(), "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", trial]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": _PATH}, timeout=30
+        )
+        if done.returncode == 0:
+            return access
+        problems.append(f"as {access.name}: {done.stderr.strip().splitlines()[-1:] or ['no reason given']}")
+    raise LabUnavailable(
+        "a lab needs root, or a kernel that lets users make user namespaces "
+        "(sysctl kernel.unprivileged_userns_clone=1 on Debian, kernel.apparmor_restrict_unprivileged_userns=0 on "
+        f"Ubuntu, --privileged in a container). It failed {'; '.join(problems)}. {_WITHOUT}"
+    )
+
+
+@functools.cache
+def has_netem() -> bool:
+    """Whether the kernel can delay packets by itself."""
+    trial = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms"
+    command = [*find_access().unshare(), "--net", "sh", "-c", trial]
+    environment = os.environ | {"PATH": _PATH}
+    return subprocess.run(command, capture_output=True, check=False, env=environment, timeout=30).returncode == 0
+
+
+def checked_tcp(name: str) -> str:
+    """`name`, if the kernel has that congestion control."""
+    with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as line:
+        known = line.read().split()
+    if name not in known:
+        raise LabUnavailable(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
+    return name
+
+
+def _missing(names: list[str]) -> str:
+    packages = " ".join(sorted({_PACKAGES[name] for name in names}))
+    return f"a lab needs {', '.join(names)}: apt-get install {packages}. {_WITHOUT}"

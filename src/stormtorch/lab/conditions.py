@@ -1,0 +1,256 @@
+"""What the lab's network is like: asked for here, valid from birth.
+
+Conditions(rate="400mbit", loss=0.1)
+Conditions(rate="100mbit", loss=0.1, burst=8, delay="20ms", jitter="2ms", queue="64kb")
+Conditions(loss=PerLink(links={(0, 1): Trace.from_file("links.jsonl", line=7)}))
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, LossModel, PerLink, Trace
+from stormtorch.options import parse_rate
+
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?)\s*"
+_TIME = re.compile(rf"^{_NUMBER}(us|µs|ms|s)$", re.IGNORECASE)
+_TIME_SCALE = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_SIZE = re.compile(rf"^{_NUMBER}([km]?)i?b$", re.IGNORECASE)
+# Powers of two, as tc reads them.
+_SIZE_SCALE = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+MOST_HOSTS = 64
+LEAST_RATE = 64e3
+"""Bits per second below which one Ethernet frame takes longer than a fifth of a second."""
+MOST_DELAY_S = 5.0
+LEAST_QUEUE_BYTES = 2 * 1514
+
+
+class BadCondition(ValueError):
+    """A condition has no sensible value. `name` is its name, `problem` what is wrong with it."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLine:
+    """How one host's line to the switch differs from the others'; None is as for all."""
+
+    up_bits: float | None = None
+    down_bits: float | None = None
+    queue_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """The network between the lab's hosts. Text such as "400mbit" and "20ms" is understood and kept as a number."""
+
+    rate: str | float | None = None
+    """Of each host's line to the switch, in each direction, Ethernet headers included; None is as fast as it goes."""
+    queue: str | int = 512 << 10
+    """Bytes that may wait at each end of such a line; what comes on top is dropped and counted as overflow."""
+    loss: float | LossModel = 0.0
+    """Of packets on their way from host to host: a probability or a model of `stormtorch.loss`."""
+    burst: float = 1.0
+    """Mean length of a run of losses, where `loss` is a probability."""
+    delay: str | float = 0.0
+    """From host to host, one way: a round trip takes twice as long."""
+    jitter: str | float = 0.0
+    """Up to so much is added to the delay of each packet; they stay in order."""
+    seed: int = 0
+    """Of loss and jitter: with the same seed, the same packets of a link are lost."""
+    tcp: str | None = None
+    """Congestion control of TCP on the hosts; None is this machine's."""
+    cut: frozenset[int] = frozenset()
+    """Hosts that are cut off."""
+    delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Delays of single links (source, target), in seconds, in place of `delay`."""
+    lines: Mapping[int, HostLine] = field(default_factory=dict)
+    """Lines that differ, by host."""
+
+    def __post_init__(self) -> None:
+        fixed = {
+            "rate": None if self.rate is None else rate_of("rate", self.rate),
+            "queue": size_of("queue", self.queue),
+            "delay": time_of("delay", self.delay),
+            "jitter": time_of("jitter", self.jitter),
+            "cut": frozenset(self.cut),
+        }
+        for name, value in fixed.items():
+            object.__setattr__(self, name, value)
+        if not isinstance(self.loss, LossModel):
+            object.__setattr__(self, "loss", model_of(self.loss, self.burst))
+        elif self.burst != 1.0:
+            raise BadCondition("burst", "goes with a loss that is a number; a model brings its own")
+        if not 0 <= self.seed < 2**63:
+            raise BadCondition("seed", f"must be an integer in [0, 2^63), got {self.seed!r}")
+        if self.jitter and not self.delayed:
+            raise BadCondition("jitter", "needs a delay that it can vary")
+
+    @property
+    def rate_bits(self) -> float | None:
+        """Bits per second."""
+        assert not isinstance(self.rate, str)
+        return self.rate
+
+    @property
+    def queue_bytes(self) -> int:
+        """Bytes."""
+        assert not isinstance(self.queue, str)
+        return self.queue
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds, one way."""
+        assert not isinstance(self.delay, str)
+        return self.delay
+
+    @property
+    def jitter_s(self) -> float:
+        """Seconds."""
+        assert not isinstance(self.jitter, str)
+        return self.jitter
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any link has a delay."""
+        return self.delay_s > 0 or any(self.delays.values())
+
+    def model(self, source: int, target: int) -> LinkModel:
+        """The loss of one link."""
+        assert isinstance(self.loss, LossModel)
+        return self.loss.model(source, target) if isinstance(self.loss, PerLink) else self.loss
+
+    def link_delay_s(self, source: int, target: int) -> float:
+        """The delay of one link."""
+        return self.delays.get((source, target), self.delay_s)
+
+    def line(self, host: int) -> HostLine:
+        """The line of one host, with nothing left open."""
+        own = self.lines.get(host, HostLine())
+        return HostLine(
+            up_bits=self.rate_bits if own.up_bits is None else own.up_bits,
+            down_bits=self.rate_bits if own.down_bits is None else own.down_bits,
+            queue_bytes=self.queue_bytes if own.queue_bytes is None else own.queue_bytes,
+        )
+
+    def changed(self, **changes: Any) -> "Conditions":
+        """A copy with some of it different. A new loss takes the old burst with it only if it is named, too."""
+        known = {each.name for each in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise BadCondition(name, f"is no condition; there are {', '.join(sorted(known))}")
+        if "burst" in changes and "loss" not in changes:
+            raise BadCondition("burst", "needs the loss it belongs to")
+        if "loss" in changes:
+            changes.setdefault("burst", 1.0)
+        else:
+            changes["burst"] = 1.0  # it is part of the model by now
+        return replace(self, **changes)
+
+    def check(self, hosts: int) -> None:
+        """Raises BadCondition where a host is named that a lab of so many hosts does not have."""
+        links = set(self.delays) | (set(self.loss.links) if isinstance(self.loss, PerLink) else set())
+        for source, target in links:
+            for host in (source, target):
+                if not 0 <= host < hosts:
+                    raise BadCondition("per_link", f"names host {host}; the hosts are 0 to {hosts - 1}")
+        for name, named in (("cut", self.cut), ("per_link", self.lines)):
+            for host in named:
+                if not 0 <= host < hosts:
+                    raise BadCondition(name, f"names host {host}; the hosts are 0 to {hosts - 1}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with units in the names."""
+        data: dict[str, Any] = {
+            "rate_bits_per_s": self.rate_bits,
+            "queue_bytes": self.queue_bytes,
+            "loss": _model_json(self.loss),
+            "delay_s": self.delay_s,
+            "round_trip_s": 2 * self.delay_s,
+            "jitter_s": self.jitter_s,
+            "seed": self.seed,
+            "tcp": self.tcp,
+        }
+        if self.cut:
+            data["cut"] = sorted(self.cut)
+        if self.delays:
+            data["delays_s"] = {f"{source}>{target}": delay for (source, target), delay in self.delays.items()}
+        if self.lines:
+            data["lines"] = {
+                host: {"up_bits": line.up_bits, "down_bits": line.down_bits, "queue_bytes": line.queue_bytes}
+                for host in self.lines
+                for line in (self.line(host),)
+            }
+        return data
+
+
+def time_of(name: str, value: object) -> float:
+    """Seconds of such as "20ms" or 0.02; a BadCondition that names it otherwise."""
+    if isinstance(value, str):
+        match = _TIME.match(value)
+        if match is None:
+            raise BadCondition(name, f"must be a time such as 20ms, 500us or 0.1s, got {value!r}")
+        value = float(match[1]) * _TIME_SCALE[match[2].lower()]
+    number = _finite(name, value)
+    if not 0.0 <= number <= MOST_DELAY_S:
+        raise BadCondition(name, f"must lie in [0, {MOST_DELAY_S:g}] s, got {number:g} s")
+    return number
+
+
+def size_of(name: str, value: object) -> int:
+    """Bytes of such as "512kb" or 524288; a BadCondition that names it otherwise."""
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if match is None:
+            raise BadCondition(name, f"must be a size such as 64kb, 1mb or 20000b, got {value!r}")
+        value = float(match[1]) * _SIZE_SCALE[match[2].lower()]
+    number = _finite(name, value)
+    if not LEAST_QUEUE_BYTES <= number <= 1 << 30:
+        raise BadCondition(name, f"must lie in [{LEAST_QUEUE_BYTES} b, 1024 mb], got {number:g} b")
+    return round(number)
+
+
+def rate_of(name: str, value: Any) -> float:
+    """Bits per second of such as "400mbit"; a BadCondition that names it otherwise."""
+    try:
+        bits = parse_rate(value)
+    except (TypeError, ValueError) as error:
+        raise BadCondition(name, f"must be bits per second or such as 400mbit, got {value!r}") from error
+    if not LEAST_RATE <= bits <= 400e9:
+        raise BadCondition(name, f"must lie in [64 kbit/s, 400 Gbit/s], got {value!r}")
+    return bits
+
+
+def model_of(loss: object, burst: object) -> LinkModel:
+    """The model of a loss rate and a mean burst length; a BadCondition that names the wrong one otherwise."""
+    p, length = _finite("loss", loss), _finite("burst", burst)
+    if not 0.0 <= p <= 1.0:
+        raise BadCondition("loss", f"must lie in [0, 1], got {p:g}")
+    try:
+        return Bernoulli(p=p) if length == 1.0 else GilbertElliott(p=p, burst=length)
+    except ValueError as error:
+        raise BadCondition("burst", str(error).removeprefix("burst ")) from error
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadCondition(name, f"must be a number, got {value!r}")
+    return float(value)
+
+
+def _model_json(model: Any) -> Any:
+    if isinstance(model, PerLink):
+        links = {f"{source}>{target}": _model_json(own) for (source, target), own in model.links.items()}
+        return {"default": _model_json(model.default), "links": links}
+    if isinstance(model, Trace):
+        return {"trace": "".join("01"[bit] for bit in model.bits)}
+    if isinstance(model, GilbertElliott):
+        return {"p": model.p, "burst": model.burst}
+    assert isinstance(model, Bernoulli)
+    return model.p

@@ -1,0 +1,354 @@
+"""A lab: virtual hosts on one switch, whose network is as bad as you ask.
+
+with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
+    lab.run(["python", "train.py"])          # torchrun's variables are set on every host
+    print(lab.measured().loss)
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stormtorch.lab.access import Access, LabError, checked_tcp, find_access, has_netem, tool
+from stormtorch.lab.conditions import MOST_HOSTS, BadCondition, Conditions
+from stormtorch.lab.measured import Measured
+from stormtorch.lab.namespaces import Holder
+from stormtorch.lab.registry import Registration
+from stormtorch.lab.relay import RelayNetwork
+from stormtorch.lab.running import Line, run_everywhere
+from stormtorch.lab.wires import (
+    DEVICE,
+    MANAGEMENT_DEVICE,
+    KernelNetwork,
+    Network,
+    address,
+    make_bridge,
+    management_address,
+)
+
+MASTER_PORT = 29500
+_PROBE_PACKETS = 10
+_PROBE_S = 0.4
+# Rates above are limited by the cores that the probe's sender would need, not by the line.
+_MOST_PROBED_BITS = 2e9
+
+
+class Lab:
+    """Virtual hosts in network namespaces. Use it in a `with` statement; nothing is left when it ends, however it ends.
+
+    Args:
+        hosts: How many, 2 to 64.
+        conditions: Of the network between them.
+        management: Adds a second network without loss or limits, for control traffic that is not to be measured.
+        probe: Measure rate and round trip before the lab is handed over; takes about a second.
+        changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
+
+    Raises:
+        LabUnavailable: This machine cannot, or needs a tool; the message says what to do.
+        BadCondition: A condition makes no sense.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        conditions: Conditions | None = None,
+        *,
+        management: bool = False,
+        probe: bool = True,
+        **changes: Any,
+    ) -> None:
+        if not 2 <= hosts <= MOST_HOSTS:
+            raise BadCondition("hosts", f"must lie in [2, {MOST_HOSTS}], got {hosts!r}")
+        self.size = hosts
+        """How many hosts."""
+        self.conditions = (conditions or Conditions()).changed(**changes) if changes else conditions or Conditions()
+        self.conditions.check(hosts)
+        if self.conditions.tcp is not None:
+            checked_tcp(self.conditions.tcp)
+        self._management = management
+        self._probing = probe
+        self._holders: list[Holder] = []
+        self._lock = threading.RLock()
+        self._pipe: tuple[int, int] | None = None
+        self._network: Network | None = None
+        self._registration: Registration | None = None
+        self._probed: dict[str, list[float]] = {}
+        self._baseline = Measured(links=[], lines=[])
+
+    def __enter__(self) -> "Lab":
+        try:
+            self._open(find_access())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, access: Access) -> None:
+        self.access = access
+        self._registration = Registration()
+        self._pipe = os.pipe()  # neither end is inherited but where a holder is given one
+        switch = Holder(access, self._pipe[0])
+        self._holders.append(switch)
+        for _ in range(self.size):
+            self._holders.append(Holder(access, self._pipe[0], inside=switch))
+        hosts = self.holders
+        self._registration.record([holder.pid for holder in self._holders])
+        self._name_hosts(self._registration.folder / "hosts")
+        uniform = not self.conditions.delays
+        kernel = not self.conditions.delayed or (uniform and has_netem())
+        # The probe measures rate and round trip, so it comes before the loss.
+        at_first = self.conditions.changed(loss=0.0, cut=()) if self._probing else self.conditions
+        self._network = (KernelNetwork if kernel else RelayNetwork)(switch, hosts, at_first)
+        if self._management:
+            make_bridge(switch, hosts, "br1", MANAGEMENT_DEVICE, management_address, port="m")
+        if self.conditions.tcp is not None:
+            self._set_tcp(self.conditions.tcp)
+        if self._probing:
+            self._probe()
+            self._network.apply(self.conditions)
+        self.reset()
+        self._registration.serve(self._answer)
+
+    def close(self) -> None:
+        """Kills whatever runs on the hosts and removes the network. Does nothing the second time."""
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+        with contextlib.suppress(LabError):
+            if self._network is not None:
+                self._network.close()
+        self._network = None
+        for holder in reversed(self._holders):
+            holder.end()
+        self._holders.clear()
+        if self._pipe is not None:
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None
+
+    def _name_hosts(self, table: Path) -> None:
+        """h0 and so on, known to each other: many programs ask for the address of their own name."""
+        # Also as IPv6 sockets see each other: torch asks for the names of its peers and warns at length without.
+        names = [f"{address(host)} h{host}\n::ffff:{address(host)} h{host}.lab" for host in range(self.size)]
+        table.write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
+        table.chmod(0o644)
+        for host, holder in enumerate(self.holders):
+            script = f"echo h{host} > /proc/sys/kernel/hostname && mount --bind {shlex.quote(str(table))} /etc/hosts"
+            holder.run(["sh", "-c", script], processes=True)
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What `stormtorch lab set --lab` calls it."""
+        assert self._registration is not None, "the lab is not open"
+        return self._registration.name
+
+    @property
+    def kind(self) -> str:
+        """What the network is made of."""
+        return self._opened().kind
+
+    @property
+    def holders(self) -> list[Holder]:
+        """The hosts' namespaces, without the switch's."""
+        return self._holders[1:]
+
+    def address(self, host: int) -> str:
+        """A host's address in the network under test."""
+        return address(host)
+
+    def management_address(self, host: int) -> str:
+        """A host's address in the management network."""
+        return management_address(host)
+
+    def _opened(self) -> Network:
+        if self._network is None:
+            raise LabError("the lab is not open: use it in a with statement")
+        return self._network
+
+    # --- what it does -------------------------------------------------------------------------------------------------
+
+    def command(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
+        """The command that runs `words` on a host, in this directory."""
+        self._opened()
+        settings = [f"{name}={value}" for name, value in (env or {}).items()]
+        # nsenter stays behind as the parent. It must outlive Ctrl-C, which is for the command alone.
+        before = [tool("env"), "--ignore-signal=INT", "--ignore-signal=TERM"]
+        after = [tool("env"), "--default-signal=INT", "--default-signal=TERM", f"--chdir={os.getcwd()}"]
+        return [*before, *self.holders[host].enter(processes=True), *after, *settings, *words]
+
+    def start(
+        self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
+    ) -> "subprocess.Popen[Any]":
+        """Starts a command on a host, in a process group of its own; further arguments are Popen's."""
+        popen.setdefault("stdin", subprocess.DEVNULL)
+        return subprocess.Popen(self.command(host, words, env), start_new_session=True, **popen)
+
+    def python(self, host: int, folder: Path) -> Path:
+        """Writes a script into `folder` that runs this Python on a host, for what wants the path of an executable."""
+        path = folder / f"python-{host}"
+        words = [*self.holders[host].enter(processes=True), tool("env"), f"--chdir={os.getcwd()}", sys.executable]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        path.chmod(0o700)
+        return path
+
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        per_node: int = 1,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        write: Callable[[Line], None] | None = None,
+    ) -> list[int]:
+        """Runs a command on all hosts, with torchrun's variables, and returns the exit statuses by rank.
+
+        A rank that fails does not end the others, as on real hosts. A status above 128 is a signal's; 124 is that of a
+        rank ended by the time-out.
+
+        Args:
+            words: The command.
+            per_node: Ranks on each host.
+            env: Further environment variables.
+            timeout_s: All is ended then.
+            write: Given every line of output; by default lines are written to the standard output, the host in front.
+        """
+        commands = [
+            self.command(host, words, {**self.environment(host, local, per_node), **(env or {})})
+            for host in range(self.size)
+            for local in range(per_node)
+        ]
+        return run_everywhere(commands, per_node=per_node, timeout_s=timeout_s, write=write)
+
+    def environment(self, host: int, local: int = 0, per_node: int = 1) -> dict[str, str]:
+        """What torchrun would set, and which interface to use."""
+        values = {
+            "RANK": host * per_node + local,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": self.size * per_node,
+            "LOCAL_WORLD_SIZE": per_node,
+            "GROUP_RANK": host,
+            "NODE_RANK": host,
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": MASTER_PORT,
+            # Without them gloo and NCCL ask for the address of this machine's name, which no host has.
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "NCCL_SOCKET_IFNAME": DEVICE,
+            "TP_SOCKET_IFNAME": DEVICE,
+            # As torchrun does: many ranks share the cores.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def set(self, **changes: Any) -> Conditions:
+        """Changes single conditions while commands run: `lab.set(loss=0.3)`, `lab.set(cut={2})`."""
+        with self._lock:
+            conditions = self.conditions.changed(**changes)
+            conditions.check(self.size)
+            network = self._opened()
+            if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
+                raise BadCondition(
+                    "delay", "can change only in a lab that began with one, as another kind of network is needed"
+                )
+            if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
+                self._set_tcp(checked_tcp(conditions.tcp))
+            network.apply(conditions)
+            self.conditions = conditions
+            return conditions
+
+    def measured(self) -> Measured:
+        """What the network did since `reset` or since the lab began."""
+        with self._lock:
+            return self._total().since(self._baseline)
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        with self._lock:
+            self._baseline = self._total()
+
+    def _total(self) -> Measured:
+        network = self._opened()
+        return Measured(
+            links=network.links(),
+            lines=network.lines(),
+            rates_bits=self._probed.get("rates_bits", []),
+            round_trips_s=self._probed.get("round_trips_s", []),
+        )
+
+    def _set_tcp(self, name: str) -> None:
+        for holder in self.holders:
+            setting = f"echo {shlex.quote(name)} > /proc/sys/net/ipv4/tcp_congestion_control"
+            try:
+                holder.run(["sh", "-c", setting])
+            except LabError as error:
+                raise LabError(
+                    f"tcp {name} cannot be chosen here; without root, the machine's "
+                    "net.ipv4.tcp_allowed_congestion_control must list it"
+                ) from error
+
+    def _probe(self) -> None:
+        script = Path(__file__).with_name("probe.py")
+        bits = [self.conditions.line(host).up_bits or 0.0 for host in range(self.size)]
+        if max(bits) > _MOST_PROBED_BITS:
+            bits = [0.0] * self.size
+        start_at = time.monotonic() + 0.2 + 0.05 * self.size
+        probes = [
+            self.start(
+                host,
+                [
+                    sys.executable,
+                    "-ISs",
+                    str(script),
+                    address(host),
+                    address((host + 1) % self.size),
+                    *(str(value) for value in (start_at, _PROBE_PACKETS, bits[host], _PROBE_S)),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host in range(self.size)
+        ]
+        found = []
+        for host, probe in enumerate(probes):
+            output, problem = probe.communicate(timeout=30)
+            if probe.returncode != 0:
+                raise LabError(f"the probe of host {host} failed: {problem.strip()}")
+            found.append(json.loads(output))
+        self._probed = {
+            "rates_bits": [each["rate_bits"] for each in found if each["rate_bits"] is not None],
+            "round_trips_s": [sorted(times)[len(times) // 2] for each in found if (times := each["round_trips_s"])],
+        }
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What `stormtorch lab set` and `lab show` ask for."""
+        changes = dict(request.get("set", {}))
+        if "cut" in changes or "join" in changes:
+            cut = (self.conditions.cut | set(changes.pop("cut", ()))) - set(changes.pop("join", ()))
+            changes["cut"] = cut
+        if changes:
+            self.set(**changes)
+        return {
+            "hosts": self.size,
+            "kind": self.kind,
+            "requested": self.conditions.to_json(),
+            "measured": self.measured().to_json(),
+            "host": socket.gethostname(),
+        }

@@ -1,0 +1,113 @@
+"""Measures round trip and rate from one host to the next. Run inside the hosts, all at once; needs Python alone.
+
+probe.py OWN NEXT START_AT_S PACKETS RATE_BITS SECONDS
+
+prints {"round_trips_s": [...], "rate_bits": what this host received per second, or null}.
+"""
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+
+_ECHO_PORT, _SINK_PORT = 7007, 9009
+_DEVICE = "eth0"
+_PAYLOAD = 1472
+_FRAMES_PER_SEND = 16
+_UDP_SEGMENT = 103
+
+
+def main() -> None:
+    """Answers and asks; then sends as fast as it is told and counts what comes in."""
+    own, following, start_at, packets, rate, seconds = (
+        sys.argv[1],
+        sys.argv[2],
+        float(sys.argv[3]),
+        int(sys.argv[4]),
+        float(sys.argv[5]),
+        float(sys.argv[6]),
+    )
+    echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    echo.bind((own, _ECHO_PORT))
+    threading.Thread(target=_answer, args=(echo,), daemon=True).start()
+    _sleep_until(start_at)
+    round_trips = _ask(own, following, packets)
+    received = None
+    if rate > 0:
+        # Hosts that met loss are late; those that are done keep answering meanwhile.
+        _sleep_until(start_at + _ASKING_S)
+        received = _flood(own, following, rate, seconds)
+    else:
+        _sleep_until(start_at + _ASKING_S)
+    print(json.dumps({"round_trips_s": round_trips, "rate_bits": received}))
+
+
+_ASKING_S = 0.6
+
+
+def _answer(echo: socket.socket) -> None:
+    while True:
+        data, source = echo.recvfrom(64)
+        echo.sendto(data, source)
+
+
+def _ask(own: str, following: str, packets: int) -> list[float]:
+    round_trips: list[float] = []
+    give_up_at = time.monotonic() + _ASKING_S
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.bind((own, 0))
+        number = 0
+        while len(round_trips) < packets and time.monotonic() < give_up_at:
+            number += 1
+            begin = time.monotonic()
+            asking.sendto(number.to_bytes(4, "big"), (following, _ECHO_PORT))
+            asking.settimeout(max(min(0.3, give_up_at - begin), 0.001))
+            with contextlib.suppress(TimeoutError, ConnectionRefusedError):
+                while int.from_bytes(asking.recv(64), "big") != number:
+                    pass
+                round_trips.append(time.monotonic() - begin)
+    return round_trips
+
+
+def _flood(own: str, following: str, rate: float, seconds: float) -> float:
+    """Sends somewhat faster than the line can, and counts at the device, before any loss at this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+        sending.bind((own, _SINK_PORT))
+        sending.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, _PAYLOAD)
+        bundle = bytes(_PAYLOAD * _FRAMES_PER_SEND)
+        pause = len(bundle) * 8 / (1.1 * rate)
+        begin = time.monotonic()
+        warm_at, end_at = begin + 0.3 * seconds, begin + seconds
+        first: tuple[float, int] | None = None
+        due = begin
+        while (now := time.monotonic()) < end_at:
+            if first is None and now >= warm_at:
+                first = now, _received_bytes()
+            if now >= due:
+                with contextlib.suppress(OSError):  # a full queue is what is wanted
+                    sending.sendto(bundle, (following, _SINK_PORT))
+                due = max(due + pause, now - 20 * pause)
+            else:
+                time.sleep(min(due - now, 0.001))
+        last = time.monotonic(), _received_bytes()
+    assert first is not None
+    return 8 * (last[1] - first[1]) / (last[0] - first[0])
+
+
+def _received_bytes() -> int:
+    with open("/proc/self/net/dev") as table:
+        for line in table:
+            name, _, numbers = line.partition(":")
+            if name.strip() == _DEVICE:
+                return int(numbers.split()[0])
+    raise SystemExit(f"no device {_DEVICE}")
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Where running labs can be found: a folder with a socket each, through which other commands ask and change them."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stormtorch.lab.access import LabError
+
+_LONGEST_REQUEST = 1 << 24
+_PATIENCE_S = 30.0
+_RECORD, _SOCKET = "record.json", "socket"
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def registry() -> Path:
+    """This user's folder of labs; nobody else can write there."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = base / f"stormtorch-labs-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise LabError(f"{folder} must be a directory of this user that nobody else can write to")
+    return folder
+
+
+class Registration:
+    """One running lab's entry. Its thread answers requests until `close`."""
+
+    def __init__(self) -> None:
+        self.name = f"{os.getpid()}-{secrets.token_hex(2)}"
+        self.folder = registry() / self.name
+        """For files of the lab; removed with all that is in it."""
+        self.folder.mkdir(mode=0o700)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._thread: threading.Thread | None = None
+        self.record([])
+
+    def record(self, holders: Sequence[int]) -> None:
+        """Notes the processes that are to be killed should they outlive this one."""
+        record = {"owner": _identity(os.getpid()), "holders": [_identity(pid) for pid in holders]}
+        (self.folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+
+    def serve(self, answer: Answer) -> None:
+        """Begins to answer requests."""
+        self._socket.bind(str(self.folder / _SOCKET))
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve, args=(answer,), daemon=True, name="stormtorch lab")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes the entry away."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(2.0)
+        self._socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _serve(self, answer: Answer) -> None:
+        while True:
+            try:
+                line, _ = self._socket.accept()
+            except OSError:
+                return
+            with line, contextlib.suppress(OSError):
+                line.settimeout(_PATIENCE_S)
+                try:
+                    reply = answer(json.loads(_receive(line)))
+                except Exception as error:  # whatever it is, the one who asked must hear of it
+                    reply = {"error": str(error), "name": getattr(error, "name", None)}
+                line.sendall(json.dumps(reply).encode())
+
+
+class Refused(LabError):
+    """A running lab refused a change; `name` is the condition, if it was one."""
+
+    def __init__(self, problem: str, name: str | None) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+def running() -> list[str]:
+    """The names of labs whose owner lives."""
+    return [entry.name for entry in _entries() if _lives(_record(entry).get("owner"))]
+
+
+def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
+    """Sends a request to a lab; None is the only one that runs."""
+    names = running()
+    if name is None:
+        if len(names) != 1:
+            problem = "no lab runs" if not names else f"several labs run: choose one of {', '.join(names)} by --lab"
+            raise LabError(problem)
+        name = names[0]
+    elif name not in names:
+        raise LabError(f"no lab {name!r} runs; {'there is ' + ', '.join(names) if names else 'there is none'}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(_PATIENCE_S)
+        try:
+            line.connect(str(registry() / name / _SOCKET))
+            line.sendall(json.dumps(request).encode())
+            line.shutdown(socket.SHUT_WR)
+            reply: dict[str, Any] = json.loads(_receive(line))
+        except (OSError, ValueError) as error:
+            raise LabError(f"lab {name} does not answer: {error}") from error
+    if "error" in reply:
+        raise Refused(reply["error"], reply.get("name"))
+    return reply
+
+
+def clean() -> list[str]:
+    """Removes what labs left whose owner is gone; returns a line for each thing removed."""
+    done = []
+    for entry in _entries():
+        record = _record(entry)
+        if _lives(record.get("owner")):
+            continue
+        for holder in record.get("holders", []):
+            if _lives(holder):
+                with contextlib.suppress(OSError):
+                    os.kill(holder["pid"], signal.SIGKILL)
+                    done.append(f"process {holder['pid']} of lab {entry.name}")
+        shutil.rmtree(entry, ignore_errors=True)
+        done.append(f"entry of lab {entry.name}")
+    return done
+
+
+def _entries() -> list[Path]:
+    return sorted(path for path in registry().iterdir() if path.is_dir())
+
+
+def _record(entry: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _identity(pid: int) -> dict[str, int]:
+    """A process's number and when it began: numbers are used again."""
+    return {"pid": pid, "began": _began(pid) or 0}
+
+
+def _began(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _lives(identity: object) -> bool:
+    if not isinstance(identity, dict):
+        return False
+    pid, began = identity.get("pid"), identity.get("began")
+    return isinstance(pid, int) and pid > 1 and _began(pid) == began
+
+
+def _receive(line: socket.socket) -> bytes:
+    data = bytearray()
+    while piece := line.recv(65536):
+        data += piece
+        if len(data) > _LONGEST_REQUEST:
+            raise ValueError("too long a request")
+    return bytes(data)

@@ -1,0 +1,253 @@
+"""The network of the lab in the kernel: a bridge, a veth pair to each host, tbf for rates, nft for loss.
+
+Everything is a list of words for ip, tc and nft; `KernelNetwork` runs them. Loss is decided on the bridge, between the
+uplink of one host and the downlink of another, by counting packets through a trace drawn in advance: nft's own random
+numbers know neither a seed nor bursts.
+"""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stormtorch.lab.access import has_netem, tool
+from stormtorch.lab.conditions import Conditions, HostLine
+from stormtorch.lab.measured import LineCount, LinkCount
+from stormtorch.lab.namespaces import Holder
+from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, Trace
+
+DEVICE = "eth0"
+"""Every host's interface to the network under test."""
+MANAGEMENT_DEVICE = "mgmt0"
+"""Every host's interface to the management network, where there is one: no loss, no limits."""
+# Packets after which a link's losses repeat themselves.
+_PERIOD = 1 << 16
+# Of so many draws of bursts, the one whose loss is nearest to what was asked for is taken.
+_DRAWS = 8
+_TABLE = "stormtorch"
+
+
+def address(host: int) -> str:
+    """In the network under test; the range is reserved for benchmarks (RFC 2544)."""
+    return f"198.18.0.{host + 1}"
+
+
+def management_address(host: int) -> str:
+    """In the management network."""
+    return f"198.19.0.{host + 1}"
+
+
+class Network(Protocol):
+    """What joins the hosts."""
+
+    kind: str
+    """For people and results."""
+
+    def apply(self, conditions: Conditions) -> None:
+        """Makes the network like that from now on."""
+        ...
+
+    def links(self) -> list[LinkCount]:
+        """Packets of every link since the network was made."""
+        ...
+
+    def lines(self) -> list[LineCount]:
+        """Packets of every line between a host and the switch since the network was made."""
+        ...
+
+    def close(self) -> None:
+        """Ends what does not end with the namespaces."""
+        ...
+
+
+class KernelNetwork:
+    """A bridge in a namespace of its own, which is the switch."""
+
+    def __init__(self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
+        self.kind = "bridge, tbf, netem, nft" if conditions.delayed else "bridge, tbf, nft"
+        self._switch = switch
+        self._hosts = hosts
+        self._conditions: Conditions | None = None
+        # Counters start anew with every change; what they had is added up here.
+        self._seen: dict[tuple[int, int], int] = {}
+        self._lost: dict[tuple[int, int], int] = {}
+        make_bridge(switch, hosts, "br0", DEVICE, address)
+        self.apply(conditions)
+
+    def apply(self, conditions: Conditions) -> None:
+        """Makes the network like that from now on."""
+        before = self._conditions
+        if conditions.delayed and not has_netem():
+            raise RuntimeError("this kernel cannot delay packets; the relay does")
+        for index, holder in enumerate(self._hosts):
+            line = conditions.line(index)
+            delay = (conditions.delay_s, conditions.jitter_s)
+            same = before is not None and before.line(index) == line
+            if same and before is not None and (before.delay_s, before.jitter_s) == delay:
+                continue
+            holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(DEVICE, line.up_bits, line, (0.0, 0.0))))
+            self._switch.run([tool("tc"), "-batch", "-"], "\n".join(shape(f"p{index}", line.down_bits, line, delay)))
+        self._count()
+        self._switch.run([tool("nft"), "-f", "-"], ruleset(conditions, len(self._hosts)))
+        self._conditions = conditions
+
+    def links(self) -> list[LinkCount]:
+        """Packets of every link since the network was made."""
+        self._count(reset=True)
+        return [
+            LinkCount(source=source, target=target, seen=seen, lost=self._lost[source, target])
+            for (source, target), seen in sorted(self._seen.items())
+        ]
+
+    def lines(self) -> list[LineCount]:
+        """Packets of every line between a host and the switch since the network was made."""
+        down = self._switch.run([tool("tc"), "-s", "-j", "qdisc", "show"])
+        counts = []
+        for index, holder in enumerate(self._hosts):
+            if not holder.alive:
+                continue
+            up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show", "dev", DEVICE])
+            counts.append(_line_count(index, "up", up, DEVICE))
+            counts.append(_line_count(index, "down", down, f"p{index}"))
+        return counts
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+    def _count(self, *, reset: bool = False) -> None:
+        if self._conditions is None:
+            return
+        verb = "reset" if reset else "list"
+        listed = json.loads(self._switch.run([tool("nft"), "-j", verb, "counters", "table", "bridge", _TABLE]))
+        for item in listed["nftables"]:
+            if "counter" not in item:
+                continue
+            kind, source, target = item["counter"]["name"].split("_")
+            if kind in ("seen", "lost"):
+                total = self._seen if kind == "seen" else self._lost
+                link = int(source), int(target)
+                total[link] = total.get(link, 0) + item["counter"]["packets"]
+
+
+def make_bridge(
+    switch: Holder, hosts: Sequence[Holder], bridge: str, device: str, address_of: Callable[[int], str], port: str = "p"
+) -> None:
+    """A bridge in the switch and a veth pair to each host."""
+    lines = [f"link add {bridge} type bridge stp_state 0 mcast_snooping 0", f"link set {bridge} up"]
+    for index, holder in enumerate(hosts):
+        # One segment a packet: loss strikes what a real wire carries, not a bundle of forty.
+        lines += [
+            f"link add {port}{index} gso_max_segs 1 type veth peer name {device} gso_max_segs 1 netns {holder.pid}",
+            f"link set {port}{index} master {bridge} up",
+        ]
+    switch.run([tool("ip"), "-batch", "-"], "\n".join(lines))
+    for index, holder in enumerate(hosts):
+        holder.run([tool("ip"), "-batch", "-"], "\n".join(set_up(device, address_of(index))))
+
+
+def set_up(device: str, own: str) -> list[str]:
+    """What makes a new device of a host usable, for ip -batch."""
+    return [
+        "link set lo up",
+        f"link set {device} addrgenmode none up",
+        f"address add {own}/24 dev {device}",
+    ]
+
+
+def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, float]) -> list[str]:
+    """What gives a device its rate, queue and delay, for tc -batch."""
+    assert line.queue_bytes is not None
+    commands = []
+    parent = "root handle 1:"
+    if delay[0]:
+        # What is on its way waits in netem; it must never be the one to drop.
+        commands.append(
+            f"qdisc replace dev {device} root handle 9: netem delay {delay[0] * 1e6:.0f}us {delay[1] * 1e6:.0f}us "
+            "limit 1000000"
+        )
+        parent = "parent 9: handle 1:"
+    if bits is not None:
+        # A millisecond's worth: timers that fire late on a busy machine cost no rate.
+        burst_bytes = max(bits / 8 * 1e-3, 4 * 1514)
+        commands.append(
+            f"qdisc replace dev {device} {parent} tbf rate {bits:.0f}bit burst {burst_bytes:.0f} "
+            f"limit {line.queue_bytes}"
+        )
+    elif not delay[0]:
+        commands.append(f"qdisc replace dev {device} {parent} bfifo limit {line.queue_bytes}")
+    return commands
+
+
+def ruleset(conditions: Conditions, hosts: int) -> str:
+    """All rules, in one transaction that replaces the former ones."""
+    links = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
+    sets: dict[LinkModel, str] = {}
+    chains: list[str] = []
+    for source, target in links:
+        model = conditions.model(source, target)
+        rules = [f"counter name seen_{source}_{target}"]
+        if not _harmless(model):
+            name = sets.setdefault(model, f"lost{len(sets)}")
+            length = len(model.bits) if isinstance(model, Trace) else _PERIOD
+            start = random.Random(f"{conditions.seed} {source} {target}").randrange(length)
+            rules += [
+                f"meta mark set numgen inc mod {length} offset {start}",
+                f"meta mark @{name} counter name lost_{source}_{target} drop",
+            ]
+        chains.append(_block(f"chain link_{source}_{target}", rules))
+    jumps = ", ".join(f"{address(a)} . {address(b)} : jump link_{a}_{b}" for a, b in links)
+    cut = [f"ip {side} {address(host)} drop" for host in sorted(conditions.cut) for side in ("saddr", "daddr")]
+    hook = "type filter hook forward priority 0; policy accept;"
+    parts = [f"counter {kind}_{a}_{b} {{ }}" for a, b in links for kind in ("seen", "lost")]
+    parts += [
+        # Twice its length: each link starts elsewhere in the same trace, and nft cannot take an offset modulo it.
+        _block(f"set {name}", ["type mark;", f"elements = {{ {', '.join(map(str, _positions(bits * 2)))} }}"])
+        for model, name in sets.items()
+        for bits in (_bits(model, conditions.seed),)
+    ]
+    parts += chains
+    parts.append(_block("chain forward", [hook, *cut, f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
+    table = f"table bridge {_TABLE}"
+    return f"{table}\ndelete {table}\n{_block(table, parts)}\n"
+
+
+def _harmless(model: LinkModel) -> bool:
+    return not any(_bits(model, 0)) if isinstance(model, Trace) else model.p * _PERIOD < 0.5
+
+
+def _positions(bits: bytes) -> list[int]:
+    return [at for at, bit in enumerate(bits) if bit]
+
+
+def _bits(model: LinkModel, seed: int) -> bytes:
+    """A trace of the model: 1 is lost."""
+    if isinstance(model, Trace):
+        return model.bits
+    dice = random.Random(f"{seed} {model}")
+    if isinstance(model, Bernoulli):
+        lost = set(dice.sample(range(_PERIOD), round(model.p * _PERIOD)))
+        return bytes(at in lost for at in range(_PERIOD))
+    draws = [_chain(model, dice) for _ in range(_DRAWS)]
+    return min(draws, key=lambda bits: abs(sum(bits) - model.p * _PERIOD))
+
+
+def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
+    leave = 1 / model.burst
+    enter = model.p / ((1 - model.p) * model.burst)
+    bits = bytearray()
+    lost = dice.random() < model.p
+    for _ in range(_PERIOD):
+        bits.append(lost)
+        lost = dice.random() >= leave if lost else dice.random() < enter
+    return bytes(bits)
+
+
+def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
+    # Of netem and tbf, tbf is the one with a queue that can overflow.
+    rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") == "1:"]
+    row = rows[0] if rows else {}
+    return LineCount(host=host, direction=direction, packets=row.get("packets", 0), overflowed=row.get("drops", 0))
+
+
+def _block(head: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{head} {{", *lines, "}"])
