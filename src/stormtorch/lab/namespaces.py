@@ -21,21 +21,22 @@ _PATIENCE_S = 10.0
 class Holder:
     """One set of namespaces and the process that keeps them."""
 
+    pid: int = 0
+    """Of the holder, in this process's pid namespace."""
+
     def __init__(self, access: Access, pipe: int, *, inside: "Holder | None" = None) -> None:
         # The user namespace is made once, by the first holder; the others are made inside it.
         first = access.unshare() if inside is None else [*access.enter(inside.pid), tool("unshare")]
         command = [*first, "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", tool("cat")]
         self._access = access
-        self.pid = 0
         # A session of its own: Ctrl-C in the terminal is for this program, which then ends the holders in order.
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
         self.pid = self._await_child()
-        """Of the holder, in this process's pid namespace."""
 
     def _await_child(self) -> int:
-        """Both unshare and nsenter fork; the namespaces are those of the last of their descendants, once it runs cat."""
+        """Both unshare and nsenter fork; the namespaces are those of their last descendant, once it runs cat."""
         give_up_at = time.monotonic() + _PATIENCE_S
         while time.monotonic() < give_up_at:
             if self._process.poll() is not None:
