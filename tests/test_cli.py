@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stormtorch import __version__, cli
+from stormtorch.bench import commands
 from stormtorch.bench.backends import BACKENDS, DTYPES
 from test_bench import ranks_left
 
@@ -34,8 +35,8 @@ def test_version_and_help_answer() -> None:
 
 
 def test_what_help_lists_is_what_exists() -> None:
-    assert tuple(cli._BACKENDS.split(",")) == BACKENDS
-    assert [each.value for each in cli.Dtype] == list(DTYPES)
+    assert tuple(commands._BACKENDS.split(",")) == BACKENDS
+    assert [each.value for each in commands.Dtype] == list(DTYPES)
 
 
 @pytest.mark.parametrize(

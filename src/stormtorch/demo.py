@@ -92,7 +92,7 @@ def run_demo(settings: DemoSettings, advance: Advance = ignore_progress) -> Demo
     """Runs the ranks and returns when they are gone.
 
     Raises:
-        stormtorch.bench.ranks.RankFailed: A rank failed or did not end in time.
+        stormtorch.bench.failed.RankFailed: A rank failed or did not end in time.
     """
 
     def listen(_rank: int, what: object) -> None:

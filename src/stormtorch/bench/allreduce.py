@@ -114,7 +114,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
     """Measures, and returns when all ranks are gone.
 
     Raises:
-        stormtorch.bench.ranks.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+        stormtorch.bench.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
     """
     conditions = _requested(settings) | surroundings()
     schedule = Schedule(

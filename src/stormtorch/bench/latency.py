@@ -90,7 +90,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
     """Measures, and returns when all ranks are gone.
 
     Raises:
-        stormtorch.bench.ranks.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+        stormtorch.bench.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
     """
     conditions = {
         "hosts": settings.hosts,

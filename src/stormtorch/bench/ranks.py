@@ -29,21 +29,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 from torch.distributed.distributed_c10d import Store
 
+from stormtorch.bench.failed import RankFailed
+
 Result = TypeVar("Result")
 
 LOOPBACK = "127.0.0.1"
 # A rank told to end gets this long before it is killed.
 _GRACE_S = 2.0
-
-
-class RankFailed(RuntimeError):
-    """A rank raised an error, died, or did not end in time. `rank` is None where it was the whole job."""
-
-    def __init__(self, message: str, *, rank: int | None = None, details: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.details = details
-        """The rank's own traceback, if it left one."""
 
 
 @dataclass(frozen=True)
