@@ -7,6 +7,7 @@ from rich.console import Console
 
 from stormtorch.bench import commands as bench
 from stormtorch.console import friendly_errors
+from stormtorch.lab import commands as lab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
+app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 
 Hosts = Annotated[int, typer.Option(help="Ranks, each a process of this machine: 2 to 64.")]
 
@@ -47,6 +49,8 @@ def stormtorch(
       stormtorch bench allreduce --hosts 4 --mb 25     large tensors, beside gloo
 
       stormtorch bench latency                         small ones, and what idling costs
+
+      stormtorch lab run --loss 0.1 -- python train.py    hosts with a bad network between them
 
     `stormtorch COMMAND --help` tells more about each.
     """

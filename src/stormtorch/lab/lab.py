@@ -35,6 +35,7 @@ from stormtorch.lab.wires import (
     make_bridge,
     management_address,
 )
+from stormtorch.loss import Trace
 
 MASTER_PORT = 29500
 _PROBE_PACKETS = 10
@@ -340,6 +341,8 @@ class Lab:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """What `stormtorch lab set` and `lab show` ask for."""
         changes = dict(request.get("set", {}))
+        if "trace" in changes:
+            changes["loss"] = Trace(bits=changes.pop("trace"))
         if "cut" in changes or "join" in changes:
             cut = (self.conditions.cut | set(changes.pop("cut", ()))) - set(changes.pop("join", ()))
             changes["cut"] = cut

@@ -71,6 +71,7 @@ class KernelNetwork:
         # Counters start anew with every change; what they had is added up here.
         self._seen: dict[tuple[int, int], int] = {}
         self._lost: dict[tuple[int, int], int] = {}
+        self._passed: dict[tuple[int, str], LineCount] = {}
         make_bridge(switch, hosts, "br0", DEVICE, address)
         self.apply(conditions)
 
@@ -82,9 +83,10 @@ class KernelNetwork:
         for index, holder in enumerate(self._hosts):
             line = conditions.line(index)
             delay = (conditions.delay_s, conditions.jitter_s)
-            same = before is not None and before.line(index) == line
-            if same and before is not None and (before.delay_s, before.jitter_s) == delay:
-                continue
+            if before is not None:
+                if before.line(index) == line and (before.delay_s, before.jitter_s) == delay:
+                    continue
+                self._keep_counts(index, before.line(index), line)
             holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(DEVICE, line.up_bits, line, (0.0, 0.0))))
             self._switch.run([tool("tc"), "-batch", "-"], "\n".join(shape(f"p{index}", line.down_bits, line, delay)))
         self._count()
@@ -105,11 +107,19 @@ class KernelNetwork:
         counts = []
         for index, holder in enumerate(self._hosts):
             if not holder.alive:
-                continue
+                continue  # a host that was killed has taken its counters with it
             up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show", "dev", DEVICE])
             counts.append(_line_count(index, "up", up, DEVICE))
             counts.append(_line_count(index, "down", down, f"p{index}"))
-        return counts
+        return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
+
+    def _keep_counts(self, host: int, before: HostLine, after: HostLine) -> None:
+        """Another kind of queue starts counting anew; a new rate of the same kind does not."""
+        changed = {"up": (before.up_bits, after.up_bits), "down": (before.down_bits, after.down_bits)}
+        for count in self.lines():
+            old, new = changed[count.direction]
+            if count.host == host and (old is None) != (new is None):
+                self._passed[count.host, count.direction] = count
 
     def close(self) -> None:
         """Nothing is left to end."""
@@ -174,7 +184,8 @@ def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, f
             f"limit {line.queue_bytes}"
         )
     elif not delay[0]:
-        commands.append(f"qdisc replace dev {device} {parent} bfifo limit {line.queue_bytes}")
+        # A handle of its own: a queue cannot be replaced by one of another kind under the same.
+        commands.append(f"qdisc replace dev {device} root handle 2: bfifo limit {line.queue_bytes}")
     return commands
 
 
@@ -244,9 +255,15 @@ def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
 
 def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
     # Of netem and tbf, tbf is the one with a queue that can overflow.
-    rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") == "1:"]
+    rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") in ("1:", "2:")]
     row = rows[0] if rows else {}
     return LineCount(host=host, direction=direction, packets=row.get("packets", 0), overflowed=row.get("drops", 0))
+
+
+def _sum(count: LineCount, before: LineCount | None) -> LineCount:
+    if before is None:
+        return count
+    return count._replace(packets=count.packets + before.packets, overflowed=count.overflowed + before.overflowed)
 
 
 def _block(head: str, lines: Sequence[str]) -> str:

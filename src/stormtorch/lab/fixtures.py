@@ -1,0 +1,49 @@
+"""Labs in pytest.
+
+In a conftest.py:
+
+    pytest_plugins = ["stormtorch.lab.fixtures"]
+
+and in a test:
+
+    def test_training_survives_loss(lab):
+        network = lab(hosts=2, rate="100mbit", loss=0.1)
+        assert network.run(["python", "train.py"]) == [0, 0]
+
+A lab ends with its test. Where none can be made, such tests are skipped with the reason; with STORMTORCH_REQUIRE_LAB=1
+in the environment they fail instead, which is what CI wants.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stormtorch.lab.access import LabUnavailable, find_access
+from stormtorch.lab.lab import Lab
+
+REQUIRE = "STORMTORCH_REQUIRE_LAB"
+
+
+def lab_or_skip() -> None:
+    """Returns where a lab can be made; skips the test, or fails it where labs are required, with the reason."""
+    try:
+        find_access()
+    except LabUnavailable as error:
+        if os.environ.get(REQUIRE, "0") not in ("", "0"):
+            pytest.fail(f"{REQUIRE} is set, but no lab can be made: {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def lab() -> Iterator[Callable[..., Lab]]:
+    """Makes labs: takes what `stormtorch.lab.Lab` takes, returns it open, and closes it after the test."""
+    lab_or_skip()
+    with contextlib.ExitStack() as stack:
+
+        def make(hosts: int = 2, *arguments: Any, **keywords: Any) -> Lab:
+            return stack.enter_context(Lab(hosts, *arguments, **keywords))
+
+        yield make
