@@ -16,9 +16,10 @@ from stormtorch.bench.conditions import write_json
 from stormtorch.bench.display import crowding_text, loss_text, share_text, size_text, time_text
 from stormtorch.bench.failed import RankFailed
 from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, latency_table, run_latency
+from stormtorch.bench.pattern import Pattern
 from stormtorch.bench.plot import check_plot, plot_allreduce
 from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.bench.rounds import Log, Pattern, Sample, median, merge, percentile
+from stormtorch.bench.samples import Log, Sample, median, merge, percentile
 from stormtorch.bench.settings import BadSetting
 from stormtorch.demo import DemoSettings, run_demo, sentences
 

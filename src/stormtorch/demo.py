@@ -10,7 +10,8 @@ from rich.table import Table
 from stormtorch.bench.backends import BACKENDS, Counters
 from stormtorch.bench.display import Advance, ignore_progress, loss_text, new_table, share_text, size_text, time_text
 from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.bench.rounds import Log, Sample, Stage, in_turn, median, merge
+from stormtorch.bench.rounds import Stage, in_turn
+from stormtorch.bench.samples import Log, Sample, median, merge
 from stormtorch.bench.settings import check_between
 from stormtorch.faults import faults
 

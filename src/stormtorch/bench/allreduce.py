@@ -24,7 +24,8 @@ from stormtorch.bench.display import (
     time_text,
 )
 from stormtorch.bench.ranks import run_ranks
-from stormtorch.bench.rounds import BARRIER, TIMES, Log, Sample, Schedule, median, merge, percentile, run_rounds
+from stormtorch.bench.rounds import BARRIER, TIMES, Schedule, run_rounds
+from stormtorch.bench.samples import Log, Sample, median, merge, percentile
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
 
 

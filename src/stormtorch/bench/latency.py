@@ -12,7 +12,8 @@ from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
 from stormtorch.bench.conditions import surroundings, write_json
 from stormtorch.bench.display import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
 from stormtorch.bench.ranks import LOOPBACK, Member, run_ranks
-from stormtorch.bench.rounds import BARRIER, TIMES, Log, Schedule, median, merge, percentile, run_rounds
+from stormtorch.bench.rounds import BARRIER, TIMES, Schedule, run_rounds
+from stormtorch.bench.samples import Log, median, merge, percentile
 from stormtorch.bench.settings import check_between, check_subset
 from stormtorch.collectives import Group, barrier
 from stormtorch.options import Options

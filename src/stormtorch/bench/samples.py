@@ -1,0 +1,66 @@
+"""What was measured: single calls, the log of a rank or of a whole job, and statistics of times."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from stormtorch.bench.backends import Counters
+
+
+class Sample(NamedTuple):
+    """One call, on one rank or, merged, on all."""
+
+    backend: str
+    bytes: int
+    round: int
+    seconds: float
+    cpu_s: float
+    """CPU time of the process, engine threads included, until all ranks were done."""
+    arrived: float
+    """Fraction of the chunks that arrived."""
+    repaired: int
+    """Chunks sent again."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What one rank, or all of them together, saw."""
+
+    samples: list[Sample]
+    """In the order of the calls."""
+    counters: dict[tuple[str, int], Counters] = field(default_factory=dict)
+    """Of each storm backend and size, over its timed rounds."""
+    chunk_bytes: int | None = None
+
+
+def merge(logs: Sequence[Log]) -> Log:
+    """The log of the whole job: the slowest rank's time, the sum of CPU time and repairs, the mean of what arrived."""
+    samples: list[Sample] = []
+    for calls in zip(*(log.samples for log in logs), strict=True):
+        first = calls[0]
+        if any(call[:3] != first[:3] for call in calls):
+            raise RuntimeError(f"ranks disagree on the order of calls: {sorted({call[:3] for call in calls})}")
+        samples.append(
+            first._replace(
+                seconds=max(call.seconds for call in calls),
+                cpu_s=sum(call.cpu_s for call in calls),
+                arrived=sum(call.arrived for call in calls) / len(calls),
+                repaired=sum(call.repaired for call in calls),
+            )
+        )
+    counters = {key: sum((log.counters[key] for log in logs), Counters()) for key in logs[0].counters}
+    return Log(samples, counters, logs[0].chunk_bytes)
+
+
+def median(times_s: Sequence[float]) -> float:
+    """The middle one, or the mean of the two in the middle."""
+    ordered = sorted(times_s)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def percentile(times_s: Sequence[float], percent: float) -> float:
+    """The smallest time that `percent` of all do not exceed; of few times, a high one is simply the worst."""
+    ordered = sorted(times_s)
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
