@@ -23,6 +23,8 @@ from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
 from stormtorch.udp import UdpTransport
 
+pytest_plugins = ["stormtorch.lab.fixtures"]
+
 T = TypeVar("T")
 World = Callable[[int, Callable[[Transport], Any]], list[Any]]
 """Runs `work(transport)` on every rank of a world and returns the results by rank."""

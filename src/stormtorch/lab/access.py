@@ -79,11 +79,11 @@ def find_access() -> Access:
         )
         if done.returncode == 0:
             return access
-        problems.append(f"as {access.name}: {done.stderr.strip().splitlines()[-1:] or ['no reason given']}")
+        problems.append(f"by {access.name} ({(done.stderr.strip().splitlines() or ['no reason given'])[-1]})")
     raise LabUnavailable(
         "a lab needs root, or a kernel that lets users make user namespaces "
         "(sysctl kernel.unprivileged_userns_clone=1 on Debian, kernel.apparmor_restrict_unprivileged_userns=0 on "
-        f"Ubuntu, --privileged in a container). It failed {'; '.join(problems)}. {_WITHOUT}"
+        f"Ubuntu, --privileged in a container). It failed {' and '.join(problems)}. {_WITHOUT}"
     )
 
 

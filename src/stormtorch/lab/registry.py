@@ -155,8 +155,10 @@ def _identity(pid: int) -> dict[str, int]:
 
 
 def _began(pid: int) -> int | None:
+    """When the process began; None where it has ended, even if nobody has taken note of that yet."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
 

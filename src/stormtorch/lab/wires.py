@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from stormtorch.lab.access import has_netem, tool
+from stormtorch.lab.access import LabError, has_netem, tool
 from stormtorch.lab.conditions import Conditions, HostLine
 from stormtorch.lab.measured import LineCount, LinkCount
 from stormtorch.lab.namespaces import Holder
@@ -108,7 +108,7 @@ class KernelNetwork:
         for index, holder in enumerate(self._hosts):
             if not holder.alive:
                 continue  # a host that was killed has taken its counters with it
-            up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show", "dev", DEVICE])
+            up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show"])
             counts.append(_line_count(index, "up", up, DEVICE))
             counts.append(_line_count(index, "down", down, f"p{index}"))
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
@@ -256,8 +256,9 @@ def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
 def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
     # Of netem and tbf, tbf is the one with a queue that can overflow.
     rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") in ("1:", "2:")]
-    row = rows[0] if rows else {}
-    return LineCount(host=host, direction=direction, packets=row.get("packets", 0), overflowed=row.get("drops", 0))
+    if not rows:
+        raise LabError(f"tc tells nothing of the queue of {device}")  # and zero would pass for a measurement
+    return LineCount(host=host, direction=direction, packets=rows[0]["packets"], overflowed=rows[0]["drops"])
 
 
 def _sum(count: LineCount, before: LineCount | None) -> LineCount:
