@@ -53,7 +53,7 @@ Relay::Server& Relay::server(std::uint16_t host, Direction direction) {
 }
 
 void Relay::set_rate(std::uint16_t host, Direction direction, std::uint64_t bits_per_s, Nanos now) {
-    advance(now);
+    run_events(now);
     Server& changed = server(host, direction);
     const std::uint64_t before = std::exchange(changed.bits_per_s, bits_per_s);
     if (changed.fifo.empty() || before == bits_per_s) return;
@@ -61,7 +61,6 @@ void Relay::set_rate(std::uint16_t host, Direction direction, std::uint64_t bits
     const double left_bits = static_cast<double>(changed.done_at - now_) * static_cast<double>(before);
     changed.done_at = now_ + (bits_per_s == 0 ? 0 : std::llround(left_bits / static_cast<double>(bits_per_s)));
     schedule(changed.done_at, direction == Direction::up ? Stage::uplink : Stage::downlink, host, host);
-    advance(now);
 }
 
 void Relay::set_queue(std::uint16_t host, Direction direction, std::size_t bytes) {
@@ -128,7 +127,7 @@ std::span<std::byte> Relay::buffer() {
 // --- the way of a packet ---------------------------------------------------------------------------------------------
 
 void Relay::receive(std::uint16_t from, std::size_t length, Nanos now) {
-    advance(now);
+    run_events(now);
     Host& sender = *hosts_[from];
     if (sender.cut) {
         ++totals_.cut;
@@ -161,7 +160,7 @@ void Relay::schedule(Nanos at, Stage stage, std::uint16_t from, std::uint16_t to
 
 // Events happen at their own time, however late they are looked at: a slow machine delays packets, but neither slows down
 // the rates nor fills the queues.
-void Relay::advance(Nanos now) {
+void Relay::run_events(Nanos now) {
     now_ = std::max(now_, now);
     while (!events_.empty() && events_.front().at <= now_) {
         std::pop_heap(events_.begin(), events_.end(), std::greater<>());
@@ -224,7 +223,7 @@ void Relay::leave(Server& server, Stage stage, Slot slot, Nanos now) {
     if (stage == Stage::uplink)
         cross(slot, now);
     else
-        deliver(slot, now);
+        post(slot, now);
 }
 
 bool Relay::is_cut(const Packet& packet) const { return hosts_[packet.from]->cut || hosts_[packet.to]->cut; }
@@ -267,18 +266,34 @@ void Relay::release(Link& link, Nanos now) {
     if (!link.line.empty()) schedule(packets_[link.line.head].due, Stage::line, link.stats.from, link.stats.to);
 }
 
-void Relay::deliver(Slot slot, Nanos now) {
-    const Packet& packet = packets_[slot];
-    if (is_cut(packet)) {
-        ++totals_.cut;
-    } else if (deliver_(packet.to, {bytes_of(slot), packet.length})) {
-        ++totals_.delivered;
-        totals_.late_total += now_ - now;
-        totals_.late_max = std::max(totals_.late_max, now_ - now);
-    } else {
-        ++totals_.refused;
+void Relay::post(Slot slot, Nanos now) {
+    packets_[slot].due = now;
+    const std::uint16_t to = packets_[slot].to;
+    if (hosts_[to]->outbox.empty()) to_deliver_.push_back(to);
+    push(hosts_[to]->outbox, slot);
+}
+
+void Relay::deliver(Host& host) {
+    while (!host.outbox.empty()) {
+        const Slot slot = pop(host.outbox);
+        const Packet& packet = packets_[slot];
+        if (is_cut(packet)) {
+            ++totals_.cut;
+        } else if (deliver_(packet.to, {bytes_of(slot), packet.length})) {
+            ++totals_.delivered;
+            totals_.late_total += now_ - packet.due;
+            totals_.late_max = std::max(totals_.late_max, now_ - packet.due);
+        } else {
+            ++totals_.refused;
+        }
+        give_back(slot);
     }
-    give_back(slot);
+}
+
+void Relay::advance(Nanos now) {
+    run_events(now);
+    for (const std::uint16_t host : to_deliver_) deliver(*hosts_[host]);
+    to_deliver_.clear();
 }
 
 RelayStats Relay::stats() const {

@@ -67,7 +67,7 @@ public:
     static constexpr std::size_t default_overhead_bytes = 14;  // an Ethernet header, as tc counts
     static constexpr std::size_t max_overhead_bytes = 1024;
 
-    // Called from within receive and advance; false when the packet could not be handed over.
+    // Called from within advance; false when the packet could not be handed over.
     using Deliver = std::function<bool(std::uint16_t host, std::span<const std::byte> packet)>;
     explicit Relay(Deliver deliver);
 
@@ -89,9 +89,10 @@ public:
 
     // Where to put the next packet: valid until the next call of receive.
     [[nodiscard]] std::span<std::byte> buffer();
-    // The first `length` bytes of buffer() are a packet that `from` sent.
+    // The first `length` bytes of buffer() are a packet that `from` sent. Delivers nothing: after one or many packets, call
+    // advance.
     void receive(std::uint16_t from, std::size_t length, Nanos now);
-    // Delivers all that is due.
+    // Delivers all that is due, host by host: a receiver that sleeps is woken once and not for every packet.
     void advance(Nanos now);
     // When `advance` has something to do; `never` while nothing waits.
     [[nodiscard]] Nanos next_at() const { return events_.empty() ? never : events_.front().at; }
@@ -102,11 +103,11 @@ public:
 private:
     using Slot = std::uint32_t;
     static constexpr Slot none = ~Slot{0};
-    static constexpr std::size_t slab_packets = 256;
+    static constexpr std::size_t slab_packets = 64;
 
     // What is known of the packet in a buffer. Chained by `next`, so that no queue allocates.
     struct Packet {
-        Nanos due{};  // on the delay line
+        Nanos due{};  // when it leaves the delay line, or left the downlink
         Slot next{none};
         std::uint16_t length{}, charged_bytes{};
         std::uint16_t from{}, to{};
@@ -138,6 +139,7 @@ private:
         std::uint32_t address{};
         bool cut{};
         Server up, down;
+        Fifo outbox;  // due, and delivered by the next advance
         std::array<std::unique_ptr<Link>, max_hosts> to;
     };
     enum class Stage : std::uint8_t { uplink, line, downlink };
@@ -165,11 +167,14 @@ private:
     void leave(Server& server, Stage stage, Slot slot, Nanos now);
     void cross(Slot slot, Nanos now);
     void release(Link& link, Nanos now);
-    void deliver(Slot slot, Nanos now);
+    void run_events(Nanos now);
+    void post(Slot slot, Nanos now);
+    void deliver(Host& host);
 
     Deliver deliver_;
     std::array<std::unique_ptr<Host>, max_hosts> hosts_;
     std::unordered_map<std::uint32_t, std::uint16_t> by_address_;
+    std::vector<std::uint16_t> to_deliver_;  // hosts whose outbox is not empty
     std::size_t overhead_bytes_{default_overhead_bytes};
 
     std::vector<std::unique_ptr<std::byte[]>> slabs_;

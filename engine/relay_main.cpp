@@ -131,7 +131,6 @@ public:
             const int count = wait(ready);
             const Nanos now = clock_now();
             bool busy = relay_.next_at() <= now, more = false;
-            relay_.advance(now);
             for (int i = 0; i < count; ++i) {
                 const std::uint32_t tag = ready[static_cast<std::size_t>(i)].data.u32;
                 if (tag == stdin_tag) {
@@ -141,6 +140,7 @@ public:
                     busy = true;
                 }
             }
+            relay_.advance(now);
             if (!busy || more || ended_) continue;
             // A token bucket of rounds, kept as the time at which it will be full.
             if (full_at_ < now + free_rounds_burst) {

@@ -57,7 +57,10 @@ struct Network {
         }
     }
     std::string ask(const std::string& line) { return commands.execute(line, now); }
-    void tell(const std::string& line) { CHECK(ask(line) == "ok"); }
+    void tell(const std::string& line) {
+        CHECK(ask(line) == "ok");
+        relay.advance(now);
+    }
     void run_until(Nanos end) {
         while (relay.next_at() <= end) {
             now = relay.next_at();
@@ -69,6 +72,7 @@ struct Network {
     void send_bytes(std::uint16_t from, const std::vector<std::byte>& packet) {
         std::copy(packet.begin(), packet.end(), relay.buffer().begin());
         relay.receive(from, packet.size(), now);
+        relay.advance(now);
     }
     void send(std::uint16_t from, std::uint16_t to, std::uint32_t number = 0, std::size_t bytes = packet_bytes) {
         send_bytes(from, packet_to(first_address + to, number, bytes));
