@@ -236,7 +236,7 @@ def test_a_bad_setting_is_refused_by_name(name: str, value: object) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_wrong_sum_is_noticed(dtype: str) -> None:
     world = 64
-    members = [Member(rank, world, None, print) for rank in range(world)]  # type: ignore[arg-type]  # needs no store
+    members = [Member(rank, world, None, print, print) for rank in range(world)]  # type: ignore[arg-type]  # needs no store
     patterns = [Pattern(1000, dtype, member) for member in members]
     total = patterns[0].own.clone()
     for pattern in patterns[1:]:

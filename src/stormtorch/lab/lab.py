@@ -146,6 +146,9 @@ class Lab:
         """h0 and so on, known to each other: many programs ask for the address of their own name."""
         # Also as IPv6 sockets see each other: torch asks for the names of its peers and warns at length without.
         names = [f"{address(host)} h{host}\n::ffff:{address(host)} h{host}.lab" for host in range(self.size)]
+        if self._management:
+            own = [management_address(host) for host in range(self.size)]
+            names += [f"{each} m{host}\n::ffff:{each} m{host}.lab" for host, each in enumerate(own)]
         table.write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
         table.chmod(0o644)
         for host, holder in enumerate(self.holders):
