@@ -11,6 +11,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <csignal>
@@ -18,8 +19,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "relay.hpp"
@@ -31,7 +34,7 @@ namespace {
 // On a busy network the relay looks only this often, so that many packets share one wake-up. That is what a packet may then
 // be late, twice: when it is read, and when it is due.
 constexpr Nanos moderation = 100 * microsecond;
-// Busy is more than 2000 rounds a second. Light traffic is served at once: its delays are exact to some microseconds.
+// Busy is more than 2000 rounds a second. Light traffic is served at once: its delays are exact to some 20 us.
 constexpr Nanos free_round_every = 500 * microsecond;
 constexpr Nanos free_rounds_burst = 10 * millisecond;
 constexpr int batch_packets = 64;  // read from one host before the others, and what is due, have their turn
