@@ -5,6 +5,7 @@ other: through the sender's uplink, the link's loss and delay, and the receiver'
 and ends with the pipe they come from.
 """
 
+import contextlib
 import json
 import random
 import shutil
@@ -92,14 +93,16 @@ class RelayNetwork:
     def lines(self) -> list[LineCount]:
         """Packets of every line between a host and the switch since the network was made."""
         return [
-            LineCount(row["host"], row["direction"], row["packets"], row["overflowed"])
-            for row in self._stats()["lines"]
+            LineCount(row["host"], direction, row[direction]["packets"], row[direction]["overflowed"])
+            for row in self._stats()["hosts"]
+            for direction in ("up", "down")
         ]
 
     def close(self) -> None:
         """Ends the relay."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # of what was still to be written, if it has died
+            self._process.stdin.close()
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
