@@ -4,11 +4,14 @@ Both ways run the same commands. As root they act on namespaces that nobody else
 comes first, in which this user counts as root for namespaces made inside.
 """
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 _PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
 _PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
@@ -98,11 +101,27 @@ def has_netem() -> bool:
 
 def checked_tcp(name: str) -> str:
     """`name`, if the kernel has that congestion control."""
-    with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as line:
-        known = line.read().split()
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if name not in known:
         raise LabUnavailable(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
     return name
+
+
+@contextlib.contextmanager
+def allowed_tcp(name: str) -> Iterator[None]:
+    """Lets namespaces choose that congestion control, for the moment: the kernel keeps most of them for the machine."""
+    path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    allowed = path.read_text().split()
+    changed = name not in allowed and os.access(path, os.W_OK)
+    with contextlib.suppress(OSError):
+        if changed:
+            path.write_text(" ".join([*allowed, name]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if changed:
+                path.write_text(" ".join(allowed))
 
 
 def _missing(names: list[str]) -> str:

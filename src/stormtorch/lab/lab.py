@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stormtorch.lab.access import Access, LabError, checked_tcp, find_access, has_netem, tool
+from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
 from stormtorch.lab.conditions import MOST_HOSTS, BadCondition, Conditions
 from stormtorch.lab.measured import Measured
 from stormtorch.lab.namespaces import Holder
@@ -297,15 +297,16 @@ class Lab:
         )
 
     def _set_tcp(self, name: str) -> None:
-        for holder in self.holders:
-            setting = f"echo {shlex.quote(name)} > /proc/sys/net/ipv4/tcp_congestion_control"
-            try:
-                holder.run(["sh", "-c", setting])
-            except LabError as error:
-                raise LabError(
-                    f"tcp {name} cannot be chosen here; without root, the machine's "
-                    "net.ipv4.tcp_allowed_congestion_control must list it"
-                ) from error
+        with allowed_tcp(name):
+            for holder in self.holders:
+                setting = f"echo {shlex.quote(name)} > /proc/sys/net/ipv4/tcp_congestion_control"
+                try:
+                    holder.run(["sh", "-c", setting])
+                except LabError as error:
+                    raise LabError(
+                        f"tcp {name} cannot be chosen: the machine's net.ipv4.tcp_allowed_congestion_control must list "
+                        "it, and only root may change that"
+                    ) from error
 
     def _probe(self) -> None:
         script = Path(__file__).with_name("probe.py")
