@@ -1,0 +1,49 @@
+"""One bulk TCP flow, as other traffic on the link; run as a script on lab hosts, needs Python alone.
+
+bulk.py receive PORT            prints "ready", then [[monotonic seconds, bytes so far], ...] when the flow has ended
+bulk.py send ADDRESS PORT CONGESTION_CONTROL SECONDS
+"""
+
+import json
+import socket
+import sys
+import time
+
+_STEP_S = 0.05
+
+
+def receive(port: int) -> None:
+    """Counts what one connection brings."""
+    with socket.create_server(("", port)) as server:
+        print("ready", flush=True)
+        server.settimeout(30)
+        stream, _ = server.accept()
+        with stream:
+            stream.settimeout(30)
+            total, log = 0, [(time.monotonic(), 0)]
+            buffer = memoryview(bytearray(1 << 18))
+            while count := stream.recv_into(buffer):
+                total += count
+                if (now := time.monotonic()) - log[-1][0] >= _STEP_S:
+                    log.append((now, total))
+    print(json.dumps(log))
+
+
+def send(address: str, port: int, congestion_control: str, seconds: float) -> None:
+    """Sends zeros as fast as TCP lets it."""
+    with socket.create_connection((address, port), timeout=30) as stream:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
+        data = bytes(1 << 17)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stream.sendall(data)
+        # What is still queued is of no interest: closing at once would otherwise wait for it.
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        stream.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(int(sys.argv[2]))
+    else:
+        send(sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
