@@ -4,8 +4,10 @@ bulk.py receive PORT            prints "ready", then [[monotonic seconds, bytes 
 bulk.py send ADDRESS PORT CONGESTION_CONTROL SECONDS
 """
 
+import contextlib
 import json
 import socket
+import struct
 import sys
 import time
 
@@ -22,10 +24,11 @@ def receive(port: int) -> None:
             stream.settimeout(30)
             total, log = 0, [(time.monotonic(), 0)]
             buffer = memoryview(bytearray(1 << 18))
-            while count := stream.recv_into(buffer):
-                total += count
-                if (now := time.monotonic()) - log[-1][0] >= _STEP_S:
-                    log.append((now, total))
+            with contextlib.suppress(ConnectionResetError):  # which is how the sender ends it
+                while count := stream.recv_into(buffer):
+                    total += count
+                    if (now := time.monotonic()) - log[-1][0] >= _STEP_S:
+                        log.append((now, total))
     print(json.dumps(log))
 
 
@@ -37,9 +40,8 @@ def send(address: str, port: int, congestion_control: str, seconds: float) -> No
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stream.sendall(data)
-        # What is still queued is of no interest: closing at once would otherwise wait for it.
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        stream.shutdown(socket.SHUT_WR)
+        # What is still queued is of no interest, and would go on after the time is over.
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 _ECHO_PORT, _SINK_PORT = 7007, 9009
 _DEVICE = "eth0"
 _PAYLOAD = 1472
-_FRAMES_PER_SEND = 16
+_MOST_FRAMES_PER_SEND = 16
 _UDP_SEGMENT = 103
 
 
@@ -76,7 +76,9 @@ def _flood(own: str, following: str, rate: float, seconds: float) -> float:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
         sending.bind((own, _SINK_PORT))
         sending.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, _PAYLOAD)
-        bundle = bytes(_PAYLOAD * _FRAMES_PER_SEND)
+        # Small enough to flow evenly, large enough to cost little.
+        frames = max(1, min(_MOST_FRAMES_PER_SEND, int(rate * 1e-3 / 8 / _PAYLOAD)))
+        bundle = bytes(_PAYLOAD * frames)
         pause = len(bundle) * 8 / (1.1 * rate)
         begin = time.monotonic()
         warm_at, end_at = begin + 0.3 * seconds, begin + seconds
