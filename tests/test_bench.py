@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stormtorch.bench.allreduce import AllReduceReport, AllReduceSettings, allreduce_table, run_allreduce
+from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch.bench.backends import BACKENDS, Copies, Counters
 from stormtorch.bench.conditions import write_json
 from stormtorch.bench.display import crowding_text, loss_text, share_text, size_text, time_text
@@ -19,8 +19,10 @@ from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, latency_table
 from stormtorch.bench.pattern import Pattern
 from stormtorch.bench.plot import check_plot, plot_allreduce
 from stormtorch.bench.ranks import Member, run_ranks
+from stormtorch.bench.results import AllReduceReport
 from stormtorch.bench.samples import Log, Sample, median, merge, percentile
 from stormtorch.bench.settings import BadSetting
+from stormtorch.bench.tables import allreduce_table
 from stormtorch.demo import DemoSettings, run_demo, sentences
 
 
@@ -96,7 +98,7 @@ def test_ranks_that_do_not_end_are_ended_at_the_time_out() -> None:
 @pytest.fixture(scope="module")
 def report() -> AllReduceReport:
     settings = AllReduceSettings(
-        hosts=2, mb=(1.0, 0.5), iters=4, warmup=1, loss=0.1, datagram_bytes=1472, timeout_s=100
+        hosts=2, mb=(1.0, 0.5), iters=4, warmup=1, faults=0.1, datagram_bytes=1472, timeout_s=100
     )
     steps: list[int] = []
     report = run_allreduce(settings, lambda _what, done: steps.append(done))
@@ -114,9 +116,9 @@ def test_the_report_holds_conditions_and_one_result_per_backend_and_size(
     assert set(data) == {"conditions", "results"}
     conditions = data["conditions"]
     assert (conditions["hosts"], conditions["mb"], conditions["iters"]) == (2, [1.0, 0.5], 4)
-    assert conditions["loss_requested"] == 0.1
+    assert (conditions["network"], conditions["faults_requested"]) == ("loopback", 0.1)
+    assert conditions["faults_apply_to"] == ["storm", "storm-lossy"]
     assert conditions["loss_measured"] == pytest.approx(0.1, abs=0.03)
-    assert conditions["rate"] is None
     assert 0 < conditions["chunk_bytes"] < conditions["datagram_bytes"] == 1472
     assert conditions["machine"]["cores"] >= 1
     assert {"cpu", "kernel"} <= set(conditions["machine"])
@@ -126,7 +128,9 @@ def test_the_report_holds_conditions_and_one_result_per_backend_and_size(
         (mb, backend) for mb in (1.0, 0.5) for backend in BACKENDS
     ]
     for each in data["results"]:
-        assert len(each["times_s"]) == 4
+        assert len(each["times_s"]) == each["rounds"] == 4
+        assert (each["gave_up"], each["worst_over_median"]) == (False, each["worst_s"] / each["median_s"])
+        assert (each["tcp"] is None) == (each["backend"] != "gloo")
         assert 0 < min(each["times_s"]) <= each["median_s"] <= each["p99_s"] == each["worst_s"]
         assert each["ideal_s"] > 0
         assert each["cpu_s_per_gb"] > 0
@@ -221,7 +225,9 @@ def test_the_demo_is_exact_under_loss_and_says_what_it_saw() -> None:
         ("backends", ("nccl",)),
         ("backends", ()),
         ("backends", ("gloo", "gloo")),
-        ("loss", 1.0),
+        ("backends", ("gloo-bbr",)),
+        ("faults", 1.0),
+        ("patience_s", 0.0),
         ("dtype", "int8"),
         ("datagram_bytes", 100),
         ("timeout_s", 0.0),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stormtorch import __version__, cli
 from stormtorch.bench import commands
-from stormtorch.bench.backends import BACKENDS, DTYPES
+from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from test_bench import ranks_left
 
 STORMTORCH = (sys.executable, "-m", "stormtorch.cli")
@@ -26,7 +26,7 @@ def call(*arguments: str) -> tuple[int, str]:
 
 def test_version_and_help_answer() -> None:
     assert call("--version") == (0, f"stormtorch {__version__}\n")
-    for command in ((), ("bench",), ("demo",), ("bench", "allreduce"), ("bench", "latency")):
+    for command in ((), ("bench",), ("demo",), ("bench", "allreduce"), ("bench", "sweep"), ("bench", "latency")):
         code, text = call(*command, "--help")
         assert code == 0
         assert "Usage" in text
@@ -36,6 +36,7 @@ def test_version_and_help_answer() -> None:
 
 def test_what_help_lists_is_what_exists() -> None:
     assert tuple(commands._BACKENDS.split(",")) == BACKENDS
+    assert tuple(commands._LAB_BACKENDS.split(",")) == LAB_DEFAULT
     assert [each.value for each in commands.Dtype] == list(DTYPES)
 
 
@@ -47,8 +48,16 @@ def test_what_help_lists_is_what_exists() -> None:
         ("--mb", "1,x", "must be numbers separated by commas, got '1,x'"),
         ("--mb", "-3", "got -3"),
         ("--iters", "0", "got 0"),
-        ("--backends", "storm,nccl", "knows storm, storm-lossy, gloo, got 'nccl'"),
-        ("--loss", "1.5", "must lie in [0, 0.9], got 1.5"),
+        ("--backends", "storm,nccl", "knows storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, got 'nccl'"),
+        ("--backends", "storm,gloo-bbr", "knows gloo-bbr only in a lab; here storm, storm-lossy, gloo"),
+        ("--faults", "1.5", "must lie in [0, 0.9], got 1.5"),
+        ("--rate", "fast", "must be bits per second or such as 400mbit, got 'fast'"),
+        ("--loss", "1.5", "must lie in [0, 1], got 1.5"),
+        ("--burst", "8", "needs a --loss that comes in bursts"),
+        ("--delay", "20", "must be a time such as 20ms"),
+        ("--jitter", "1ms", "needs a delay that it can vary"),
+        ("--queue", "1b", "must lie in"),
+        ("--patience-s", "0", "got 0"),
         ("--dtype", "int8", "int8"),
         ("--datagram-bytes", "9", "must lie in [256, 65507], got 9"),
         ("--json", "/dev/null/x.json", "cannot make /dev/null"),
@@ -64,7 +73,18 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
 
 
 @pytest.mark.parametrize(
-    "command", [("bench", "latency", "--idle-s", "0"), ("demo", "--loss", "2"), ("demo", "--rounds", "0")]
+    "command",
+    [
+        ("bench", "latency", "--idle-s", "0"),
+        ("bench", "sweep", "--rates", "400mbit,fast"),
+        ("bench", "sweep", "--losses", "0.1,2"),
+        ("bench", "sweep", "--losses", "none"),
+        ("bench", "sweep", "--delays", "soon"),
+        ("bench", "sweep", "--ideal-s", "0"),
+        ("bench", "sweep", "--backends", "nccl"),
+        ("demo", "--loss", "2"),
+        ("demo", "--rounds", "0"),
+    ],
 )
 def test_the_other_commands_refuse_bad_values_alike(command: tuple[str, ...]) -> None:
     code, text = call(*command)

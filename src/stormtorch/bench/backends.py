@@ -1,6 +1,7 @@
 """What is measured: the same all-reduce by stormtorch and by its peers, each with connections of its own."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
-from stormtorch.bench.ranks import LOOPBACK, Member
+from stormtorch.bench.ranks import Member
+from stormtorch.bench.tcp import streams
 from stormtorch.collectives import Group, all_reduce
 from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
@@ -19,11 +21,21 @@ from stormtorch.transport import Arrival
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """The names that can be asked for."""
 
+LAB_BACKENDS = (*BACKENDS, "gloo-bbr", "gloo-cubic")
+"""The same in a lab, where TCP is met by real loss: what follows "gloo-" is its congestion control."""
+
+LAB_DEFAULT = ("storm", "storm-lossy", "gloo-bbr", "gloo-cubic")
+"""What a lab compares unless asked otherwise."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What all backends can sum."""
 
 # What the kernel may hold of a stream on its way; it fits into a core's cache.
 _IN_FLIGHT_BYTES = 1 << 20
+
+
+class TooSlow(RuntimeError):
+    """A call did not end within its limit; its backend can make no further ones."""
 
 
 class Backend(Protocol):
@@ -70,19 +82,44 @@ class Storm:
 class Gloo:
     """torch's gloo over TCP, called directly: without the few microseconds that torch.distributed adds in Python."""
 
-    name = "gloo"
     exact = True
 
-    def __init__(self, member: Member) -> None:
-        self._group = gloo_group(member, "gloo")
+    def __init__(self, name: str, member: Member, limit_s: float | None = None) -> None:
+        self.name = name
+        self._limit_s = limit_s
+        before = streams()
+        self._group = gloo_group(member, name)
+        self._group.barrier().wait()  # by now, everybody is connected
+        self._streams = streams() - before
+        chosen = name.removeprefix("gloo").removeprefix("-")
+        if chosen:
+            for stream in self._streams:
+                stream.choose(chosen)
+        found = {stream.congestion_control() for stream in self._streams}
+        self.tcp = "/".join(sorted(found))
+        """The congestion control of its connections, as the kernel tells."""
+        if chosen and found != {chosen}:
+            raise RuntimeError(f"{name} has connections with congestion control {self.tcp or 'unknown'}, not {chosen}")
 
     def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
-        self._group.allreduce([tensor]).wait()
+        begin = time.monotonic()
+        work = self._group.allreduce([tensor])
+        if self._limit_s is None:
+            work.wait()
+            return ()
+        try:
+            work.wait(timedelta(seconds=self._limit_s))
+        except RuntimeError as error:
+            if time.monotonic() - begin < self._limit_s:
+                raise  # a failure of another kind
+            raise TooSlow(f"{self.name} did not end within {self._limit_s:g} s") from error
         return ()
 
     def close(self) -> None:
-        """Frees everything."""
+        """Ends its connections: a call that was given up would go on and disturb others."""
+        for stream in self._streams:
+            stream.cut()
 
 
 class Copies:
@@ -144,11 +181,14 @@ class Counters:
         return self.lost / self.seen if self.seen else 0.0
 
 
-def open_backend(name: str, member: Member, datagram_bytes: int | None) -> Backend:
-    """Connects the backend of that name, one of `BACKENDS`; all ranks call this together."""
-    if name == "gloo":
-        return Gloo(member)
-    options = Options(interface=LOOPBACK, datagram_bytes=datagram_bytes)
+def open_backend(name: str, member: Member, datagram_bytes: int | None, limit_s: float | None = None) -> Backend:
+    """Connects the backend of that name, one of `LAB_BACKENDS`; all ranks call this together.
+
+    A call of a TCP backend that takes longer than `limit_s` raises TooSlow.
+    """
+    if name.startswith("gloo"):
+        return Gloo(name, member, limit_s)
+    options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
 
 
@@ -164,9 +204,9 @@ class GlooGroup(Protocol):
         ...
 
 
-def gloo_group(member: Member, name: str, world: int | None = None) -> GlooGroup:
-    """A gloo group of the first `world` ranks, of all by default, on the loopback interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def gloo_group(member: Member, name: str, world: int | None = None, interface: str | None = None) -> GlooGroup:
+    """A gloo group of the first `world` ranks, of all by default, on the interface that is measured by default."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface or member.interface
     store = PrefixStore(name, member.store)
     group = ProcessGroupGloo(store, member.rank, world or member.world, timedelta(minutes=10))
     return cast(GlooGroup, group)

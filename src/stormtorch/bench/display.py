@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 Advance = Callable[[str, int], None]
@@ -27,6 +35,8 @@ def progress_bar(total: int, start: str) -> Iterator[Advance]:
         MofNCompleteColumn(),
         TextColumn("rounds"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     # Few refreshes: the bar shares the cores with what is measured.
     bar = Progress(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
@@ -80,6 +90,14 @@ def size_text(size_bytes: int) -> str:
         if size_bytes >= scale:
             return f"{size_bytes / scale:.3g} {unit}"
     return f"{size_bytes} B"
+
+
+def rate_text(bits_per_s: float) -> str:
+    """Decimal units: "400 Mbit/s"."""
+    for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_s >= scale:
+            return f"{bits_per_s / scale:.3g} {unit}"
+    return f"{bits_per_s:.3g} bit/s"
 
 
 def _three_digits(value: float) -> str:

@@ -252,11 +252,19 @@ def _end(processes: list[SpawnProcess]) -> None:
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C waits until the block is over. A process started inside keeps it held for good: its parent ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The mask is this thread's; the signal may choose another one, of the store or of a progress bar, to be heard by.
+    in_charge = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number)) if in_charge else None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if in_charge:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _run_one(

@@ -21,6 +21,8 @@ class Sample(NamedTuple):
     """Fraction of the chunks that arrived."""
     repaired: int
     """Chunks sent again."""
+    gave_up: bool = False
+    """The call did not end; `seconds` is how long it was waited for."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Log:
     counters: dict[tuple[str, int], Counters] = field(default_factory=dict)
     """Of each storm backend and size, over its timed rounds."""
     chunk_bytes: int | None = None
+    tcp: dict[str, str] = field(default_factory=dict)
+    """Of each backend over TCP, the congestion control of its connections."""
 
 
 def merge(logs: Sequence[Log]) -> Log:
@@ -50,7 +54,7 @@ def merge(logs: Sequence[Log]) -> Log:
             )
         )
     counters = {key: sum((log.counters[key] for log in logs), Counters()) for key in logs[0].counters}
-    return Log(samples, counters, logs[0].chunk_bytes)
+    return Log(samples, counters, logs[0].chunk_bytes, logs[0].tcp)
 
 
 def median(times_s: Sequence[float]) -> float:

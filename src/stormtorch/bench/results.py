@@ -1,0 +1,119 @@
+"""What an all-reduce benchmark found out: one result per backend and size, and the report of all of them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stormtorch.bench.backends import Copies
+from stormtorch.bench.conditions import write_json
+from stormtorch.bench.samples import Log, Sample, median, percentile
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceResult:
+    """One backend at one size, over all timed rounds."""
+
+    backend: str
+    mb: float
+    median_s: float
+    p99_s: float
+    worst_s: float
+    worst_over_median: float
+    """The tail: 1 where every round takes the same time."""
+    ideal_s: float | None
+    """None where nothing sets a limit that could be known."""
+    rounds: int
+    """Timed; fewer than asked for where patience ran out."""
+    gave_up: bool
+    """The last call did not end: it counts with the time it was waited for, which is less than it needs."""
+    arrived: float
+    """Fraction of the chunks, mean over ranks and rounds."""
+    repaired: float
+    """Chunks sent again in a round, by all ranks."""
+    cpu_s_per_gb: float
+    """CPU seconds of all ranks per 10^9 bytes of tensor."""
+    loss_measured: float | None
+    """Fraction of the datagrams that fault injection lost; None where it has no hands in."""
+    tcp: str | None
+    """Congestion control of its connections, as the kernel told; None without TCP."""
+    times_s: list[float]
+
+    @property
+    def median_is_bound(self) -> bool:
+        """Whether the median is only known to be larger, as it rests on a call that did not end."""
+        return self.gave_up and self.rounds <= 2
+
+    @property
+    def over_ideal(self) -> float | None:
+        """How many times as long as ideal."""
+        return self.median_s / self.ideal_s if self.ideal_s else None
+
+
+@dataclass(frozen=True)
+class AllReduceReport:
+    """What came out, under which conditions."""
+
+    conditions: dict[str, Any]
+    results: list[AllReduceResult]
+    calls: list[Sample]
+    """Every timed call, in order; not part of the JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"conditions": self.conditions, "results": [asdict(result) for result in self.results]}
+
+    def write(self, path: Path) -> None:
+        """As JSON; makes missing folders."""
+        write_json(path, self.to_json())
+
+
+def ideal_s(hosts: int, size_bytes: float, rate_bits: float) -> float:
+    """What each rank must send, and receive as much, takes so long on a line of that rate."""
+    return 2 * (hosts - 1) / hosts * size_bytes * 8 / rate_bits
+
+
+def ideal_bytes(hosts: int, seconds: float, rate_bits: float) -> float:
+    """The tensor whose ideal takes so long."""
+    return seconds / ideal_s(hosts, 1, rate_bits)
+
+
+def summarize(
+    log: Log, backends: Sequence[str], sizes_mb: Sequence[float], hosts: int, rate_bits: float | None
+) -> list[AllReduceResult]:
+    """One result per size and backend that has at least begun a call of it."""
+    results = []
+    for mb in sizes_mb:
+        # The ranks round a size down to whole elements.
+        size = round(mb * 1e6)
+        of_size = [sample for sample in log.samples if size - 4 < sample.bytes <= size]
+        copies_s = [sample.seconds for sample in of_size if sample.backend == Copies.name]
+        ideal = median(copies_s) if copies_s else ideal_s(hosts, size, rate_bits) if rate_bits else None
+        for name in backends:
+            samples = [sample for sample in of_size if sample.backend == name]
+            if samples:
+                results.append(_result(log, name, mb, samples, ideal))
+    return results
+
+
+def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float | None) -> AllReduceResult:
+    times_s = [sample.seconds for sample in samples]
+    counters = log.counters.get((name, samples[0].bytes))
+    gigabytes = sum(sample.bytes for sample in samples) / 1e9
+    return AllReduceResult(
+        backend=name,
+        mb=mb,
+        median_s=median(times_s),
+        p99_s=percentile(times_s, 99),
+        worst_s=max(times_s),
+        worst_over_median=max(times_s) / median(times_s),
+        ideal_s=ideal,
+        rounds=len(samples),
+        gave_up=samples[-1].gave_up,
+        arrived=sum(sample.arrived for sample in samples) / len(samples),
+        repaired=sum(sample.repaired for sample in samples) / len(samples),
+        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / gigabytes,
+        loss_measured=counters.loss if counters is not None and counters.seen else None,
+        tcp=log.tcp.get(name),
+        times_s=times_s,
+    )

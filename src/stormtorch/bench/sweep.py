@@ -1,0 +1,168 @@
+"""All-reduce beside gloo at every combination of rate, round trip and loss, each in a lab.
+
+report = SweepReport.begin(settings)
+for point in run_sweep(settings):
+    report.points.append(point)
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stormtorch.bench.allreduce import LINE_IDEAL, AllReduceSettings, open_lab, run_in_lab
+from stormtorch.bench.backends import LAB_DEFAULT
+from stormtorch.bench.conditions import surroundings, write_json
+from stormtorch.bench.display import Advance, ignore_progress
+from stormtorch.bench.failed import RankFailed
+from stormtorch.bench.results import AllReduceResult, ideal_bytes
+from stormtorch.bench.rounds import BARRIER, TIMES
+from stormtorch.bench.settings import BadSetting, check_between
+from stormtorch.bench.tables import condition_text
+from stormtorch.lab.access import LabError, LabUnavailable
+from stormtorch.lab.conditions import BadCondition, Conditions
+from stormtorch.lab.lab import Lab
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """What to measure: every rate with every delay and every loss."""
+
+    hosts: int = 4
+    rates: tuple[str, ...] = ("100mbit", "400mbit", "1gbit")
+    delays: tuple[str, ...] = ("0ms", "20ms")
+    """One way: a round trip takes twice as long."""
+    losses: tuple[float, ...] = (0.0, 0.01, 0.1)
+    burst: float = 1.0
+    """Mean length of a run of losses."""
+    queue: str | int = 512 << 10
+    """Bytes that may wait at each end of a line."""
+    mb: float | None = None
+    """Size of the tensor in 10^6 bytes; None follows `ideal_s`."""
+    ideal_s: float = 0.6
+    """The tensor is so large that its ideal takes so long at the rate of the point."""
+    iters: int = 5
+    warmup: int = 1
+    backends: tuple[str, ...] = LAB_DEFAULT
+    seed: int = 0
+    """Of the loss."""
+    patience_s: float = 30.0
+    """Of a backend at a point."""
+    timeout_s: float = 600.0
+    """For one point."""
+
+    def __post_init__(self) -> None:
+        check_between("ideal_s", self.ideal_s, 1e-3, 1e3)
+        for name in ("rates", "delays", "losses"):
+            if not getattr(self, name):
+                raise BadSetting(name, "must name at least one")
+        self.points()
+
+    def points(self) -> list[AllReduceSettings]:
+        """The settings of every point, those of one lab next to each other."""
+        return [self._point(rate, delay, loss) for rate in self.rates for delay in self.delays for loss in self.losses]
+
+    def _point(self, rate: str, delay: str, loss: float) -> AllReduceSettings:
+        try:
+            network = Conditions(
+                rate=rate,
+                delay=delay,
+                loss=loss,
+                burst=self.burst if loss else 1.0,
+                queue=self.queue,
+                seed=self.seed,
+            )
+        except BadCondition as error:
+            several = {"rate": "rates", "delay": "delays", "loss": "losses"}
+            raise BadCondition(several.get(error.name, error.name), error.problem) from error
+        assert network.rate_bits is not None
+        mb = self.mb
+        if mb is None:
+            mb = round(ideal_bytes(self.hosts, self.ideal_s, network.rate_bits) / 1e6, 3)
+        return AllReduceSettings(
+            hosts=self.hosts,
+            mb=(mb,),
+            iters=self.iters,
+            warmup=self.warmup,
+            backends=self.backends,
+            network=network,
+            patience_s=self.patience_s,
+            timeout_s=self.timeout_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """One combination."""
+
+    requested: dict[str, Any]
+    """Of the network."""
+    mb: float
+    measured: dict[str, Any] | None = None
+    """By the network's own counters."""
+    network: str | None = None
+    """What it was made of."""
+    results: list[AllReduceResult] = field(default_factory=list)
+    error: str | None = None
+    """Why there are none."""
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What came out, under which conditions; points are added one by one."""
+
+    conditions: dict[str, Any]
+    points: list[SweepPoint] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, settings: SweepSettings) -> "SweepReport":
+        """Without any point."""
+        asked = asdict(settings) | {"times": TIMES, "barrier": BARRIER, "ideal": LINE_IDEAL}
+        return cls({**asked, "points_asked": len(settings.points())} | surroundings())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"conditions": self.conditions, "points": [asdict(point) for point in self.points]}
+
+    def write(self, path: Path) -> None:
+        """As JSON; makes missing folders."""
+        write_json(path, self.to_json())
+
+
+def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> Iterator[SweepPoint]:
+    """Measures point by point. One that fails says so and does not end the others.
+
+    Raises:
+        stormtorch.lab.LabUnavailable: No such lab can be made here.
+    """
+    lab: Lab | None = None
+    with contextlib.ExitStack() as labs:
+        for index, point in enumerate(settings.points()):
+            assert point.network is not None
+            requested = point.network.to_json()
+            what = condition_text(requested)
+            advance(what, index * settings.iters)
+            try:
+                # Only the loss can change without another lab.
+                if lab is None or lab.conditions.changed(loss=0.0) != point.network.changed(loss=0.0):
+                    labs.close()
+                    lab = labs.enter_context(open_lab(settings.hosts, point.network, settings.backends))
+                report = run_in_lab(lab, point, _behind(advance, what, index * settings.iters))
+            except LabUnavailable:
+                raise
+            except (RankFailed, LabError) as error:
+                lab = None  # whatever is wrong in it goes with it
+                yield SweepPoint(requested=requested, mb=point.mb[0], error=str(error))
+            else:
+                yield SweepPoint(
+                    requested=requested,
+                    measured=report.conditions["measured"],
+                    network=report.conditions["network"],
+                    mb=point.mb[0],
+                    results=report.results,
+                )
+
+
+def _behind(advance: Advance, what: str, done: int) -> Advance:
+    return lambda _what, rounds: advance(what, done + rounds)
