@@ -212,9 +212,13 @@ def ruleset(conditions: Conditions, hosts: int) -> str:
     parts = [f"counter {kind}_{a}_{b} {{ }}" for a, b in links for kind in ("seen", "lost")]
     parts += [
         # Twice its length: each link starts elsewhere in the same trace, and nft cannot take an offset modulo it.
-        _block(f"set {name}", ["type mark;", f"elements = {{ {', '.join(map(str, _positions(bits * 2)))} }}"])
+        # Its size is given: the kernel then takes a plain hash table instead of one that can grow, and is faster.
+        _block(
+            f"set {name}",
+            ["type mark;", f"size {len(positions)};", f"elements = {{ {', '.join(map(str, positions))} }}"],
+        )
         for model, name in sets.items()
-        for bits in (_bits(model, conditions.seed),)
+        for positions in (_positions(_bits(model, conditions.seed) * 2),)
     ]
     parts += chains
     parts.append(_block("chain forward", [hook, *cut, f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
