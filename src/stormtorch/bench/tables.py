@@ -15,6 +15,7 @@ from stormtorch.bench.display import (
     time_text,
 )
 from stormtorch.bench.results import AllReduceReport, AllReduceResult
+from stormtorch.bench.samples import median
 
 if TYPE_CHECKING:
     from stormtorch.bench.sweep import SweepReport
@@ -149,7 +150,10 @@ def _loss_sentence(requested: dict[str, Any], measured: dict[str, Any]) -> str:
         text += f": {loss_text(loss['p'])} in bursts of {loss['burst']:g} asked, "
     else:
         text += " by a model: "
-    return text + f"{loss_text(measured['loss'])} measured; {loss_text(measured['overflow'])} more found a queue full."
+    text += f"{loss_text(measured['loss'])} measured; {loss_text(measured['overflow'])} more found a queue full."
+    if measured["round_trips_s"]:
+        text += f" Round trip measured: {time_text(median(measured['round_trips_s']))}."
+    return text
 
 
 def _drops_text(conditions: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
-_PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
+_PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
 # Debian keeps administrators' tools where an ordinary user's PATH does not look.
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _WITHOUT = (

@@ -25,6 +25,7 @@ _PERIOD = 1 << 16
 # Of so many draws of bursts, the one whose loss is nearest to what was asked for is taken.
 _DRAWS = 8
 _TABLE = "stormtorch"
+_NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "off")
 
 
 def address(host: int) -> str:
@@ -145,14 +146,17 @@ def make_bridge(
     """A bridge in the switch and a veth pair to each host."""
     lines = [f"link add {bridge} type bridge stp_state 0 mcast_snooping 0", f"link set {bridge} up"]
     for index, holder in enumerate(hosts):
-        # One segment a packet: loss strikes what a real wire carries, not a bundle of forty.
         lines += [
-            f"link add {port}{index} gso_max_segs 1 type veth peer name {device} gso_max_segs 1 netns {holder.pid}",
+            f"link add {port}{index} type veth peer name {device} netns {holder.pid}",
             f"link set {port}{index} master {bridge} up",
         ]
     switch.run([tool("ip"), "-batch", "-"], "\n".join(lines))
     for index, holder in enumerate(hosts):
         holder.run([tool("ip"), "-batch", "-"], "\n".join(set_up(device, address_of(index))))
+        # Packets of a real wire's size, not bundles of forty: loss strikes each for itself. (gso_max_segs 1 would do it
+        # too, but TCP then sends one segment at a time, and BBR loses most of its rate.)
+        for end, name in ((holder, device), (switch, f"{port}{index}")):
+            end.run([tool("ethtool"), "-K", name, *_NO_BUNDLES])
 
 
 def set_up(device: str, own: str) -> list[str]:
