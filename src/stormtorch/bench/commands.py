@@ -239,12 +239,11 @@ def sweep(
             with progress_bar(iters * len(settings.points()), "making a lab") as advance:
                 for point in run_sweep(settings, advance):
                     report.points.append(point)
+                    if json is not None:
+                        report.write(json)  # each point as soon as it is there: whatever ends a sweep, they are kept
         finally:
-            # Also after Ctrl-C: what was measured is kept.
             if report.points:
                 Console().print(sweep_table(report))
-                if json is not None:
-                    report.write(json)
                 if plot is not None:
                     plot_sweep(report, plot)
 
