@@ -55,7 +55,7 @@ def test_what_help_lists_is_what_exists() -> None:
         ("--loss", "1.5", "must lie in [0, 1], got 1.5"),
         ("--burst", "8", "needs a --loss that comes in bursts"),
         ("--delay", "20", "must be a time such as 20ms"),
-        ("--jitter", "soon", "must be a time such as 20ms"),
+        ("--jitter", "1ms", "needs a delay that it can vary"),
         ("--queue", "1b", "must lie in"),
         ("--patience-s", "0", "got 0"),
         ("--dtype", "int8", "int8"),

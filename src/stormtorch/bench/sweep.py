@@ -31,7 +31,7 @@ class SweepSettings:
 
     hosts: int = 4
     rates: tuple[str, ...] = ("100mbit", "400mbit", "1gbit")
-    delays: tuple[str, ...] = ("100us", "20ms")
+    delays: tuple[str, ...] = ("0ms", "20ms")
     """One way: a round trip takes twice as long."""
     losses: tuple[float, ...] = (0.0, 0.01, 0.1)
     burst: float = 1.0
