@@ -32,9 +32,10 @@ Core::Core(CoreConfig config, Nanos now)
         shared_pacer_.emplace(config_.bytes_per_s, burst, now);
     }
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
-        peers_.push_back(rank == config_.rank ? nullptr
-                                              : std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode,
-                                                                       config_.datagram_bytes, now));
+        peers_.push_back(rank == config_.rank
+                             ? nullptr
+                             : std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode,
+                                                      config_.datagram_bytes, config_.world - 1U, now));
     }
     turn_ = (config_.rank + 1U) % config_.world;
 }

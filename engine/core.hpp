@@ -147,6 +147,8 @@ private:
     void end_message(Peer& peer, const Outgoing& message);
     void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload,
                       Checks* checks);
+    [[nodiscard]] static unsigned copies_of(Kind kind, const Peer& peer, bool urgent);
+    [[nodiscard]] static bool only_repairs(const Peer& peer);
     void control(Peer& peer, Control what);
     void enqueue(Outgoing& message);
     [[nodiscard]] Outgoing* message_of(std::uint32_t slot, std::uint32_t generation);

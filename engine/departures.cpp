@@ -54,6 +54,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     Flight flight{};
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
+    const bool urgent = peer.in.urgent();
     if (peer.in.report_at(credit_bytes(&peer), peer.report_delay()) <= now) {
         header.kind = Kind::report;
         body_bytes = write_report(peer.in.make_report(credit_bytes(&peer), overflow_, now), body);
@@ -78,17 +79,22 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     batch.segment_bytes = header_bytes + body_bytes + seal_.overhead_bytes();
     // The body is copied: it must outlive this call.
     batch.sealed.reserve(Batch::max_bytes);
-    // The end of a lossy message is what its receiver waits for, and a probe that was not answered meets a bad time: some
-    // copies, of which the last is watched.
-    const unsigned copies = header.kind == Kind::end    ? 3
-                            : header.kind == Kind::ping ? 1 + std::min(peer.out.probes(), 3U)
-                                                        : 1;
+    const unsigned copies = copies_of(header.kind, peer, urgent);
     for (unsigned copy = copies; copy > 0; --copy) {
         Flight each = flight;
         each.settled = flight.settled || copy > 1;
         seal_segment(batch, peer, peer.out.depart(each, now), header, {body.data(), body_bytes}, nullptr);
     }
     return true;
+}
+
+// Some copies, of which the last is watched, of what somebody waits for: the end of a lossy message; a probe that was not
+// answered and so meets a bad time; and where much is lost, an urgent report and the question for one.
+unsigned Core::copies_of(Kind kind, const Peer& peer, bool urgent) {
+    const unsigned lossy = peer.out.lossy() ? 1 : 0;
+    if (kind == Kind::end) return 3;
+    if (kind == Kind::ping) return 1 + lossy + std::min(peer.out.probes(), 3U);
+    return kind == Kind::report && urgent ? 1 + lossy : 1;
 }
 
 // The oldest message to the peer that has something to send and may send it; forgets those that have nothing.
@@ -179,7 +185,11 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         finish_if_done(exchange, now);
         return false;
     }
-    if (!message->sendable() && peer.queue.size() == 1) peer.out.on_app_limited();
+    if (!message->sendable() && peer.queue.size() == 1) {
+        peer.out.on_app_limited();
+        // Nothing follows that would show what is lost of the last datagrams: ask, and do not wait for the probe's timer.
+        if (message->lossless() && message->first_pass_over() && peer.out.lossy()) control(peer, {.kind = Kind::ping});
+    }
     ++message->pins;
     batch.pinned = {message->slot, message->generation};
     return true;
@@ -290,6 +300,11 @@ void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
     }
 }
 
+bool Core::only_repairs(const Peer& peer) {
+    return std::none_of(peer.queue.begin(), peer.queue.end(),
+                        [](const Outgoing* message) { return message->sendable() && !message->first_pass_over(); });
+}
+
 void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.kind == Kind::data) {
         Outgoing* message = message_of(flight.slot, flight.generation);
@@ -300,6 +315,10 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
             if (message->released) finish_if_done(*message->exchange, now);
         } else {
             message->repairs.push_back(flight.chunk);
+            // At the end of a message every further loss costs a round trip, and the line is free: send it twice.
+            if (message->first_pass_over() && peer.out.lossy() && only_repairs(peer)) {
+                message->repairs.push_back(flight.chunk);
+            }
             enqueue(*message);
         }
     } else if (flight.kind == Kind::ready) {

@@ -4,6 +4,11 @@
 #include <cstdlib>
 
 namespace storm {
+namespace {
+
+constexpr double loss_memory_bytes = 256 << 10;
+
+}  // namespace
 
 std::uint64_t Outbound::depart(Flight flight, Nanos now) {
     // Only a peer that never reports makes us forget; data stays well below this.
@@ -67,6 +72,11 @@ void Outbound::sample_rtt(Nanos rtt) {
     }
     rtt_variation_ += (std::abs(smooth_rtt_ - rtt) - rtt_variation_) / 4;
     smooth_rtt_ += (rtt - smooth_rtt_) / 8;
+}
+
+void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes) {
+    const auto lost = static_cast<double>(lost_bytes), all = static_cast<double>(arrived_bytes + lost_bytes);
+    if (all > 0) loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
 }
 
 void Outbound::retire() {

@@ -92,6 +92,8 @@ public:
     [[nodiscard]] unsigned probes() const { return probes_; }  // since something was heard of what is in flight
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
+    // Whether it pays to send twice what must not be lost now: more than one in fifty of the latest datagrams was.
+    [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
     // Nothing is left to send for now: what the link delivers no longer tells what it could.
     void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
 
@@ -101,6 +103,7 @@ private:
     // Learns the round trip and returns what rate control should know of it.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
+    void sample_loss(std::uint64_t arrived, std::uint64_t lost);
     void retire();
     void forget_oldest();
     template <class Lost>
@@ -118,6 +121,7 @@ private:
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
+    double loss_{};  // share of the latest hundreds of datagrams
     Delivery delivery_{};
 };
 
@@ -134,6 +138,7 @@ public:
     // `elicits` is false for reports themselves, which are not reported.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now);
     void report_now() { urgent_ = true; }
+    [[nodiscard]] bool urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
     // With `whole`, it reaches as far back as it can.
@@ -197,6 +202,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
         delivery.lost_bytes += flight.bytes;
         lost(flight);
     });
+    sample_loss(delivery.delivered_bytes, delivery.lost_bytes);
     delivery.now = now;
     delivery.in_flight_bytes = in_flight_bytes_;
     delivery_ = delivery;

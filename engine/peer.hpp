@@ -12,11 +12,12 @@ namespace storm {
 inline constexpr Nanos longest_ask = second / 2;
 
 struct Core::Peer {
-    Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, Nanos now)
+    Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, std::size_t links,
+         Nanos now)
         : rank(its_rank),
           out(credit, now),
           in((datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8),
-          rate(mode, datagram_bytes, now),
+          rate(mode, datagram_bytes, now, links),
           last_heard(now) {}
 
     std::uint16_t rank;

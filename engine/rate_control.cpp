@@ -10,43 +10,34 @@ namespace {
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double gso_bytes = 65'536;      // what one system call carries at most
 constexpr double batch_s = 0.00025;       // a batch is this long at the current rate: a small part of a switch's queue
-constexpr double initial_datagrams = 16;  // sent before anything is known
-constexpr double startup_gain = 2.77;     // 4 ln 2: doubles the delivered rate each round (BBR)
-constexpr double occupancy_bytes = 16'384;  // what a link keeps in the bottleneck's queue
-constexpr double least_target_s = 0.0002;   // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;      // delay that is never taken for noise, whatever a dip shows
-constexpr double max_loss = 0.45;           // more than this is taken for an outage, not for a lossy link
+constexpr double initial_datagrams = 32;  // sent before anything is known,
+constexpr double initial_bytes_per_s = 30e6;  // at this rate by all links of an endpoint together
+constexpr double startup_gain = 2;            // of the best rate delivered so far: doubles it each round
+constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
+constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
+constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
+constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
+constexpr double rtt_noise = 0.05;            // of the round trip: the same, on long paths
+constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
-constexpr double least_step = 1.0 / 32, most_step = 1.0 / 8;
-constexpr Nanos least_round = millisecond;    // short links: rates over less than this are noise of batches
-constexpr Nanos min_rtt_bucket = 5 * second;  // two of them make the window of ten seconds
+constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4;
+constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
+constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
+constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
+constexpr Nanos min_rtt_bucket = 5 * second;    // two of them make the window of ten seconds
 
 double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
 
 }  // namespace
 
-SendStamp DeliveryMeter::on_send(std::uint64_t in_flight_bytes_before, Nanos now) {
-    if (in_flight_bytes_before == 0) {
-        first_sent_at_ = delivered_at_ = now;
-        limited_until_ = std::min(limited_until_, delivered_);  // what was lost on the way will not be delivered
-    }
-    return {delivered_, delivered_at_, first_sent_at_, now, limited_until_ > 0 && delivered_ <= limited_until_};
-}
-
-double DeliveryMeter::on_report(const SendStamp& newest, std::uint64_t newly_delivered_bytes, Nanos held, Nanos now) {
-    delivered_ += newly_delivered_bytes;
-    delivered_at_ = std::max(delivered_at_, now - held);
-    first_sent_at_ = std::max(first_sent_at_, newest.sent_at);
-    const Nanos elapsed = std::max(delivered_at_ - newest.delivered_at, newest.sent_at - newest.first_sent_at);
-    if (elapsed <= 0) return 0;
-    return static_cast<double>(delivered_ - newest.delivered_bytes) / seconds(elapsed);
-}
-
-RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
+RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links)
     : mode_(mode),
       datagram_bytes_(static_cast<double>(datagram_bytes)),
+      occupancy_bytes_(std::max(std::min(shared_occupancy / static_cast<double>(links), most_occupancy),
+                                2.0 * static_cast<double>(datagram_bytes))),
+      initial_rate_(initial_bytes_per_s / static_cast<double>(links)),
       batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
       pacer_(infinity, 0, now),
       rate_(infinity),
@@ -57,8 +48,10 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
       most_loss_(max_loss),
       bucket_(now / min_rtt_bucket) {
     round_.begin = now;
+    recent_rtt_.fill(never);
     if (!paced()) return;
     window_ = initial_datagrams * datagram_bytes_;
+    pacer_.set_rate(initial_rate_, now);
     batch_bytes_ =
         std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
 }
@@ -66,14 +59,15 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now)
 bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now) {
     if (!paced()) return true;
     window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
-    if (window_full_ || !pacer_.try_send(bytes, now)) return false;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
         // A pause empties the queue: full rate at once, and no dip in this burst unless the last one is long ago.
         phase_ = Phase::cruise;
+        pacer_.set_burst(0, now);  // not with a burst of every link at once
         next_dip_at_ = std::min(now + dip_period(), dip_until_ + 2 * min_rtt_bucket);
         apply(1, now);
     }
+    if (window_full_ || !pacer_.try_send(bytes, now)) return false;
     sent_at_ = now;
     return true;
 }
@@ -91,13 +85,15 @@ double RateControl::best_delivery() const { return *std::max_element(delivery_.b
 // Equal occupancy makes links that share a queue equal; the rest is what must be allowed for noise.
 double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
-    const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * 0.1 * seconds(min_rtt_));
-    return noise_s + shallow_ * std::max(occupancy_bytes, datagram_bytes_) / rate_;
+    const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
+    return noise_s + shallow_ * occupancy_bytes_ / rate_;
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
     const Nanos bucket = now / min_rtt_bucket;
-    if (bucket != bucket_) {
+    // While others keep the queue full, the bare round trip is not to be seen.
+    const bool hidden = competing_ || crowded_rounds_ > 0 || (yielding_ && now - crowded_since_ < longest_yield);
+    if (bucket != bucket_ && !hidden) {
         older_min_ = bucket == bucket_ + 1 ? newer_min_ : never;
         newer_min_ = never;
         bucket_ = bucket;
@@ -116,7 +112,9 @@ void RateControl::on_delivery(const Delivery& delivery) {
         round_.min_rtt = std::min(round_.min_rtt, delivery.rtt);
         round_.rtt_sum_s += seconds(delivery.rtt);
         ++round_.rtts;
+        recent_rtt_[recent_++ % recent_rtt_.size()] = delivery.rtt;
     }
+    in_flight_ = static_cast<double>(delivery.in_flight_bytes);
     const auto delivered = static_cast<double>(delivery.delivered_bytes);
     const auto lost = static_cast<double>(delivery.lost_bytes);
     round_.delivered += delivered;
@@ -128,19 +126,25 @@ void RateControl::on_delivery(const Delivery& delivery) {
     } else if (delivery.bytes_per_s > 0) {
         round_.rated += delivery.bytes_per_s * delivered;
         round_.weight += delivered;
+        round_.best_rate = std::max(round_.best_rate, delivery.bytes_per_s);
     }
     if (round_.min_rtt == never) return;
     // A round needs some reports for its least delay to mean a queue, but may not wait for them long.
     const Nanos elapsed = now - round_.begin;
     const bool enough =
         phase_ == Phase::startup || (elapsed >= least_round && round_.reports >= 4) || elapsed >= 4 * least_round;
-    if (enough && elapsed >= round_.min_rtt) end_round(now);
+    // Startup doubles in a round: a queue that three reports have seen is acted upon at once. So is its end.
+    const bool filled =
+        phase_ == Phase::startup && round_.weight > 0 && std::isfinite(rate_) && recent_queue_s() > target_queue_s();
+    const bool sooner = filled || (phase_ == Phase::drain && drained(now));
+    if ((enough && elapsed >= round_.min_rtt) || sooner) end_round(now);
 }
 
 void RateControl::end_round(Nanos now) {
     const double round_s = std::min(seconds(now - round_.begin), 4 * seconds(std::max(round_.min_rtt, least_round)));
     const double queue_s = seconds(round_.min_rtt - min_rtt_);
-    if (std::isinf(rate_)) rate_ = pace_ = initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt);
+    if (std::isinf(rate_))
+        rate_ = pace_ = std::min(initial_rate_, initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt));
     learn_delivery(queue_s);
     advance(queue_s, round_s, now);
     round_ = {};
@@ -161,7 +165,7 @@ void RateControl::learn_delivery(double queue_s) {
         const double weight = std::min(0.25, total / (400 * datagram_bytes_));
         if (loss < loss_ - spread) {  // what was taken for the link's loss came from a queue after all
             loss_ += 0.5 * (loss - loss_);
-        } else if (queue_s <= std::max(0.5 * target_queue_s(), 0.5 * noise_s_)) {
+        } else if (queue_s <= loss_queue_s()) {
             if (loss_ + weight * (loss - loss_) > most_loss_)  // more than the last dip saw: look again
                 next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
             loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, most_loss_));
@@ -173,8 +177,9 @@ void RateControl::learn_delivery(double queue_s) {
     const double limited = round_.limited_rate / (1 - loss_);
     if (round_.weight > 0) {
         slot_ = (slot_ + 1) % delivery_.size();
-        delivery_[slot_] =
-            std::max(round_.rated / round_.weight / (1 - loss_), limited > best_delivery() ? limited : 0);
+        // While the rate doubles from round to round, a round's mean lags behind by half of it.
+        const double sampled = phase_ == Phase::startup ? round_.best_rate : round_.rated / round_.weight;
+        delivery_[slot_] = std::max(sampled / (1 - loss_), limited > best_delivery() ? limited : 0);
         quantum_[slot_] = 0;
     } else if (limited > best_delivery()) {
         delivery_[slot_] = limited;
@@ -187,12 +192,13 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
     const double target_s = target_queue_s();
     switch (phase_) {
         case Phase::startup: {
-            if (best > 0) rate_ = best;
+            rate_ = std::max(rate_, best);
             if (has_data) {
                 plateau_rounds_ = best >= 1.25 * plateau_rate_ ? 0 : plateau_rounds_ + 1;
                 plateau_rate_ = std::max(plateau_rate_, plateau_rounds_ == 0 ? best : 0);
             }
-            if (plateau_rounds_ >= 3 || (has_data && queue_s > 2 * target_s)) {
+            const bool filled = std::max(queue_s, recent_queue_s()) > target_s || overflowed_;
+            if (plateau_rounds_ >= 3 || (has_data && filled)) {
                 phase_ = Phase::drain;
                 begin_dip(now);
             } else {
@@ -202,19 +208,26 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
             [[fallthrough]];
         }
         case Phase::drain:
-            if (dipping(now) || (queue_s > target_s && ++drain_rounds_ <= 4)) {
+            if (!drained(now) && ++drain_rounds_ <= 8) {
                 apply(dip_gain, now);
                 return;
             }
-            learn_from_dip();
+            if (!dipping(now)) learn_from_dip();
             phase_ = Phase::cruise;
             step_ = most_step;  // startup may have stopped short
             [[fallthrough]];
         case Phase::cruise:
-            if (mode_ == RateMode::low_priority)
-                yield(queue_s);
-            else
+            if (mode_ == RateMode::low_priority) {
+                yield(queue_s, now);
+            } else {
+                notice_competition(queue_s, now);
+                if (competing_) {
+                    compete();
+                    apply(1, now);
+                    return;
+                }
                 follow_delay(queue_s, round_s);
+            }
             if (has_data && now >= next_dip_at_) {
                 phase_ = Phase::probe_rtt;
                 begin_dip(now);
@@ -232,6 +245,24 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
     apply(1 - std::clamp(0.5 * excess_s / round_s, 0.0, 0.5), now);
 }
 
+double RateControl::bare_noise_s() const { return std::max(noise_s_, rtt_noise * seconds(min_rtt_)); }
+
+// With no more delay than this, loss does not come from a queue. It lies below the target, so that a link that takes random
+// loss for an overflow slows down until it knows better, and not the other way round.
+double RateControl::loss_queue_s() const {
+    return std::min(bare_noise_s() + 0.25 * occupancy_bytes_ / rate_, 0.5 * target_queue_s());
+}
+
+double RateControl::recent_queue_s() const {
+    return seconds(*std::min_element(recent_rtt_.begin(), recent_rtt_.end()) - min_rtt_);
+}
+
+// What startup sent too much has left the queue. Where round trips are short, there is also time to see the bare path.
+bool RateControl::drained(Nanos now) const {
+    const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
+    return now >= drain_from_ + 8 * least_round && in_flight_ <= rate_ * seconds(min_rtt_) + quantum;
+}
+
 Nanos RateControl::dip_period() const { return std::clamp(100 * min_rtt_, second, min_rtt_bucket); }
 
 // Links of one endpoint share a clock, so most of them dip together and see the path without their own queue.
@@ -240,6 +271,7 @@ void RateControl::begin_dip(Nanos now) {
     dip_until_ = now + std::max(3 * min_rtt_ / 2, 8 * least_round);
     dip_seen_at_ = now + min_rtt_;
     drain_rounds_ = 0;
+    drain_from_ = now;
 }
 
 // A round counts for a dip when all it reports was sent within.
@@ -255,6 +287,44 @@ void RateControl::learn_from_dip() {
     const double loss = std::min(round_.lost / total, max_loss);
     most_loss_ = std::min(loss + 0.05 + 2 * deviation(loss, total), max_loss);
     loss_ += std::min(0.5, total / (400 * datagram_bytes_)) * (loss - loss_);
+}
+
+// Links of our own kind all back off, and the queue falls to its target within some rounds. If it stays far above although
+// this link has given up much of its rate, it belongs to somebody who does not. From time to time that is found out anew.
+void RateControl::notice_competition(double queue_s, Nanos now) {
+    if (round_.weight <= 0) return;
+    if (fair_ <= 0) fair_ = rate_;
+    const double bare_s = bare_noise_s();
+    const bool crowded = queue_s > 2 * (bare_s + occupancy_bytes_ / std::max(rate_, 0.75 * fair_));
+    if (!crowded) {
+        crowded_rounds_ = 0;
+        if (!competing_) {
+            // With the queue above its target the rate falls for the sake of others: that is hardly learned from.
+            const double time_s = rate_ > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
+            fair_ += (rate_ - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
+        }
+    } else if (crowded_rounds_++ == 0) {
+        crowded_since_ = now;
+    }
+    roomy_rounds_ = crowded ? 0 : roomy_rounds_ + 1;
+    if (competing_) {
+        if (now >= compete_until_ || roomy_rounds_ >= 4) {
+            competing_ = false;
+            crowded_rounds_ = crowded ? 1 : 0;
+            contest_ = crowded ? std::min(2 * contest_, longest_contest) : second;
+        }
+    } else if (crowded_rounds_ >= 8 && now - crowded_since_ >= 100 * least_round && rate_ < 0.6 * fair_) {
+        competing_ = true;
+        compete_until_ = now + contest_;
+    }
+}
+
+void RateControl::compete() {
+    if (overflowed_) fair_ *= 0.9;  // more than fits: the line became slower, or it is our own kind after all
+    const double goal = 0.5 * fair_;
+    rate_ = rate_ < goal ? std::min(1.25 * rate_, goal) : std::max(0.8 * rate_, goal);
+    free_rounds_ = 0;
+    step_ = least_step;
 }
 
 // Automatic: grows while the queue is below its target, gives back what stands above it.
@@ -273,26 +343,31 @@ void RateControl::follow_delay(double queue_s, double round_s) {
 
 // Low priority: any queue is somebody else's turn. The threshold lies below that of `automatic`, which keeps at least
 // noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to its floor.
-void RateControl::yield(double queue_s) {
+void RateControl::yield(double queue_s, Nanos now) {
     const bool queued = queue_s > std::max(0.75 * noise_s_, 0.05 * seconds(min_rtt_));
+    if (queued && !yielding_) crowded_since_ = now;
+    yielding_ = queued;
     if (queued) rate_ *= 0.5;
     grow(queued, !queued, 1);
 }
 
 // Grows the rate in rounds with data, faster after several that met no queue, within what the model allows.
 void RateControl::grow(bool queued, bool empty, double share) {
+    // A rate that was not made use of has not been tried: growing it further would be a guess.
+    const bool used = round_.weight > 0 && round_.rated / round_.weight > 0.8 * (1 - loss_) * rate_;
     if (queued) {
         step_ = least_step;
         free_rounds_ = 0;
-    } else if (round_.weight > 0) {
-        if (empty && ++free_rounds_ > 4) step_ = std::min(2 * step_, most_step);
+    } else if (round_.weight > 0 && used) {
+        if (empty && ++free_rounds_ > 2) step_ = std::min(2 * step_, most_step);
         rate_ *= 1 + step_ * share;
     }
     const double best = best_delivery();
     if (best > 0) rate_ = std::min(rate_, 1.25 * best);
     // Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
+    const double least_s = mode_ == RateMode::low_priority ? 0.01 : 0.001;
     const double floor =
-        std::max(floor_bytes / std::max(seconds(min_rtt_), 0.001), least_datagrams_per_s * datagram_bytes_);
+        std::max(floor_bytes / std::max(seconds(min_rtt_), least_s), least_datagrams_per_s * datagram_bytes_);
     rate_ = std::max(rate_, floor);
 }
 
@@ -302,7 +377,7 @@ void RateControl::apply(double gain, Nanos now) {
     batch_bytes_ = static_cast<std::size_t>(std::max(std::min(batch, gso_bytes), datagram_bytes_));
     pacer_.set_rate(pace_, now);
     pacer_.set_burst(2 * static_cast<double>(batch_bytes_), now);
-    const double bdp = rate_ * seconds(min_rtt_);
+    const double bdp = rate_ * seconds(competing_ ? round_.min_rtt : min_rtt_);
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
     const double bdps = phase_ == Phase::startup ? startup_gain : phase_ == Phase::cruise && gain >= 1 ? 2.0 : 1.1;
     window_ = std::max(bdps * bdp + quantum + 2 * static_cast<double>(batch_bytes_), 2 * datagram_bytes_);

@@ -5,6 +5,8 @@
 // same wait, so equal occupancy makes equal rates, and the total settles where the queue is short and never empty.
 // Delivered rate is corrected by the loss seen while no queue stands, so random loss costs nothing; loss that comes with a
 // full queue is not corrected for and pulls the rate down to what is delivered.
+// Where somebody else keeps the queue full although the link has backed off, it stops yielding at half the rate that it
+// had before: a flow that fills every queue, as most TCP does, would otherwise leave it nothing.
 #pragma once
 
 #include <array>
@@ -12,6 +14,7 @@
 #include <cstdint>
 
 #include "clock.hpp"
+#include "delivery_meter.hpp"
 #include "pacer.hpp"
 
 namespace storm {
@@ -23,47 +26,11 @@ enum class RateMode : std::uint8_t {
     low_priority  // automatic, and yields as soon as a standing queue is seen
 };
 
-// What a report taught about the link.
-struct Delivery {
-    Nanos now{};
-    Nanos rtt{};           // of the newest packet it names, less the time the receiver held it
-    double bytes_per_s{};  // delivery rate over the packet's flight (DeliveryMeter); 0 when it cannot be told
-    std::uint64_t delivered_bytes{};  // newly delivered
-    std::uint64_t lost_bytes{};       // newly declared lost
-    std::uint64_t in_flight_bytes{};  // after this report
-    bool app_limited{};               // the sender had nothing more to send when that packet left (its stamp says so)
-};
-
-// What a packet remembers of the moment it left; kept by the link beside the packet number.
-struct SendStamp {
-    std::uint64_t delivered_bytes{};  // the link's total then
-    Nanos delivered_at{};             // when that total was reached
-    Nanos first_sent_at{};            // when the packet that total ends with was sent
-    Nanos sent_at{};
-    bool app_limited{};
-};
-
-// Delivery rate of a flight, as in BBR's draft: reports are counted from the last one before the packet left, and the
-// slower of sending and arriving counts. Measuring from the packet's own departure instead would count a whole report
-// quantum too much, several times the rate on short links.
-class DeliveryMeter {
-public:
-    [[nodiscard]] SendStamp on_send(std::uint64_t in_flight_bytes_before, Nanos now);
-    // Nothing is left to send: packets are marked until what is in flight now has been delivered.
-    void on_app_limited(std::uint64_t in_flight_bytes) { limited_until_ = delivered_ + in_flight_bytes; }
-    // `newest` belongs to the newest packet the report names, `held` is the time the receiver kept that packet before it
-    // reported. Returns bytes per second, 0 when the interval is too short to tell.
-    [[nodiscard]] double on_report(const SendStamp& newest, std::uint64_t newly_delivered_bytes, Nanos held, Nanos now);
-
-private:
-    std::uint64_t delivered_{}, limited_until_{};
-    Nanos delivered_at_{}, first_sent_at_{};
-};
-
 // Rate control of one link.
 class RateControl {
 public:
-    RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now);
+    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has.
+    RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1);
     // Whether a batch of `bytes` may leave now; counts it if so.
     [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
@@ -83,13 +50,17 @@ private:
         Nanos begin{}, min_rtt{never};
         double delivered{}, lost{}, rated{}, weight{};  // weight: bytes whose rate was not app-limited
         double rtt_sum_s{}, rtts{};
-        double limited_rate{};  // best app-limited sample
+        double limited_rate{}, best_rate{};  // the best sample that was app-limited, and the best other one
         std::uint32_t reports{};
     };
 
     [[nodiscard]] bool paced() const { return mode_ == RateMode::automatic || mode_ == RateMode::low_priority; }
     [[nodiscard]] double best_delivery() const;
     [[nodiscard]] double target_queue_s() const;
+    [[nodiscard]] double bare_noise_s() const;
+    [[nodiscard]] double recent_queue_s() const;
+    [[nodiscard]] double loss_queue_s() const;
+    [[nodiscard]] bool drained(Nanos now) const;
     void learn_min_rtt(Nanos rtt, Nanos now);
     void end_round(Nanos now);
     [[nodiscard]] double deviation(double loss, double bytes) const;
@@ -99,8 +70,10 @@ private:
     void begin_dip(Nanos now);
     [[nodiscard]] bool dipping(Nanos now) const;
     void learn_from_dip();
+    void notice_competition(double queue_s, Nanos now);
     void follow_delay(double queue_s, double round_s);
-    void yield(double queue_s);
+    void compete();
+    void yield(double queue_s, Nanos now);
     void grow(bool queued, bool empty, double share);
     void apply(double gain, Nanos now);
 
@@ -108,6 +81,8 @@ private:
     Phase phase_{Phase::startup};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
+    double occupancy_bytes_;  // what the link keeps in the bottleneck's queue
+    double initial_rate_;
     std::size_t batch_bytes_;
     Pacer pacer_;
     double rate_, pace_, window_;  // bytes per second, the same with gain, bytes in flight
@@ -118,9 +93,18 @@ private:
     double shallow_{1};            // below 1 where the queue overflowed before the target was reached
     bool overflowed_{};            // this round lost more than the link does without a queue
 
+    double fair_{};     // the rate while the queue was ours
+    bool competing_{};  // somebody else keeps the queue full
+    bool yielding_{};   // low priority, and somebody else's turn
+    int crowded_rounds_{}, roomy_rounds_{};
+    Nanos crowded_since_{}, compete_until_{}, contest_{second};
+
     Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_;
-    Nanos dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
+    Nanos drain_from_{}, dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
     Round round_;
+    std::array<Nanos, 3> recent_rtt_;  // of the latest reports
+    std::size_t recent_{};
+    double in_flight_{};                 // at the last report
     std::array<double, 10> delivery_{};  // of the last rounds with data
     std::array<double, 10> quantum_{};   // largest report of the same rounds
     std::size_t slot_{};

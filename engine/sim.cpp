@@ -20,6 +20,11 @@ Sim::Sim(const SimConfig& config) : config_(config) {
 
 Sim::~Sim() = default;
 
+void Sim::set_faults(const FaultSettings& faults) {
+    const auto shared = std::make_shared<const FaultSettings>(faults);
+    for (Host& host : hosts_) host.faults->set(shared, now_);
+}
+
 std::uint64_t Sim::post(std::uint16_t rank, ExchangeSpec spec) {
     for (StageSpec& stage : spec.stages) {
         if (stage.deadline != never) stage.deadline += now_;

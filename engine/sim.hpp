@@ -40,6 +40,11 @@ public:
     // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
     void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
 
+    // Of every rank's link, from now on.
+    void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
+    // What the links do to datagrams, from now on.
+    void set_faults(const FaultSettings& faults);
+
     [[nodiscard]] std::uint64_t queue_drops() const { return queue_drops_; }
     [[nodiscard]] const FaultCounters& fault_counters(std::uint16_t rank) const {
         return hosts_.at(rank).faults->counters();

@@ -8,13 +8,14 @@ using namespace storm::check;
 
 namespace {
 
-constexpr std::uint16_t world = 4;
 constexpr double mbit = 125'000;  // bytes per second
 
 struct Line {
     double bytes_per_s;
     Nanos delay;  // one way
     double loss;
+    std::uint16_t world{4};
+    std::size_t queue_bytes{512 << 10};
 };
 
 struct Measured {
@@ -22,44 +23,70 @@ struct Measured {
     double dropped;  // share of all datagrams that the switch had no room for
 };
 
-// All-reduces one after the other on the same links; the first knows nothing of them yet.
+// Collectives one after the other on the same links; the first knows nothing of them yet.
 class Job {
 public:
-    Job(const Line& line, std::uint64_t seed) : line_(line), sim_(config(line, seed)), watch_(sim_, world) {}
+    Job(const Line& line, std::uint64_t seed)
+        : line_(line), seed_(seed), sim_(config(line, seed)), watch_(sim_, line.world) {}
 
     Measured all_reduce(std::size_t bytes, bool exact) {
-        AllReduce job(world, bytes / 4, 5);
+        AllReduce job(line_.world, bytes / 4, 5);
         const StageSpec stage{.budget = exact ? 0.0 : 1.0};
+        const Measured measured = run(
+            2.0 * (line_.world - 1) / line_.world * static_cast<double>(bytes),
+            [&](auto rank) { return job.spec(rank, seq_, exact ? Reduce::in_order : Reduce::arrived, stage, stage); });
+        if (exact) job.check_exact();
+        return measured;
+    }
+
+    // Everyone sends `bytes` to rank 0.
+    Measured incast(std::size_t bytes) {
+        const Buffer sent = random_buffer(bytes, 6);
+        std::vector<Buffer> got(line_.world, Buffer(bytes));
+        return run(static_cast<double>(line_.world - 1) * static_cast<double>(bytes), [&](std::uint16_t rank) {
+            ExchangeSpec spec = exchange_on(0, seq_);
+            if (rank > 0) spec.sends.push_back({.peer = 0, .data = sent.data(), .bytes = bytes});
+            for (std::uint16_t peer = 1; rank == 0 && peer < line_.world; ++peer) {
+                spec.receives.push_back({.peer = peer, .into = got[peer].data(), .bytes = bytes});
+            }
+            return spec;
+        });
+    }
+
+    // From now on.
+    void change(double bytes_per_s, double loss) {
+        line_.bytes_per_s = bytes_per_s;
+        line_.loss = loss;
+        sim_.set_rate(bytes_per_s);
+        sim_.set_faults(config(line_, seed_).faults);
+    }
+
+private:
+    template <class Spec>
+    Measured run(double ideal_bytes, Spec&& spec) {
         const Nanos start = sim_.now();
         const std::uint64_t sent_before = sent(), dropped_before = sim_.queue_drops();
         std::vector<std::uint64_t> ids;
-        for (std::uint16_t rank = 0; rank < world; ++rank) {
-            ids.push_back(
-                sim_.post(rank, job.spec(rank, seq_, exact ? Reduce::in_order : Reduce::arrived, stage, stage)));
-        }
+        for (std::uint16_t rank = 0; rank < line_.world; ++rank) ids.push_back(sim_.post(rank, spec(rank)));
         ++seq_;
         watch_.wait_all(ids);
-        if (exact) job.check_exact();
         Nanos ended = 0;
-        for (std::uint16_t rank = 0; rank < world; ++rank) {
+        for (std::uint16_t rank = 0; rank < line_.world; ++rank) {
             const Outcome& outcome = *watch_.outcome(rank, ids[rank]);
             ended = std::max(ended, outcome.ended);
             for (const Arrival& arrival : outcome.arrivals) {
                 // What a lossy all-reduce misses is what the network lost, and not much that the engine gave up.
                 const double missing = static_cast<double>(arrival.missing_bytes) / static_cast<double>(arrival.bytes);
-                CHECK(missing <= 1.5 * line_.loss + 0.01);
+                CHECK(missing <= 1.5 * line_.loss + 0.015);
             }
         }
-        const double ideal_s = 2.0 * (world - 1) / world * static_cast<double>(bytes) / line_.bytes_per_s;
-        return {.times_ideal = static_cast<double>(ended - start) * 1e-9 / ideal_s,
+        return {.times_ideal = static_cast<double>(ended - start) * 1e-9 / (ideal_bytes / line_.bytes_per_s),
                 .dropped = static_cast<double>(sim_.queue_drops() - dropped_before) /
                            static_cast<double>(sent() - sent_before)};
     }
-
-private:
     static SimConfig config(const Line& line, std::uint64_t seed) {
         SimConfig config;
-        config.core.world = world;
+        config.core.world = line.world;
         config.core.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
         config.core.rate_mode = RateMode::automatic;
         config.core.receive_buffer = 4 << 20;
@@ -67,16 +94,17 @@ private:
         config.faults.default_link.loss = line.loss;
         config.delay = line.delay;
         config.bytes_per_s = line.bytes_per_s;
-        config.queue_bytes = 512 << 10;
+        config.queue_bytes = line.queue_bytes;
         return config;
     }
     [[nodiscard]] std::uint64_t sent() {
         std::uint64_t all = 0;
-        for (std::uint16_t rank = 0; rank < world; ++rank) all += sim_.core(rank).counters().datagrams_sent;
+        for (std::uint16_t rank = 0; rank < line_.world; ++rank) all += sim_.core(rank).counters().datagrams_sent;
         return all;
     }
 
     Line line_;
+    std::uint64_t seed_;
     Sim sim_;
     Watch<Sim> watch_;
     std::uint32_t seq_{};
@@ -95,29 +123,58 @@ constexpr Line lossy_wan{.bytes_per_s = 100 * mbit, .delay = 20 * millisecond, .
 
 }  // namespace
 
-// Measured, over several seeds: 1.12, 1.13 and 1.29.
+// Measured, over several seeds: 1.07, 1.10 and 1.21.
 TEST(all_reduce_on_a_clean_line_comes_close_to_its_speed_without_overflowing_the_switch) {
-    check_at_most(Job(office, 1).all_reduce(25'000'000, true), 1.2);
+    check_at_most(Job(office, 1).all_reduce(25'000'000, true), 1.12);
 }
 
 TEST(lossy_all_reduce_on_a_line_that_loses_a_tenth_comes_close_to_its_speed) {
-    check_at_most(Job(lossy_office, 1).all_reduce(25'000'000, false), 1.25);
+    check_at_most(Job(lossy_office, 1).all_reduce(25'000'000, false), 1.2);
 }
 
 TEST(exact_all_reduce_on_a_line_that_loses_a_tenth_pays_little_more_than_the_repairs) {
-    check_at_most(Job(lossy_office, 1).all_reduce(25'000'000, true), 1.5);
+    check_at_most(Job(lossy_office, 1).all_reduce(25'000'000, true), 1.35);
 }
 
-// Ideal is fifteen round trips here. The goals are 1.4 and 2, and links that are known come close to them: 1.2 to 1.5 and 1.8
-// to 2.7. The first all-reduce takes 1.9 to 2.5 and 2.3 to 3.1 times ideal: startup needs eight round trips to fill the line.
+// Ideal is fifteen round trips here. Measured, over several seeds: 1.3 to 1.4 and then 1.2 to 1.35; exact 1.6 to 1.8 and
+// then 1.45 to 1.65.
 TEST(lossy_all_reduce_over_forty_milliseconds_is_not_ruled_by_round_trips) {
     Job job(lossy_wan, 1);
-    check_at_most(job.all_reduce(5'000'000, false), 2.6);
-    check_at_most(job.all_reduce(5'000'000, false), 1.6);
+    check_at_most(job.all_reduce(5'000'000, false), 1.5);
+    check_at_most(job.all_reduce(5'000'000, false), 1.4);
+    check_at_most(job.all_reduce(5'000'000, false), 1.4);
 }
 
 TEST(exact_all_reduce_over_forty_milliseconds_is_not_ruled_by_round_trips) {
     Job job(lossy_wan, 1);
-    check_at_most(job.all_reduce(5'000'000, true), 3.3);
-    check_at_most(job.all_reduce(5'000'000, true), 2.4);
+    check_at_most(job.all_reduce(5'000'000, true), 1.9);
+    check_at_most(job.all_reduce(5'000'000, true), 1.75);
+    check_at_most(job.all_reduce(5'000'000, true), 1.75);
+}
+
+TEST(no_lossy_all_reduce_takes_much_longer_than_the_others) {
+    Job job(lossy_office, 2);
+    std::vector<double> all;
+    for (int i = 0; i < 53; ++i) {
+        const double took = job.all_reduce(2'000'000, false).times_ideal;
+        if (i >= 3) all.push_back(took);
+    }
+    std::sort(all.begin(), all.end());
+    CHECK(all.back() <= 1.3 * all[all.size() / 2]);
+}
+
+TEST(all_to_one_overflows_shallow_queues_hardly_even_where_nothing_is_known_yet) {
+    for (const std::size_t queue : {64 << 10, 128 << 10, 512 << 10}) {
+        Job job({.bytes_per_s = 400 * mbit, .delay = 100 * microsecond, .loss = 0, .world = 8, .queue_bytes = queue},
+                1);
+        for (int i = 0; i < 3; ++i) check_at_most(job.incast(3'000'000), 1.15);
+    }
+}
+
+TEST(all_reduce_settles_soon_after_the_line_lost_half_its_speed_and_began_to_lose) {
+    Job job({.bytes_per_s = 400 * mbit, .delay = 100 * microsecond, .loss = 0, .world = 8}, 1);
+    for (int i = 0; i < 4; ++i) (void)job.all_reduce(4'000'000, true);
+    job.change(200 * mbit, 0.05);
+    for (int i = 0; i < 10; ++i) (void)job.all_reduce(4'000'000, true);
+    for (int i = 0; i < 4; ++i) check_at_most(job.all_reduce(4'000'000, true), 1.4);
 }

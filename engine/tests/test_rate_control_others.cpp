@@ -1,0 +1,85 @@
+// Rate control on a line that it shares with others: what it takes, and what it leaves.
+#include "bottleneck.hpp"
+
+using namespace storm;
+using namespace storm::check;
+
+namespace {
+
+// What a path gives one bulk TCP flow and `links` of ours, after they have got to know each other.
+struct Shares {
+    double ours, tcp, ours_at_least;
+};
+Shares beside_cubic(Path path, RateMode mode, int links, bool tcp_first) {
+    path.links = static_cast<std::size_t>(links);
+    path.most_held = std::max(path.rtt / 8, millisecond / 2);
+    Bottleneck network(path, 21);
+    std::size_t tcp = 0;
+    if (tcp_first) {
+        tcp = network.add_cubic();
+        network.run(5 * second);
+    }
+    std::vector<std::size_t> ours;
+    for (int i = 0; i < links; ++i) ours.push_back(network.add(mode));
+    network.run(5 * second);
+    if (!tcp_first) tcp = network.add_cubic();
+    network.run(5 * second);
+    Shares shares{0, 0, 1};
+    constexpr int spans = 6;
+    for (int span = 0; span < spans; ++span) {  // longer than anything that a link remembers
+        network.measure();
+        network.run(5 * second);
+        double sum = 0;
+        for (const std::size_t link : ours) sum += network.throughput(link) / path.bytes_per_s;
+        shares.ours += sum / spans;
+        shares.tcp += network.throughput(tcp) / path.bytes_per_s / spans;
+        shares.ours_at_least = std::min(shares.ours_at_least, sum);
+    }
+    return shares;
+}
+
+}  // namespace
+
+TEST(low_priority_leaves_nine_tenths_to_others_and_returns_when_they_leave) {
+    for (const Path& path : paths) {
+        for (const bool greedy : {false, true}) {
+            Bottleneck network(path, 11);
+            const std::size_t low = network.add(RateMode::low_priority);
+            network.run(second + rounds(path, 100));
+            network.measure();
+            network.run(second);
+            CHECK(network.throughput(low) > 0.6 * path.bytes_per_s);
+            const double window = path.bytes_per_s * static_cast<double>(path.rtt) / 1e9 + 300'000;
+            const auto backlog = static_cast<std::uint64_t>(path.bytes_per_s * 6);
+            const RateMode mode = greedy ? RateMode::unlimited : RateMode::automatic;
+            const std::size_t other = network.add(mode, backlog, greedy ? window : 0);
+            network.run(rounds(path, 70));
+            network.measure();
+            network.run(second);
+            CHECK(network.throughput(other) > 0.9 * path.bytes_per_s);
+            while (!network.finished(other)) network.run(second);
+            network.run(second + rounds(path, 100));
+            network.measure();
+            network.run(4 * second);
+            CHECK(network.throughput(low) > 0.55 * path.bytes_per_s);
+        }
+    }
+}
+
+TEST(beside_a_bulk_tcp_flow_both_keep_a_third_of_the_line) {
+    for (const Path& path : {wan, lab}) {
+        const Shares shares = beside_cubic(path, RateMode::automatic, 3, false);
+        CHECK(shares.ours > 0.33 && shares.tcp > 0.33);
+        CHECK(shares.ours_at_least > 0.25);  // also when the bare round trip was last seen long ago
+    }
+    const Shares late = beside_cubic(lab, RateMode::automatic, 3, true);
+    CHECK(late.ours > 0.3 && late.tcp > 0.3);
+}
+
+TEST(low_priority_leaves_a_bulk_tcp_flow_nine_tenths_for_as_long_as_it_lasts) {
+    for (const Path& path : paths) {
+        for (const bool tcp_first : {false, true}) {
+            CHECK(beside_cubic(path, RateMode::low_priority, 3, tcp_first).tcp > 0.9);
+        }
+    }
+}
