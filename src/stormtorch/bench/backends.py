@@ -34,6 +34,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _IN_FLIGHT_BYTES = 1 << 20
 
 
+# Groups with a call that was given up. Freeing one would wait for it, minutes if need be; they end with the process.
+_ABANDONED: "list[GlooGroup]" = []
+
+
 class TooSlow(RuntimeError):
     """A call did not end within its limit; its backend can make no further ones."""
 
@@ -113,6 +117,7 @@ class Gloo:
         except RuntimeError as error:
             if time.monotonic() - begin < self._limit_s:
                 raise  # a failure of another kind
+            _ABANDONED.append(self._group)
             raise TooSlow(f"{self.name} did not end within {self._limit_s:g} s") from error
         return ()
 

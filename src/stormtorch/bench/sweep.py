@@ -53,6 +53,7 @@ class SweepSettings:
     """For one point."""
 
     def __post_init__(self) -> None:
+        check_between("hosts", self.hosts, 2, 64)
         check_between("ideal_s", self.ideal_s, 1e-3, 1e3)
         for name in ("rates", "delays", "losses"):
             if not getattr(self, name):
