@@ -82,11 +82,11 @@ def sweep_table(report: "SweepReport") -> Table:
     caption = (
         f"x ideal: median time of all-reduce over the ideal, which is what each of {conditions['hosts']} ranks must "
         "send at the rate of its line (1 is perfect). "
-        f"Interleaved rounds, {conditions['iters']} asked for: where there were fewer, their number stands in "
+        f"Interleaved rounds, {conditions['iters']} asked for: where patience ended with fewer, their number stands in "
         f"brackets; > where a call did not end within {conditions['patience_s']:g} s."
     )
     table = new_table("all-reduce under real loss, x ideal", caption)
-    for heading in ("rate", "round\ntrip", "loss", "measured", "size"):
+    for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in conditions["backends"]:
         table.add_column(name.replace("-", "\n"), justify="right", no_wrap=True)
@@ -111,7 +111,10 @@ def sweep_table(report: "SweepReport") -> Table:
 
 
 def _cell(result: AllReduceResult, iters: int) -> str:
-    text = (">" if result.median_is_bound else "") + ratio_text(result.over_ideal)
+    assert result.over_ideal is not None
+    text = f"{result.over_ideal:.2f}" if result.over_ideal < 9.995 else f"{result.over_ideal:.1f}"
+    if result.median_is_bound:
+        return ">" + text
     return text if result.rounds == iters else f"{text} ({result.rounds})"
 
 
