@@ -14,7 +14,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
+.PHONY: help setup demo test lint bench bench-lab fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -63,6 +63,17 @@ bench: setup  ## measure all-reduce and latency beside gloo, on 2 and 4 ranks; w
 			--json $(BENCH_OUT)/allreduce-$$hosts-hosts.json --plot $(BENCH_OUT)/allreduce-$$hosts-hosts.png; \
 		$(BIN)/stormtorch bench latency --hosts $$hosts --json $(BENCH_OUT)/latency-$$hosts-hosts.json; \
 	done
+
+# With root, or where users may make namespaces. Bounded: about twelve minutes on two cores, most of them TCP's.
+BENCH_LAB = $(BIN)/stormtorch bench allreduce --hosts 4 --iters 10
+bench-lab: setup  ## measure all-reduce beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
+	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
+	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
+	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience 20; \
+	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
+	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
+	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
+		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png
 
 # --- check it --------------------------------------------------------------------------------------------------------
 

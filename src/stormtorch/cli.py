@@ -48,6 +48,8 @@ def stormtorch(
 
       stormtorch bench allreduce --hosts 4 --mb 25     large tensors, beside gloo
 
+      stormtorch bench allreduce --loss 0.1            the same under real loss, in a lab
+
       stormtorch bench latency                         small ones, and what idling costs
 
       stormtorch lab run --loss 0.1 -- python train.py    hosts with a bad network between them
