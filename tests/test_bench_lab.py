@@ -221,6 +221,7 @@ def test_the_table_and_the_plot_of_a_lab_name_its_conditions(report: AllReduceRe
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
     lab_or_skip()
     settings = AllReduceSettings(
@@ -243,10 +244,19 @@ def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
 
 
 @pytest.mark.lab
-def test_ranks_on_hosts_share_a_store_and_end_with_the_one_that_fails() -> None:
+def test_ranks_on_hosts_share_a_store_and_know_their_interfaces() -> None:
     lab_or_skip()
     with Lab(2, management=True, probe=False) as lab:
         assert run_ranks(greet, 2, ("good day ",), timeout_s=60, lab=lab) == [("good day 1", 1), ("good day 0", 1)]
+        assert run_ranks(interfaces, 2, timeout_s=60, lab=lab) == [("eth0", "mgmt0")] * 2
+    assert ranks_left() == []
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_ranks_on_hosts_end_with_the_one_that_fails() -> None:
+    lab_or_skip()
+    with Lab(2, management=True, probe=False) as lab:
         with pytest.raises(RankFailed, match=r"^rank 1: ValueError: the cat sat on the switch$"):
             run_ranks(fail_on_one, 2, timeout_s=60, lab=lab)
         with pytest.raises(RankFailed, match=r"^rank 1: was killed by SIGKILL"):
@@ -293,6 +303,7 @@ def test_a_sweep_measures_each_point_in_turn() -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_a_point_that_fails_says_why_and_the_next_one_is_measured() -> None:
     lab_or_skip()
     # gloo cannot even be checked on the slow line in time.

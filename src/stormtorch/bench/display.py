@@ -69,9 +69,9 @@ def time_text(seconds: float) -> str:
     return f"{_three_digits(seconds)} s"
 
 
-def ratio_text(value: float | None) -> str:
-    """A ratio, or a dash where there is nothing to compare with."""
-    return "-" if value is None else f"{value:.2f}"
+def ratio_text(value: float) -> str:
+    """A ratio with three digits or more: "0.97", "12.3"."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 
 def share_text(fraction: float) -> str:

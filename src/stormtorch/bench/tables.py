@@ -45,8 +45,8 @@ def allreduce_table(report: AllReduceReport) -> Table:
                 above + time_text(result.median_s),
                 f"{result.rounds}" if in_lab else time_text(result.p99_s),
                 (">" if result.gave_up else "") + time_text(result.worst_s),
-                above + ratio_text(result.median_s / gloo_s if gloo_s else None),
-                above + ratio_text(result.over_ideal),
+                above + ratio_text(result.median_s / gloo_s) if gloo_s else "-",
+                above + ratio_text(result.over_ideal) if result.over_ideal else "-",
                 share_text(result.arrived),
                 f"{result.cpu_s_per_gb:.2f}",
             )
@@ -112,7 +112,7 @@ def sweep_table(report: "SweepReport") -> Table:
 
 def _cell(result: AllReduceResult, iters: int) -> str:
     assert result.over_ideal is not None
-    text = f"{result.over_ideal:.2f}" if result.over_ideal < 9.995 else f"{result.over_ideal:.1f}"
+    text = ratio_text(result.over_ideal)
     if result.median_is_bound:
         return ">" + text
     return text if result.rounds == iters else f"{text} ({result.rounds})"
