@@ -118,7 +118,7 @@ class Gloo:
             if time.monotonic() - begin < self._limit_s:
                 raise  # a failure of another kind
             _ABANDONED.append(self._group)
-            raise TooSlow(f"{self.name} did not end within {self._limit_s:g} s") from error
+            raise TooSlow(f"{self.name} did not end within {self._limit_s:g} s: it needs more patience") from error
         return ()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
                 (">" if result.gave_up else "") + time_text(result.worst_s),
                 above + ratio_text(result.median_s / gloo_s) if gloo_s else "-",
                 above + ratio_text(result.over_ideal) if result.over_ideal else "-",
-                share_text(result.arrived),
+                "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived),
                 f"{result.cpu_s_per_gb:.2f}",
             )
         if rows and rows[0].ideal_s is not None:
