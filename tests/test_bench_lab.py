@@ -230,14 +230,17 @@ def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
         iters=2,
         warmup=1,
         backends=("storm", "gloo"),
-        # 4 MB take 3.2 s: longer than there is patience for.
+        # 4 MB take 3.2 s: not even without loss is there patience for that.
         network=Conditions(rate="10mbit"),
-        patience_s=2.0,
+        patience_s=0.4,
         timeout_s=100,
     )
-    with pytest.raises(RankFailed, match="gloo did not end within 2 s"):
-        run_allreduce(settings)  # not even without loss
-    lossy = replace(settings, mb=(0.5,), network=Conditions(rate="10mbit", loss=0.5), timeout_s=100)
+    by_name = {(each.backend, each.mb): each for each in run_allreduce(settings).results}
+    slow = by_name["gloo", 4.0]
+    assert (slow.gave_up, slow.rounds, slow.median_is_bound) == (True, 1, True)
+    assert slow.worst_s == pytest.approx(2.0, abs=0.5)
+    assert not by_name["storm", 1.0].gave_up
+    lossy = replace(settings, mb=(0.5,), patience_s=2.0, network=Conditions(rate="10mbit", loss=0.5))
     slow = run_allreduce(lossy).results[-1]
     assert (slow.backend, slow.gave_up, slow.rounds) == ("gloo", True, 1)
     assert slow.worst_s == pytest.approx(2.0, abs=0.5)
@@ -306,11 +309,11 @@ def test_a_sweep_measures_each_point_in_turn() -> None:
 @pytest.mark.slow
 def test_a_point_that_fails_says_why_and_the_next_one_is_measured() -> None:
     lab_or_skip()
-    # gloo cannot even be checked on the slow line in time.
-    settings = replace(SMALL, rates=("1mbit", "100mbit"), losses=(0.0,), mb=1.0, patience_s=1.0, iters=1)
+    # The slow line would need more than half a minute.
+    settings = replace(SMALL, rates=("1mbit", "100mbit"), losses=(0.0,), mb=4.0, iters=1, timeout_s=25)
     first, second = run_sweep(settings)
     assert first.error is not None
-    assert "gloo did not end within 1 s" in first.error
+    assert first.error.startswith("not done after 25 s")
     assert (second.error, len(second.results)) == (None, 2)
 
 

@@ -90,7 +90,8 @@ class Gloo:
 
     def __init__(self, name: str, member: Member, limit_s: float | None = None) -> None:
         self.name = name
-        self._limit_s = limit_s
+        self.limit_s = limit_s
+        """A call that takes longer raises TooSlow."""
         before = streams()
         self._group = gloo_group(member, name)
         self._group.barrier().wait()  # by now, everybody is connected
@@ -109,16 +110,16 @@ class Gloo:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
         begin = time.monotonic()
         work = self._group.allreduce([tensor])
-        if self._limit_s is None:
+        if self.limit_s is None:
             work.wait()
             return ()
         try:
-            work.wait(timedelta(seconds=self._limit_s))
+            work.wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
-            if time.monotonic() - begin < self._limit_s:
+            if time.monotonic() - begin < self.limit_s:
                 raise  # a failure of another kind
             _ABANDONED.append(self._group)
-            raise TooSlow(f"{self.name} did not end within {self._limit_s:g} s: it needs more patience") from error
+            raise TooSlow(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
         return ()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 # Declared here, so that --help answers without importing torch; a test compares them with the real ones.
 _BACKENDS = "storm,storm-lossy,gloo"
 _LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
+_MANNERS = "all-to-all,incast,tcp,low,step"
 _WARMUP, _LAB_WARMUP = 3, 1
 
 
@@ -274,5 +275,42 @@ def latency(
         with progress_bar(iters * len(SIZES_BYTES), f"starting {hosts} processes") as advance:
             report = run_latency(settings, advance)
         Console().print(latency_table(report))
+        if json is not None:
+            report.write(json)
+
+
+@app.command()
+def manners(
+    only: Annotated[str, typer.Option(help="Which to look at, separated by commas.")] = _MANNERS,
+    rate: Annotated[str, typer.Option(help="Of each host's line; the engine is not told.")] = "200mbit",
+    queue: Annotated[str, typer.Option(help="What may wait at each end of a line.")] = "256kb",
+    delay: Annotated[str, typer.Option(help="From host to host, one way.")] = "0ms",
+    hosts: Annotated[int, typer.Option(help="For all-to-all and incast; step has twice as many.")] = 4,
+    tcp: Annotated[str, typer.Option(help="Congestion controls of the flow beside it.")] = "cubic,bbr",
+    json: Json = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up one of them after so many seconds.")] = 300.0,
+) -> None:
+    """Look at how the engine behaves on a network that it does not know, with no rate given.
+
+    Whether it floods queues (all-to-all, incast), leaves a bulk TCP flow its share (tcp),
+    gets out of its way with rate="low" (low), and how fast it follows a change (step).
+
+    [bold]Examples[/bold]
+
+      stormtorch bench manners
+
+      stormtorch bench manners --only incast --queue 64kb --hosts 8
+    """
+    with friendly_errors():
+        from stormtorch.bench.display import progress_bar
+        from stormtorch.bench.manners import MannersSettings, manners_table, run_manners
+
+        settings = MannersSettings(
+            only=names(only), rate=rate, queue=queue, delay=delay, hosts=hosts, tcp=names(tcp), timeout_s=timeout_s
+        )
+        check_file("json", json)
+        with progress_bar(len(settings.only), "making a lab") as advance:
+            report = run_manners(settings, advance)
+        Console().print(manners_table(report))
         if json is not None:
             report.write(json)

@@ -28,6 +28,7 @@ from stormtorch.bench.samples import median
 from stormtorch.bench.settings import check_between, check_subset
 from stormtorch.collectives import Group, all_reduce, all_to_all, gather, receive, send
 from stormtorch.lab import Conditions, Lab
+from stormtorch.lab.access import available_tcp
 from stormtorch.options import Options, parse_rate
 from stormtorch.rendezvous import connect
 
@@ -63,6 +64,7 @@ class MannersSettings:
         check_subset("only", self.only, MANNERS)
         check_between("hosts", self.hosts, 3, 16)
         check_between("timeout_s", self.timeout_s, 30, 1e6)
+        check_subset("tcp", self.tcp, available_tcp())
         Conditions(rate=self.rate, queue=self.queue, delay=self.delay)
 
 
@@ -249,8 +251,7 @@ def _start_flow(lab: Lab, control: str, seconds: float) -> Flow:
 def _finish(flow: Flow) -> tuple[float, list[tuple[float, int]]]:
     receiver, sender = flow
     output, _ = receiver.communicate(timeout=60)
-    sender.wait(60)
-    if not output:
+    if sender.wait(60) != 0 or not output:
         raise RuntimeError("the TCP flow ended with an error")
     log = [(float(at), int(count)) for at, count in json.loads(output)]
     return log[0][0], log

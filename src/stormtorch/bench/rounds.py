@@ -21,6 +21,8 @@ BARRIER = "gloo, on connections of its own, before and after each timed call"
 TIMES = "wall time of the slowest rank, from leaving the barrier to the end of its call"
 # A lossless machine now and then drops a datagram; a backend that always does is broken.
 _CHECKS = 3
+# The check is the first call on cold connections and meets no loss: it may take so many times what patience allows.
+_CHECK_PATIENCE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,13 @@ class Stage:
         self.control.allreduce([vote]).wait()
         return int(vote) == 0
 
+    def set_patience(self, patience_s: float | None) -> None:
+        """From now on."""
+        self._patience_s = patience_s
+        for backend in self.backends:
+            if isinstance(backend, Gloo):
+                backend.limit_s = patience_s
+
     def willing(self, backend: Backend, spent_s: float) -> bool:
         """Whether a backend that has already used `spent_s` goes on, the same on all ranks."""
         if backend.name in self.given_up:
@@ -145,7 +154,7 @@ def run_rounds(member: Member, schedule: Schedule) -> Log:
         schedule.backends,
         datagram_bytes=schedule.datagram_bytes,
         ideal=schedule.ideal,
-        patience_s=schedule.patience_s,
+        patience_s=schedule.patience_s and schedule.patience_s * _CHECK_PATIENCE,
     ) as stage:
         log = Log(
             [],
@@ -153,7 +162,8 @@ def run_rounds(member: Member, schedule: Schedule) -> Log:
             tcp={backend.name: backend.tcp for backend in stage.backends if isinstance(backend, Gloo)},
         )
         for size in schedule.sizes_bytes:
-            _check_without_loss(stage, schedule, Pattern(size, schedule.dtype, member))
+            _check_without_loss(stage, schedule, Pattern(size, schedule.dtype, member), log)
+        stage.set_patience(schedule.patience_s)
         _give(stage, schedule, Cue.LOSE)
         # Without loss there is no fault injection at all, as it looks at every datagram.
         with faults(loss=schedule.faults, seed=schedule.seed) if schedule.faults else contextlib.nullcontext():
@@ -170,15 +180,17 @@ def _give(stage: Stage, schedule: Schedule, cue: Cue) -> None:
         stage.barrier()
 
 
-def _check_without_loss(stage: Stage, schedule: Schedule, pattern: Pattern) -> None:
+def _check_without_loss(stage: Stage, schedule: Schedule, pattern: Pattern, log: Log) -> None:
     work = torch.empty_like(pattern.own)
     for backend in stage.backends:
-        if isinstance(backend, Copies):
+        if isinstance(backend, Copies) or backend.name in stage.given_up:
             continue
         for _ in range(_CHECKS):
-            work.copy_(pattern.own)
-            stage.barrier()
-            arrivals = backend.all_reduce(work)
+            sample, arrivals = stage.timed(backend, work.copy_(pattern.own), 0)
+            if sample.gave_up:
+                log.samples.append(sample)  # there will be no other
+                work = torch.empty_like(work)  # that call may still write to the old one
+                break
             if stage.everywhere(all(arrival.arrived == 1.0 for arrival in arrivals)):
                 pattern.check(backend.name, work)
                 break
