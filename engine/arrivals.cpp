@@ -162,8 +162,10 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     peer.out.settle(
         *report, now, [&](const Flight& flight) { on_acked(peer, flight, now); },
         [&](const Flight& flight) { on_lost(peer, flight, now); });
-    if (peer.out.last_delivery().delivered_bytes > 0 || peer.out.last_delivery().lost_bytes > 0) {
-        peer.rate.on_delivery(peer.out.last_delivery());
+    Delivery delivery = peer.out.last_delivery();
+    if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
+        delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
+        peer.rate.on_delivery(delivery);
     }
 }
 

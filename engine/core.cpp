@@ -19,7 +19,8 @@ Core::Core(CoreConfig config, Nanos now)
       chunk_bytes_(chunk_bytes_for(config_.datagram_bytes, config_.secrets.sealed)),
       seal_(config_.secrets, config_.rank),
       blocks_(chunk_bytes_, 64 << 20),
-      pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U) {
+      pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
+      line_(now) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +

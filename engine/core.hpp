@@ -183,7 +183,8 @@ private:
     std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null at our own
     std::size_t turn_{};                        // whose turn it is to be sent to
     std::optional<Pacer> shared_pacer_;         // RateMode::fixed
-    Nanos paced_until_{never};                  // the earliest time at which a refused link may send
+    LineMeter line_;
+    Nanos paced_until_{never};  // the earliest time at which a refused link may send
 
     std::unordered_map<std::uint64_t, std::unique_ptr<Exchange>> active_;  // by channel and seq
     std::unordered_map<std::uint64_t, std::uint64_t> key_of_;              // id to key

@@ -22,4 +22,19 @@ double DeliveryMeter::on_report(const SendStamp& newest, std::uint64_t newly_del
            (static_cast<double>(elapsed) / static_cast<double>(second));
 }
 
+double LineMeter::on_report(std::uint64_t delivered_bytes, Nanos now) {
+    // Long enough that a burst of reports does not count as speed.
+    constexpr Nanos span = 100 * millisecond, memory = 30 * second;
+    bytes_ += delivered_bytes;
+    const Nanos elapsed = now - since_;
+    if (elapsed >= span) {
+        const double rate = static_cast<double>(bytes_) / (static_cast<double>(elapsed) / static_cast<double>(second));
+        const double kept = std::max(1 - static_cast<double>(elapsed) / static_cast<double>(memory), 0.0);
+        best_ = std::max(rate, best_ * kept);
+        bytes_ = 0;
+        since_ = now;
+    }
+    return best_;
+}
+
 }  // namespace storm

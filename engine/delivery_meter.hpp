@@ -16,6 +16,7 @@ struct Delivery {
     std::uint64_t lost_bytes{};       // newly declared lost
     std::uint64_t in_flight_bytes{};  // after this report
     bool app_limited{};               // the sender had nothing more to send when that packet left (its stamp says so)
+    double line_bytes_per_s{};        // what all links of the endpoint delivered together at best (LineMeter), if known
 };
 
 // What a packet remembers of the moment it left; kept by the link beside the packet number.
@@ -42,6 +43,18 @@ public:
 private:
     std::uint64_t delivered_{}, limited_until_{};
     Nanos delivered_at_{}, first_sent_at_{};
+};
+
+// What the links of an endpoint deliver together at best: how fast its line is, or was some seconds ago.
+class LineMeter {
+public:
+    explicit LineMeter(Nanos now) : since_(now) {}
+    double on_report(std::uint64_t delivered_bytes, Nanos now);
+
+private:
+    Nanos since_;
+    std::uint64_t bytes_{};
+    double best_{};
 };
 
 }  // namespace storm

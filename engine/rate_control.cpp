@@ -10,6 +10,7 @@ namespace {
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double gso_bytes = 65'536;      // what one system call carries at most
 constexpr double batch_s = 0.00025;       // a batch is this long at the current rate: a small part of a switch's queue
+constexpr double late_s = 0.001;          // how late a thread may wake without losing what it could have sent
 constexpr double initial_datagrams = 32;  // sent before anything is known,
 constexpr double initial_bytes_per_s = 30e6;  // at this rate by all links of an endpoint together
 constexpr double startup_gain = 2;            // of the best rate delivered so far: doubles it each round
@@ -22,7 +23,7 @@ constexpr double max_loss = 0.45;             // more than this is taken for an 
 constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
-constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4;
+constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
 constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
 constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
 constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
@@ -37,6 +38,7 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
       datagram_bytes_(static_cast<double>(datagram_bytes)),
       occupancy_bytes_(std::max(std::min(shared_occupancy / static_cast<double>(links), most_occupancy),
                                 2.0 * static_cast<double>(datagram_bytes))),
+      shared_bytes_(static_cast<double>(links) * occupancy_bytes_),
       initial_rate_(initial_bytes_per_s / static_cast<double>(links)),
       batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
       pacer_(infinity, 0, now),
@@ -115,6 +117,7 @@ void RateControl::on_delivery(const Delivery& delivery) {
         recent_rtt_[recent_++ % recent_rtt_.size()] = delivery.rtt;
     }
     in_flight_ = static_cast<double>(delivery.in_flight_bytes);
+    line_bytes_per_s_ = delivery.line_bytes_per_s;
     const auto delivered = static_cast<double>(delivery.delivered_bytes);
     const auto lost = static_cast<double>(delivery.lost_bytes);
     round_.delivered += delivered;
@@ -294,17 +297,20 @@ void RateControl::learn_from_dip() {
 void RateControl::notice_competition(double queue_s, Nanos now) {
     if (round_.weight <= 0) return;
     if (fair_ <= 0) fair_ = rate_;
+    // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
+    // it has carried.
     const double bare_s = bare_noise_s();
-    const bool crowded = queue_s > 2 * (bare_s + occupancy_bytes_ / std::max(rate_, 0.75 * fair_));
+    const bool crowded = queue_s > 2 * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
     if (!crowded) {
-        crowded_rounds_ = 0;
+        crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
         if (!competing_) {
             // With the queue above its target the rate falls for the sake of others: that is hardly learned from.
             const double time_s = rate_ > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
             fair_ += (rate_ - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
         }
-    } else if (crowded_rounds_++ == 0) {
-        crowded_since_ = now;
+    } else {
+        if (crowded_rounds_ == 0) crowded_since_ = now;
+        crowded_rounds_ = std::min(crowded_rounds_ + 1, 16);
     }
     roomy_rounds_ = crowded ? 0 : roomy_rounds_ + 1;
     if (competing_) {
@@ -353,14 +359,15 @@ void RateControl::yield(double queue_s, Nanos now) {
 
 // Grows the rate in rounds with data, faster after several that met no queue, within what the model allows.
 void RateControl::grow(bool queued, bool empty, double share) {
-    // A rate that was not made use of has not been tried: growing it further would be a guess.
-    const bool used = round_.weight > 0 && round_.rated / round_.weight > 0.8 * (1 - loss_) * rate_;
     if (queued) {
         step_ = least_step;
         free_rounds_ = 0;
-    } else if (round_.weight > 0 && used) {
+    } else if (round_.weight > 0 && round_.rated / round_.weight > 0.8 * (1 - loss_) * rate_) {
         if (empty && ++free_rounds_ > 2) step_ = std::min(2 * step_, most_step);
         rate_ *= 1 + step_ * share;
+    } else if (round_.weight > 0) {
+        // A rate that was not made use of has not been tried: it grows only so that nothing is stuck for ever.
+        rate_ *= 1 + unused_step * share;
     }
     const double best = best_delivery();
     if (best > 0) rate_ = std::min(rate_, 1.25 * best);
@@ -376,8 +383,11 @@ void RateControl::apply(double gain, Nanos now) {
     const double batch = std::clamp(batch_s * rate_, 2 * datagram_bytes_, std::max(gso_bytes, 2 * datagram_bytes_));
     batch_bytes_ = static_cast<std::size_t>(std::max(std::min(batch, gso_bytes), datagram_bytes_));
     pacer_.set_rate(pace_, now);
-    pacer_.set_burst(2 * static_cast<double>(batch_bytes_), now);
-    const double bdp = rate_ * seconds(competing_ ? round_.min_rtt : min_rtt_);
+    // A thread that woke late may catch up: otherwise a busy machine would never reach the rate.
+    pacer_.set_burst(std::max(2 * static_cast<double>(batch_bytes_), late_s * pace_), now);
+    // A queue that is not ours to empty is part of the way.
+    const bool theirs = competing_ && round_.min_rtt != never;
+    const double bdp = rate_ * seconds(theirs ? round_.min_rtt : min_rtt_);
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
     const double bdps = phase_ == Phase::startup ? startup_gain : phase_ == Phase::cruise && gain >= 1 ? 2.0 : 1.1;
     window_ = std::max(bdps * bdp + quantum + 2 * static_cast<double>(batch_bytes_), 2 * datagram_bytes_);

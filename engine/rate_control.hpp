@@ -81,7 +81,7 @@ private:
     Phase phase_{Phase::startup};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
-    double occupancy_bytes_;  // what the link keeps in the bottleneck's queue
+    double occupancy_bytes_, shared_bytes_;  // what the link keeps in the bottleneck's queue; all links of the job
     double initial_rate_;
     std::size_t batch_bytes_;
     Pacer pacer_;
@@ -93,6 +93,7 @@ private:
     double shallow_{1};            // below 1 where the queue overflowed before the target was reached
     bool overflowed_{};            // this round lost more than the link does without a queue
 
+    double line_bytes_per_s_{};
     double fair_{};     // the rate while the queue was ours
     bool competing_{};  // somebody else keeps the queue full
     bool yielding_{};   // low priority, and somebody else's turn

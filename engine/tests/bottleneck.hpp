@@ -278,6 +278,7 @@ private:
             delivery.app_limited = newest.app_limited;
         }
         if (link.cubic) grow_cubic(link, delivery);
+        if (!link.cubic) delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now_);
         link.control.on_delivery(delivery);
         send(index);
     }
@@ -289,6 +290,7 @@ private:
     std::uint64_t order_{};
     std::priority_queue<Event> events_;
     std::deque<Link> links_;
+    LineMeter line_{0};  // all links but TCP's belong to one endpoint
     std::deque<Queued> queue_;
     double queued_{}, overflow_{}, entered_{}, most_queued_{};
 };
