@@ -73,7 +73,8 @@ bench-lab: setup  ## measure all-reduce beside gloo under real loss, in the netw
 	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
 	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
 	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
-		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png
+		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
+	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
 # --- check it --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from stormtorch import __version__, cli
 from stormtorch.bench import commands
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
+from stormtorch.bench.manners import MANNERS
 from test_bench import ranks_left
 
 STORMTORCH = (sys.executable, "-m", "stormtorch.cli")
@@ -37,6 +38,7 @@ def test_version_and_help_answer() -> None:
 def test_what_help_lists_is_what_exists() -> None:
     assert tuple(commands._BACKENDS.split(",")) == BACKENDS
     assert tuple(commands._LAB_BACKENDS.split(",")) == LAB_DEFAULT
+    assert tuple(commands._MANNERS.split(",")) == MANNERS
     assert [each.value for each in commands.Dtype] == list(DTYPES)
 
 

@@ -99,9 +99,14 @@ def has_netem() -> bool:
     return subprocess.run(command, capture_output=True, check=False, env=environment, timeout=30).returncode == 0
 
 
+def available_tcp() -> tuple[str, ...]:
+    """The congestion controls of this kernel."""
+    return tuple(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split())
+
+
 def checked_tcp(name: str) -> str:
     """`name`, if the kernel has that congestion control."""
-    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    known = available_tcp()
     if name not in known:
         raise LabUnavailable(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
     return name
