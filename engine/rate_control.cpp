@@ -253,7 +253,9 @@ double RateControl::bare_noise_s() const { return std::max(noise_s_, rtt_noise *
 // With no more delay than this, loss does not come from a queue. It lies below the target, so that a link that takes random
 // loss for an overflow slows down until it knows better, and not the other way round.
 double RateControl::loss_queue_s() const {
-    return std::min(bare_noise_s() + 0.25 * occupancy_bytes_ / rate_, 0.5 * target_queue_s());
+    // Not scaled by shallow_: a link that has slowed down far enough must come to know its loss, however late threads wake.
+    const double own_s = occupancy_bytes_ / rate_;
+    return std::min(bare_noise_s() + 0.25 * own_s, 0.5 * (bare_noise_s() + own_s));
 }
 
 double RateControl::recent_queue_s() const {
