@@ -268,7 +268,8 @@ bool RateControl::drained(Nanos now) const {
     return now >= drain_from_ + 8 * least_round && in_flight_ <= rate_ * seconds(min_rtt_) + quantum;
 }
 
-Nanos RateControl::dip_period() const { return std::clamp(100 * min_rtt_, second, min_rtt_bucket); }
+// A dip costs some 40 ms' worth of a short line; until there was one, links that came late are served worse.
+Nanos RateControl::dip_period() const { return std::clamp(100 * min_rtt_, 2 * second, min_rtt_bucket); }
 
 // Links of one endpoint share a clock, so most of them dip together and see the path without their own queue.
 void RateControl::begin_dip(Nanos now) {
