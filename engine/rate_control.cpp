@@ -63,10 +63,10 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
     window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
-        // A pause empties the queue: full rate at once, and no dip in this burst unless the last one is long ago.
+        // A pause empties the queue: full rate at once, and no dip soon, as what leaves first sees the bare path.
         phase_ = Phase::cruise;
         pacer_.set_burst(0, now);  // not with a burst of every link at once
-        next_dip_at_ = std::min(now + dip_period(), dip_until_ + 2 * min_rtt_bucket);
+        next_dip_at_ = now + dip_period();
         apply(1, now);
     }
     if (window_full_ || !pacer_.try_send(bytes, now)) return false;
