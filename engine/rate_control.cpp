@@ -375,9 +375,9 @@ void RateControl::grow(bool queued, bool empty, double share) {
     const double best = best_delivery();
     if (best > 0) rate_ = std::min(rate_, 1.25 * best);
     // Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
-    const double least_s = mode_ == RateMode::low_priority ? 0.01 : 0.001;
+    // And no more than that: the floors of all links must fit a slow line.
     const double floor =
-        std::max(floor_bytes / std::max(seconds(min_rtt_), least_s), least_datagrams_per_s * datagram_bytes_);
+        std::max(floor_bytes / std::max(seconds(min_rtt_), 0.01), least_datagrams_per_s * datagram_bytes_);
     rate_ = std::max(rate_, floor);
 }
 
