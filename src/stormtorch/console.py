@@ -15,13 +15,12 @@ def friendly_errors() -> Iterator[None]:
     try:
         # Here, so that --help answers without them.
         from stormtorch.bench.failed import RankFailed
-        from stormtorch.bench.settings import BadSetting
         from stormtorch.lab.access import LabError
         from stormtorch.lab.conditions import BadCondition
 
         try:
             yield
-        except (BadSetting, BadCondition) as error:
+        except BadCondition as error:  # and BadSetting, which is one
             raise typer.BadParameter(error.problem, param_hint=f"--{error.name.replace('_', '-')}") from error
         except RankFailed as error:
             _show(str(error), error.details)

@@ -3,14 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from stormtorch.lab.conditions import BadCondition
 
-class BadSetting(ValueError):
-    """A setting has no sensible value. `name` is the setting, `problem` what is wrong with it."""
 
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name = name
-        self.problem = problem
+class BadSetting(BadCondition):
+    """A setting of a benchmark has no sensible value: `name` is the setting, `problem` what is wrong with it."""
 
 
 def check_between(name: str, value: float, low: float, high: float) -> None:
