@@ -197,7 +197,9 @@ def test_worst_status_and_measured_conditions_are_kept(home: Path) -> None:
     assert "rank 1: 3" in done.stderr
     data = json.loads(path.read_text())
     assert data["requested"]["loss"] == 0.1
-    assert data["measured"]["rates_bits_per_s"] == pytest.approx([100e6] * 2, rel=0.1)
+    # Whether the lines could be filled is the machine's affair, see test_lab.py.
+    rates = data["measured"]["rates_bits_per_s"]
+    assert len(rates) == 2 and 10e6 < min(rates) <= max(rates) < 115e6
     assert data["statuses"] == [0, 3]
 
 

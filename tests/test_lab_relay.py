@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from stormtorch.lab import BadCondition, Lab, LabError
 from stormtorch.lab.access import has_netem
 from stormtorch.lab.fixtures import lab_or_skip
+from stormtorch.lab.relay import RelayNetwork
 from stormtorch.loss import Trace
-from test_lab import TRAFFIC, exchanged
+from test_lab import TRAFFIC, exchanged, with_rates
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab
@@ -27,10 +29,9 @@ def _relay() -> None:
 
 
 def test_round_trip_and_rate_are_what_was_asked(lab: MakeLab) -> None:
-    measured = lab(3, rate="50mbit", delay="20ms").measured()
+    measured = with_rates(lab, 3, rate="50mbit", delay="20ms").measured()
     # Never shorter; longer while the cores are busy.
     assert all(0.04 <= seconds < 0.055 for seconds in measured.round_trips_s) and len(measured.round_trips_s) == 3
-    assert measured.rates_bits == pytest.approx([50e6] * 3, rel=0.1)
 
 
 def test_loss_and_traces_work_with_delay(lab: MakeLab) -> None:
@@ -88,9 +89,15 @@ def test_relay_that_dies_is_noticed_and_nothing_is_left(lab: MakeLab) -> None:
 
 def test_four_hosts_carry_200_mbit_each(lab: MakeLab) -> None:
     """In both directions at once, each to its neighbour: what the probe does."""
-    measured = lab(4, rate="200mbit", delay="5ms").measured()
-    # The machine may be busy with other things; what the relay can do alone stands in docs/lab.md.
-    assert min(measured.rates_bits) > 0.75 * 200e6
+    network = lab(4, rate="200mbit", delay="5ms")
+    assert max(network.measured().rates_bits) < 1.15 * 200e6
+    # By the processor's time that it needed: a busy machine gives it less, but it must do with one core.
+    relay: RelayNetwork = network._network  # type: ignore[assignment]
+    times = Path(f"/proc/{relay._process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    seconds = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    carried = sum(line.packets for line in relay.lines() if line.direction == "down")
+    assert carried > 5000
+    assert 8 * 1514 * carried > 4 * 200e6 * seconds
 
 
 def test_relay_ends_with_its_owner(lab: MakeLab) -> None:

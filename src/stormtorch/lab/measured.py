@@ -33,7 +33,7 @@ class Measured:
     links: list[LinkCount]
     lines: list[LineCount]
     rates_bits: list[float] = field(default_factory=list)
-    """What each host received at most, by the probe; empty where no rate was asked for."""
+    """What each host received in the probe's best tenth of a second; empty where no rate was asked for."""
     round_trips_s: list[float] = field(default_factory=list)
     """From each host to the next one and back, by the probe."""
 
