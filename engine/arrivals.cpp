@@ -165,6 +165,7 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     Delivery delivery = peer.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
         delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
+        if (now >= share_at_) share_line(now);
         peer.rate.on_delivery(delivery);
     }
 }

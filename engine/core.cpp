@@ -117,6 +117,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
             enqueue(message);
         }
     }
+    if (now >= share_at_) share_line(now);
     for (Incoming& message : exchange.receives) {
         Peer& peer = *peers_[message.peer];
         if (peer.open_receives++ == 0) ++waited_for_;

@@ -151,6 +151,7 @@ private:
     [[nodiscard]] static bool only_repairs(const Peer& peer);
     void control(Peer& peer, Control what);
     void enqueue(Outgoing& message);
+    void share_line(Nanos now);
     [[nodiscard]] Outgoing* message_of(std::uint32_t slot, std::uint32_t generation);
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
@@ -184,6 +185,7 @@ private:
     std::size_t turn_{};                        // whose turn it is to be sent to
     std::optional<Pacer> shared_pacer_;         // RateMode::fixed
     LineMeter line_;
+    Nanos share_at_{};                          // not before this is the line shared out anew
     Nanos paced_until_{never};  // the earliest time at which a refused link may send
 
     std::unordered_map<std::uint64_t, std::unique_ptr<Exchange>> active_;  // by channel and seq

@@ -284,6 +284,32 @@ void Core::enqueue(Outgoing& message) {
     queue.insert(std::upper_bound(queue.begin(), queue.end(), &message, younger), &message);
 }
 
+// All links of an endpoint share its line, so each gets as much of it as it still has to carry.
+void Core::share_line(Nanos now) {
+    share_at_ = now + millisecond;
+    for (const auto& peer : peers_) {
+        if (peer) peer->backlog = 0;
+    }
+    for (const auto& [key, exchange] : active_) {
+        for (const Outgoing& message : exchange->sends) {
+            if (!message.wanted) continue;
+            const std::uint64_t chunks = message.cut.chunks - message.cursor + message.repairs.size();
+            peers_[message.peer]->backlog += chunks * message.cut.chunk_bytes;
+        }
+    }
+    std::uint64_t total = 0;
+    std::size_t busy = 0;
+    for (const auto& peer : peers_) {
+        if (!peer || peer->backlog == 0) continue;
+        total += peer->backlog;
+        ++busy;
+    }
+    for (const auto& peer : peers_) {
+        if (peer && peer->backlog > 0)
+            peer->rate.set_share(static_cast<double>(peer->backlog) / static_cast<double>(total), busy);
+    }
+}
+
 Outgoing* Core::message_of(std::uint32_t slot, std::uint32_t generation) {
     if (slot >= slots_.size() || slots_[slot].generation != generation) return nullptr;
     return slots_[slot].message;

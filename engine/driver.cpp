@@ -12,16 +12,13 @@
 #include <set>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 namespace storm {
 namespace {
 
 // How often timers are looked at while there is always something to read.
 constexpr Nanos tick_every = 200 * microsecond;
-// At 400 Mbit/s a packet comes every 30 us, and waking up for each costs more than all else that is done with it. So while
-// they come thick, the socket is looked at only so often. It costs a transfer this much time once, at its end.
-constexpr Nanos nap = 100 * microsecond;
-constexpr std::size_t thick_datagram_bytes = 1024;  // small ones are somebody's latency
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -60,7 +57,6 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
     socket_.set_peers(std::move(peers));
     faults_ = std::make_unique<FaultPath>(config.rank);
-    paced_ = config.rate_mode != RateMode::unlimited;
     core_ = std::make_unique<Core>(std::move(config), clock_now());
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll");
     timer_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), "timerfd");
@@ -125,16 +121,13 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             if (step()) continue;
             const Nanos now = clock_now();
             if (now >= give_up_at) break;
-            const bool asleep = nap_now();
-            const Nanos until = asleep ? now + nap : std::min(next_timer(), give_up_at);
+            const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
             const bool full = !unsent_.empty();
             lock.unlock();
             std::array<pollfd, 2> waits{{{.fd = socket_.fd(),
-                                          .events = static_cast<short>(asleep ? 0
-                                                                       : full ? POLLIN | POLLOUT
-                                                                              : POLLIN),
+                                          .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN),
                                           .revents = 0},
                                          {.fd = nudge_, .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
@@ -181,13 +174,7 @@ void Driver::run() {
             }
             arm();
         }
-        const bool asleep = !caller_drives_ && nap_now();
         lock.unlock();
-        if (asleep) {
-            const timespec moment = to_timespec(nap);
-            pollfd woken{.fd = wake_, .events = POLLIN, .revents = 0};
-            ppoll(&woken, 1, &moment, nullptr);
-        }
         std::array<epoll_event, 4> events;
         const int count = epoll_wait(epoll_, events.data(), events.size(), -1);
         for (int i = 0; i < count; ++i) {
@@ -201,18 +188,22 @@ void Driver::run() {
 }
 
 bool Driver::step() {
-    const Nanos now = clock_now();
+    // Delays are found from when things left and came, and the least of them counts. So what arrives is stamped after the
+    // system call that fetched it, and what leaves right before the one that sends it: an error then only adds.
+    Nanos now = clock_now();
     const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now); };
     faults_->release(now, take);
-    std::size_t largest = 0;
+    bool first = true;
     const std::size_t received = socket_.receive([&](std::span<std::byte> datagram) {
-        largest = std::max(largest, datagram.size());
+        if (std::exchange(first, false)) now = clock_now();
         // Faults are by link, so they must know the source before anything is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });
-    if (received > 0) core_->set_overflow(socket_.overflow());
-    thick_ |= largest >= thick_datagram_bytes;
+    if (received > 0) {
+        core_->set_overflow(socket_.overflow());
+        now = clock_now();
+    }
     if (received == 0 || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
@@ -220,22 +211,6 @@ bool Driver::step() {
     const bool sent = flush(now);
     collect();
     return received > 0 || sent;
-}
-
-bool Driver::nap_now() {
-    if (!paced_) return false;
-    const Nanos now = clock_now();
-    const bool soon = now - slept_at_ < 4 * nap;
-    const bool napped = thick_wakes_ >= wakes_before_nap;
-    // Timers wake up, too, so a sleep without datagrams says something only if it was a whole nap.
-    if (!soon || (napped && !thick_)) {
-        thick_wakes_ = 0;
-    } else if (thick_ && !napped) {
-        ++thick_wakes_;
-    }
-    thick_ = false;
-    slept_at_ = now;
-    return thick_wakes_ >= wakes_before_nap;
 }
 
 bool Driver::flush(Nanos now) {

@@ -70,8 +70,6 @@ private:
     void run();
     // One round of reading, timing and writing; true if there may be more to do at once.
     bool step();
-    // Asked before every sleep: whether datagrams come so thick that the socket is better left alone for a moment.
-    [[nodiscard]] bool nap_now();
     bool flush(Nanos now);
     void collect();
     [[nodiscard]] Nanos next_timer() const;
@@ -81,7 +79,6 @@ private:
     void apply_faults();
 
     static constexpr std::size_t burst = 8;  // batches per send call
-    static constexpr int wakes_before_nap = 8;
 
     Socket socket_;
     int epoll_{-1}, timer_{-1};
@@ -98,10 +95,6 @@ private:
     bool caller_drives_{};
     bool listening_{};
     bool closed_{};
-    bool paced_{};       // a network lies between: loopback wants no naps
-    bool thick_{};       // full datagrams came since the last sleep
-    int thick_wakes_{};  // in a row, each soon after the last
-    Nanos slept_at_{};
     Nanos ticked_at_{};
     Nanos armed_at_{never};
     Nanos sleeping_until_{};  // of a caller that drives

@@ -14,6 +14,7 @@ constexpr double late_s = 0.001;          // how late a thread may wake without 
 constexpr double initial_datagrams = 32;  // sent before anything is known,
 constexpr double initial_bytes_per_s = 30e6;  // at this rate by all links of an endpoint together
 constexpr double startup_gain = 2;            // of the best rate delivered so far: doubles it each round
+constexpr double most_weight = 2;             // of a link that lags behind; the inverse of one that is ahead
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
 constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
@@ -66,6 +67,9 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
         // A pause empties the queue: full rate at once, and no dip soon, as what leaves first sees the bare path.
         phase_ = Phase::cruise;
         pacer_.set_burst(0, now);  // not with a burst of every link at once
+        // The last exchange may have ended with this link alone on the line.
+        if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
+        crowd_ = busy_;
         next_dip_at_ = now + dip_period();
         apply(1, now);
     }
@@ -79,6 +83,11 @@ Nanos RateControl::next_send_at(Nanos now) const {
     return window_full_ ? never : pacer_.next_send_at(now);
 }
 
+void RateControl::set_share(double share, std::size_t busy) {
+    busy_ = busy;
+    weight_ = std::clamp(share * static_cast<double>(busy), 1 / most_weight, most_weight);
+}
+
 double RateControl::bytes_per_s() const { return pace_; }
 double RateControl::window_bytes() const { return window_; }
 
@@ -88,7 +97,7 @@ double RateControl::best_delivery() const { return *std::max_element(delivery_.b
 double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
-    return noise_s + shallow_ * occupancy_bytes_ / rate_;
+    return noise_s + shallow_ * weight_ * occupancy_bytes_ / rate_;
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -150,6 +159,10 @@ void RateControl::end_round(Nanos now) {
         rate_ = pace_ = std::min(initial_rate_, initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt));
     learn_delivery(queue_s);
     advance(queue_s, round_s, now);
+    if (busy_ >= crowd_) {
+        crowd_ = busy_;
+        crowd_rate_ = rate_;
+    }
     round_ = {};
     round_.begin = now;
 }
@@ -342,10 +355,13 @@ void RateControl::follow_delay(double queue_s, double round_s) {
     const double excess_s = queue_s - target_s;
     if (excess_s > 0 || overflowed_) {
         // Far above, the rate falls at once to what is delivered: the path became slower or was joined by others.
-        if (round_.weight > 0 && (overflowed_ || queue_s > 3 * target_s))
+        // A single report may just have been late, as threads are on a busy machine.
+        const bool sure = queued_before_ || overflowed_ || round_.reports > 1;
+        if (sure && round_.weight > 0 && (overflowed_ || queue_s > 3 * target_s))
             rate_ = std::min(rate_, std::max(delivery_[slot_], 0.7 * rate_));
-        rate_ *= 1 - std::clamp(0.125 * excess_s / round_s, overflowed_ ? 0.05 : 0.0, 0.2);
+        rate_ *= 1 - std::clamp(0.125 * excess_s / round_s, overflowed_ ? 0.05 : 0.0, sure ? 0.2 : 0.05);
     }
+    queued_before_ = excess_s > 0;
     const bool queued = excess_s > 0 || overflowed_;
     grow(queued, queue_s < target_s / 4, 1 - queue_s / target_s);
 }
@@ -393,7 +409,8 @@ void RateControl::apply(double gain, Nanos now) {
     const double bdp = rate_ * seconds(theirs ? round_.min_rtt : min_rtt_);
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
     const double bdps = phase_ == Phase::startup ? startup_gain : phase_ == Phase::cruise && gain >= 1 ? 2.0 : 1.1;
-    window_ = std::max(bdps * bdp + quantum + 2 * static_cast<double>(batch_bytes_), 2 * datagram_bytes_);
+    const double queued = weight_ * (quantum + 2 * static_cast<double>(batch_bytes_));
+    window_ = std::max(bdps * bdp + queued, 2 * datagram_bytes_);
 }
 
 }  // namespace storm

@@ -38,6 +38,9 @@ public:
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
     [[nodiscard]] std::size_t batch_bytes() const { return batch_bytes_; }
     void on_delivery(const Delivery& delivery);
+    // What of all that the endpoint still has to send goes over this link, which is one of `busy` links with something to
+    // send. An exchange ends with its slowest link: one that lags behind takes more of the line, others give it way.
+    void set_share(double share, std::size_t busy);
 
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
     [[nodiscard]] Nanos min_rtt() const { return min_rtt_; }  // `never` before the first sample
@@ -90,7 +93,11 @@ private:
     double noise_s_;               // delay seen without a queue
     double loss_{};                // share lost while no queue stood
     double most_loss_;             // what loss_ may grow to: what the last dip saw, with its uncertainty
+    double weight_{1};             // share of the endpoint's line, compared to an equal one
+    std::size_t busy_{1}, crowd_{};  // links with something to send; the most since the last pause
+    double crowd_rate_{};            // our rate while they were that many
     double shallow_{1};            // below 1 where the queue overflowed before the target was reached
+    bool queued_before_{};         // the last round saw more than the target
     bool overflowed_{};            // this round lost more than the link does without a queue
 
     double line_bytes_per_s_{};
