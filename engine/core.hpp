@@ -185,7 +185,7 @@ private:
     std::size_t turn_{};                        // whose turn it is to be sent to
     std::optional<Pacer> shared_pacer_;         // RateMode::fixed
     LineMeter line_;
-    Nanos share_at_{};                          // not before this is the line shared out anew
+    Nanos share_at_{};          // not before this is the line shared out anew
     Nanos paced_until_{never};  // the earliest time at which a refused link may send
 
     std::unordered_map<std::uint64_t, std::unique_ptr<Exchange>> active_;  // by channel and seq

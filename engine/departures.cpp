@@ -288,13 +288,18 @@ void Core::enqueue(Outgoing& message) {
 void Core::share_line(Nanos now) {
     share_at_ = now + millisecond;
     for (const auto& peer : peers_) {
-        if (peer) peer->backlog = 0;
+        if (!peer) continue;
+        peer->backlog = 0;
+        peer->deadline = never;
     }
     for (const auto& [key, exchange] : active_) {
         for (const Outgoing& message : exchange->sends) {
             if (!message.wanted) continue;
             const std::uint64_t chunks = message.cut.chunks - message.cursor + message.repairs.size();
-            peers_[message.peer]->backlog += chunks * message.cut.chunk_bytes;
+            Peer& peer = *peers_[message.peer];
+            peer.backlog += chunks * message.cut.chunk_bytes;
+            const Nanos deadline = exchange->stage(message.second_stage).deadline;
+            if (deadline != never) peer.deadline = std::min(peer.deadline, deadline - exchange->outcome.started);
         }
     }
     std::uint64_t total = 0;
@@ -306,7 +311,7 @@ void Core::share_line(Nanos now) {
     }
     for (const auto& peer : peers_) {
         if (peer && peer->backlog > 0)
-            peer->rate.set_share(static_cast<double>(peer->backlog) / static_cast<double>(total), busy);
+            peer->rate.set_share(static_cast<double>(peer->backlog) / static_cast<double>(total), busy, peer->deadline);
     }
 }
 

@@ -126,10 +126,9 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
             const bool full = !unsent_.empty();
             lock.unlock();
-            std::array<pollfd, 2> waits{{{.fd = socket_.fd(),
-                                          .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN),
-                                          .revents = 0},
-                                         {.fd = nudge_, .events = POLLIN, .revents = 0}}};
+            std::array<pollfd, 2> waits{
+                {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
+                 {.fd = nudge_, .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
             if (waits[1].revents != 0) (void)!read(nudge_, &drained, sizeof drained);

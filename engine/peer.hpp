@@ -27,7 +27,8 @@ struct Core::Peer {
     std::deque<Outgoing*> queue;   // messages with something to send, oldest first
     std::deque<Control> controls;  // bounded: equal ones are merged
     Nanos last_heard;
-    std::uint64_t backlog{};        // bytes that are still to be sent to it, as of the last time the line was shared out
+    std::uint64_t backlog{};  // bytes that are still to be sent to it, as of the last time the line was shared out
+    Nanos deadline{never};    // the shortest time that a message to it was given, as of then
     std::uint32_t open_receives{};  // messages that we wait for
     Nanos ping_at{};                // not before this, while we only wait for it
     bool silent{};                  // nothing heard for too long; heals by itself

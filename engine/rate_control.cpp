@@ -17,13 +17,16 @@ constexpr double startup_gain = 2;            // of the best rate delivered so f
 constexpr double most_weight = 2;             // of a link that lags behind; the inverse of one that is ahead
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
+constexpr double patience = 0.25;             // a queue may last this much of what a message has time for
 constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
 constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
 constexpr double rtt_noise = 0.05;            // of the round trip: the same, on long paths
 constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
-constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
-constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
+constexpr double floor_bytes = 3'000;    // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double dip_gain = 0.3;         // of the rate while the queue is emptied to see the bare round trip
+constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
+constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
 constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
 constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
 constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
@@ -83,8 +86,9 @@ Nanos RateControl::next_send_at(Nanos now) const {
     return window_full_ ? never : pacer_.next_send_at(now);
 }
 
-void RateControl::set_share(double share, std::size_t busy) {
+void RateControl::set_share(double share, std::size_t busy, Nanos deadline) {
     busy_ = busy;
+    deadline_s_ = deadline == never ? infinity : seconds(deadline);
     weight_ = std::clamp(share * static_cast<double>(busy), 1 / most_weight, most_weight);
 }
 
@@ -97,7 +101,8 @@ double RateControl::best_delivery() const { return *std::max_element(delivery_.b
 double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
-    return noise_s + shallow_ * weight_ * occupancy_bytes_ / rate_;
+    // What comes too late is lost: it must not wait behind what was lost in that way before.
+    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, patience * deadline_s_);
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -238,7 +243,7 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
             } else {
                 notice_competition(queue_s, now);
                 if (competing_) {
-                    compete();
+                    compete(round_s);
                     apply(1, now);
                     return;
                 }
@@ -312,17 +317,19 @@ void RateControl::learn_from_dip() {
 // this link has given up much of its rate, it belongs to somebody who does not. From time to time that is found out anew.
 void RateControl::notice_competition(double queue_s, Nanos now) {
     if (round_.weight <= 0) return;
-    if (fair_ <= 0) fair_ = rate_;
+    // By what arrived: startup tries rates that no line has.
+    const double had = std::min(rate_, round_.rated / round_.weight / (1 - loss_));
+    if (fair_ <= 0) fair_ = had;
     // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
     // it has carried.
     const double bare_s = bare_noise_s();
-    const bool crowded = queue_s > 2 * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
+    const bool crowded = queue_s > 1.5 * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
     if (!crowded) {
         crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
         if (!competing_) {
             // With the queue above its target the rate falls for the sake of others: that is hardly learned from.
-            const double time_s = rate_ > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
-            fair_ += (rate_ - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
+            const double time_s = had > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
+            fair_ += (had - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
         }
     } else {
         if (crowded_rounds_ == 0) crowded_since_ = now;
@@ -335,15 +342,23 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
             crowded_rounds_ = crowded ? 1 : 0;
             contest_ = crowded ? std::min(2 * contest_, longest_contest) : second;
         }
-    } else if (crowded_rounds_ >= 8 && now - crowded_since_ >= 100 * least_round && rate_ < 0.6 * fair_) {
+    } else if (crowded_rounds_ >= 8 && now - crowded_since_ >= 100 * least_round && rate_ < contested_share * fair_) {
         competing_ = true;
+        overload_ = 0;
+        // Who came together with somebody else never had the queue to itself, but may have had the line for a moment.
+        fair_ = std::max(fair_, line_bytes_per_s_ / static_cast<double>(busy_));
         compete_until_ = now + contest_;
     }
 }
 
-void RateControl::compete() {
-    if (overflowed_) fair_ *= 0.9;  // more than fits: the line became slower, or it is our own kind after all
-    const double goal = 0.5 * fair_;
+void RateControl::compete(double round_s) {
+    // Whoever fills the queue overflows it now and then. If that goes on, more is sent than fits: the line became slower,
+    // or it is our own kind after all.
+    const double total = round_.delivered + round_.lost;
+    const double excess = total > 0 ? std::max(round_.lost / total - loss_, 0.0) : 0;
+    overload_ += (excess - overload_) * std::min(round_s / overload_s, 1.0);
+    if (overload_ > most_overload) fair_ *= 1 - std::min(round_s / overload_s, 0.1);
+    const double goal = contested_share * fair_;
     rate_ = rate_ < goal ? std::min(1.25 * rate_, goal) : std::max(0.8 * rate_, goal);
     free_rounds_ = 0;
     step_ = least_step;
@@ -409,8 +424,11 @@ void RateControl::apply(double gain, Nanos now) {
     const double bdp = rate_ * seconds(theirs ? round_.min_rtt : min_rtt_);
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
     const double bdps = phase_ == Phase::startup ? startup_gain : phase_ == Phase::cruise && gain >= 1 ? 2.0 : 1.1;
-    const double queued = weight_ * (quantum + 2 * static_cast<double>(batch_bytes_));
-    window_ = std::max(bdps * bdp + queued, 2 * datagram_bytes_);
+    // What the link keeps in the queue is in flight, too: a window without it would hold a slow link back for ever.
+    const double queued = std::isfinite(rate_) && min_rtt_ != never ? rate_ * target_queue_s() : 0;
+    const double batch_room = static_cast<double>(batch_bytes_);
+    window_ = std::max(bdps * bdp + weight_ * quantum + std::max(queued, weight_ * batch_room) + batch_room,
+                       2 * datagram_bytes_);
 }
 
 }  // namespace storm

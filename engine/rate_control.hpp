@@ -5,13 +5,14 @@
 // same wait, so equal occupancy makes equal rates, and the total settles where the queue is short and never empty.
 // Delivered rate is corrected by the loss seen while no queue stands, so random loss costs nothing; loss that comes with a
 // full queue is not corrected for and pulls the rate down to what is delivered.
-// Where somebody else keeps the queue full although the link has backed off, it stops yielding at half the rate that it
+// Where somebody else keeps the queue full although the link has backed off, it stops yielding at 0.6 of the rate that it
 // had before: a flow that fills every queue, as most TCP does, would otherwise leave it nothing.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "clock.hpp"
 #include "delivery_meter.hpp"
@@ -40,7 +41,8 @@ public:
     void on_delivery(const Delivery& delivery);
     // What of all that the endpoint still has to send goes over this link, which is one of `busy` links with something to
     // send. An exchange ends with its slowest link: one that lags behind takes more of the line, others give it way.
-    void set_share(double share, std::size_t busy);
+    // `deadline`: the shortest time that one of its messages was given.
+    void set_share(double share, std::size_t busy, Nanos deadline = never);
 
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
     [[nodiscard]] Nanos min_rtt() const { return min_rtt_; }  // `never` before the first sample
@@ -75,7 +77,7 @@ private:
     void learn_from_dip();
     void notice_competition(double queue_s, Nanos now);
     void follow_delay(double queue_s, double round_s);
-    void compete();
+    void compete(double round_s);
     void yield(double queue_s, Nanos now);
     void grow(bool queued, bool empty, double share);
     void apply(double gain, Nanos now);
@@ -88,22 +90,24 @@ private:
     double initial_rate_;
     std::size_t batch_bytes_;
     Pacer pacer_;
-    double rate_, pace_, window_;  // bytes per second, the same with gain, bytes in flight
-    double step_;                  // relative growth of the next queue-free round
-    double noise_s_;               // delay seen without a queue
-    double loss_{};                // share lost while no queue stood
-    double most_loss_;             // what loss_ may grow to: what the last dip saw, with its uncertainty
-    double weight_{1};             // share of the endpoint's line, compared to an equal one
+    double rate_, pace_, window_;    // bytes per second, the same with gain, bytes in flight
+    double step_;                    // relative growth of the next queue-free round
+    double noise_s_;                 // delay seen without a queue
+    double loss_{};                  // share lost while no queue stood
+    double most_loss_;               // what loss_ may grow to: what the last dip saw, with its uncertainty
+    double weight_{1};               // share of the endpoint's line, compared to an equal one
     std::size_t busy_{1}, crowd_{};  // links with something to send; the most since the last pause
-    double crowd_rate_{};            // our rate while they were that many
-    double shallow_{1};            // below 1 where the queue overflowed before the target was reached
-    bool queued_before_{};         // the last round saw more than the target
-    bool overflowed_{};            // this round lost more than the link does without a queue
+    double deadline_s_{std::numeric_limits<double>::infinity()};
+    double crowd_rate_{};   // our rate while they were that many
+    double shallow_{1};     // below 1 where the queue overflowed before the target was reached
+    bool queued_before_{};  // the last round saw more than the target
+    bool overflowed_{};     // this round lost more than the link does without a queue
 
     double line_bytes_per_s_{};
-    double fair_{};     // the rate while the queue was ours
-    bool competing_{};  // somebody else keeps the queue full
-    bool yielding_{};   // low priority, and somebody else's turn
+    double fair_{};      // the rate while the queue was ours
+    double overload_{};  // share lost beyond what the link always loses, while competing
+    bool competing_{};   // somebody else keeps the queue full
+    bool yielding_{};    // low priority, and somebody else's turn
     int crowded_rounds_{}, roomy_rounds_{};
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 

@@ -160,6 +160,8 @@ def make_bridge(
         # too, but TCP then sends one segment at a time, and BBR loses most of its rate.)
         for end, name in ((holder, device), (switch, f"{port}{index}")):
             end.run([tool("ethtool"), "-K", name, *_NO_BUNDLES])
+        # What has arrived may be bundled, as by any network card: loss has struck by then.
+        holder.run([tool("ethtool"), "-K", device, "gro", "on"])
 
 
 def set_up(device: str, own: str) -> list[str]:
