@@ -3,6 +3,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from stormtorch.errors import StormError
 from stormtorch.faults import faults
 from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = version("stormtorch")
 
-__all__ = ["EXACT", "LOSSY", "Options", "Reliability", "__version__", "connect", "faults"]
+__all__ = ["EXACT", "LOSSY", "Options", "Reliability", "StormError", "__version__", "connect", "faults"]
 
 
 def __getattr__(name: str) -> Any:

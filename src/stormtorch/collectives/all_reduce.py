@@ -3,7 +3,7 @@
 import torch
 
 from stormtorch.collectives import ops
-from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
@@ -46,7 +46,7 @@ def all_reduce(
     address(tensor, "tensor")
     flat = tensor.view(-1)
     if group.size == 1:
-        return group.start(_nothing())
+        return group.start(nothing())
     if not ops.on_arrival(tensor, op):
         return group.start(_by_torch(group, flat, op, group.reserve(2), timeout_s))
     if reliability.exact == share.exact and _direct_pays(group, size(flat)):
@@ -59,11 +59,6 @@ def all_reduce(
 
 def _mode(reliability: Reliability) -> ReduceMode:
     return ReduceMode.IN_ORDER if reliability.exact else ReduceMode.ARRIVED
-
-
-def _nothing() -> Steps:
-    return
-    yield
 
 
 def _direct_pays(group: Group, length: int) -> bool:

@@ -2,10 +2,16 @@
 
 from collections.abc import Generator, Sequence
 
+from stormtorch.errors import StormError
 from stormtorch.transport import Arrival, Exchange, Plan, Transport
 
 Steps = Generator[Plan, Arrival, None]
 """A collective as it runs: it yields the plan of an exchange and is sent back what arrived."""
+
+
+def nothing() -> Steps:
+    """A collective without exchanges."""
+    yield from ()
 
 
 class Pending:
@@ -25,6 +31,29 @@ class Pending:
             self._arrivals.append(arrival)
             self._advance(arrival)
         return self._arrivals
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` would return at once, as far as is known without looking."""
+        return self._exchange is None
+
+    def done(self) -> bool:
+        """Whether the collective has ended, well or not, so that `wait` does not block; begins what comes next."""
+        while self._exchange is not None and self._exchange.done():
+            if self._failing():
+                return True
+        return self._exchange is None
+
+    def _failing(self) -> bool:
+        """Takes a step that does not block; true if it raised, as `wait` will, too."""
+        assert self._exchange is not None
+        try:
+            arrival = self._exchange.wait()
+        except StormError:
+            return True
+        self._arrivals.append(arrival)
+        self._advance(arrival)
+        return False
 
     def _advance(self, arrival: Arrival | None) -> None:
         self._exchange = None

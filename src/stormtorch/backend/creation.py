@@ -1,0 +1,86 @@
+# mypy: disable-error-code="attr-defined"
+"""Makes process groups. All groups of a job share one transport: one socket, one thread, one view of the network."""
+
+import dataclasses
+import os
+import threading
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
+
+from stormtorch.backend.process_group import StormProcessGroup
+from stormtorch.collectives import Group
+from stormtorch.options import Options
+from stormtorch.rendezvous import connect
+from stormtorch.udp import UdpTransport
+
+INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
+"""Interface or address to use where the options name none, as GLOO_SOCKET_IFNAME is for gloo."""
+
+
+class Shared:
+    """A transport and how many groups use it; the last one to leave closes it."""
+
+    def __init__(self, transport: UdpTransport) -> None:
+        self.transport = transport
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """One group more."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """One group less."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends whatever runs on it."""
+        global _job
+        if _job is self:
+            _job = None
+        self.transport.close()
+
+    @property
+    def open(self) -> bool:
+        """Whether a group still uses it."""
+        return self._users > 0
+
+
+_job: Shared | None = None
+
+
+def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
+    """A process group for torch.distributed.
+
+    Args:
+        how: Store, rank, size, time-out and name, from torch.
+        options: `pg_options`: a `stormtorch.Options`, or None.
+    """
+    global _job
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
+    members = list(how.global_ranks_in_group)
+    shared = _job
+    if shared is None or not members or options is not None or max(members) >= shared.transport.world:
+        # The first group, or one with options of its own: its ranks are the transport's.
+        shared = Shared(_connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds()))
+        if not members or _job is None:
+            _job = shared
+        members = list(range(how.group_size))
+    group = Group(shared.transport, members, name=how.group_id)
+    return StormProcessGroup(group, how.store, how.timeout, shared.enter, shared.leave, shared.close)
+
+
+def _connect(store: Store, rank: int, size: int, options: Options | None, timeout_s: float) -> UdpTransport:
+    options = options or Options(timeout_s=timeout_s)
+    if options.interface is None:
+        options = dataclasses.replace(options, interface=os.environ.get(INTERFACE_VARIABLE))
+    # A store may outlive a group, as torchrun's does: what an earlier one has left there must not be read again.
+    generation = store.add(f"generation/{rank}", 1)
+    return connect(store, rank, size, options, prefix=f"storm/{generation}")
