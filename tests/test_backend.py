@@ -135,8 +135,15 @@ def collectives_job(member: Member) -> None:
         dist.all_reduce(tensor, group=half)
         assert torch.equal(tensor, torch.full((5,), 2.0))
     assert dist.get_backend() == "storm"
+
+    def sparse(group: Any) -> list[torch.Tensor]:
+        tensor = (data(rank, 6, 2) * (data(rank + 50, 6, 2) > 0)).to_sparse(1)
+        dist.all_reduce(tensor, group=group)
+        return [tensor.to_dense()]
+
+    both(member, gloo, sparse)
     with pytest.raises(RuntimeError, match="not supported"):
-        dist.all_reduce(torch.ones(3).to_sparse())
+        dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX)
     dist.destroy_process_group()
 
 

@@ -181,7 +181,7 @@ def test_an_exchange_that_not_everyone_calls_times_out_and_says_for_whom_it_wait
         return said, time.monotonic() - began
 
     said, took = local_world(2, work)[0]
-    assert re.match(r"ExchangeTimeout: rank 0: all_reduce .*not done after 0\.4 s, waiting for rank 1, 36 bytes", said)
+    assert re.match(r"ExchangeTimeout: rank 0: all_reduce .*Timed out after 0\.4 s, waiting for rank 1, 36 bytes", said)
     assert "timeout_s" in said
     assert 0.35 < took < 0.9
     assert issubclass(ExchangeTimeout, TimeoutError)

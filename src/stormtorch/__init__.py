@@ -9,11 +9,23 @@ from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 
 if TYPE_CHECKING:
+    from stormtorch.backend.lossy import LossyGradients, lossy_hook
     from stormtorch.rendezvous import connect
 
 __version__ = version("stormtorch")
 
-__all__ = ["EXACT", "LOSSY", "Options", "Reliability", "StormError", "__version__", "connect", "faults"]
+__all__ = [
+    "EXACT",
+    "LOSSY",
+    "LossyGradients",
+    "Options",
+    "Reliability",
+    "StormError",
+    "__version__",
+    "connect",
+    "faults",
+    "lossy_hook",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +34,8 @@ def __getattr__(name: str) -> Any:
         from stormtorch.rendezvous import connect
 
         return connect
+    if name in ("LossyGradients", "lossy_hook"):
+        from stormtorch.backend import lossy
+
+        return getattr(lossy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -224,7 +224,7 @@ def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, 
         raise PeerFailed(f"{where}: rank {outcome.peer} gave it up, {missing}. Its own error says why.")
     if status == _engine.Status.TIMED_OUT:
         raise ExchangeTimeout(
-            f"{where}: not done after {timeout_s or 0.0:g} s, waiting for rank {outcome.peer}, {missing}. "
+            f"{where}: Timed out after {timeout_s or 0.0:g} s, waiting for rank {outcome.peer}, {missing}. "
             "Has every rank called it? Raise timeout_s if it may take longer."
         )
     if status == _engine.Status.SIZE_MISMATCH:

@@ -18,6 +18,7 @@ from stormtorch import collectives
 from stormtorch.backend.anybody import Receives
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
+from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op, Pending
@@ -85,6 +86,9 @@ class StormProcessGroup(Identity):
         """Every rank ends with the reduction of all."""
         op, timeout_s = self._reducing(opts, timeout)
         tensor = one(tensors, "all_reduce")
+        if tensor.layout is torch.sparse_coo and op is Op.SUM:
+            sum_sparse(self.group, tensor, timeout_s)
+            return self._start("all_reduce", list, [tensor], Staged("all_reduce"))
         staged = Staged("all_reduce")
         dense = staged.write(tensor)
         return self._start(
@@ -336,6 +340,8 @@ class StormProcessGroup(Identity):
             wait_all_ranks: Name all that are missing, not only the first.
         """
         seconds = timeout.total_seconds() if timeout is not None else self._timeout_s
+        if self.group.rank == 0 and seconds <= 0:
+            raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         token = torch.zeros(1, dtype=torch.uint8)
         if self.group.rank != 0:
             for start in (collectives.send, collectives.receive):

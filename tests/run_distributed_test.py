@@ -1,0 +1,100 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Runs PyTorch's own DistributedTest, which ships in the wheel, on a backend.
+
+    python tests/run_distributed_test.py --world 2 --backend storm [--loss 0.05] [--only all_reduce] [--json FILE]
+
+Its gates are gloo's: it is imported as gloo's test and then told another name. Prints what passed, failed and was
+skipped.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from typing import Any
+
+BY_NAME = (
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_allreduce_hook",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_subgroup",
+)
+"""Tests that branch on the literal names of torch's own backends and have no branch, or an error, for any other."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--backend", default="storm")
+    parser.add_argument("--loss", type=float, default=0.0, help="fraction of datagrams to lose, injected")
+    parser.add_argument("--only", default="", help="words, separated by commas; tests whose name has one of them")
+    parser.add_argument("--json", type=Path, help="where to write the names of what passed, failed and was skipped")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no test after so long")
+    asked = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="storm-distributed-test-")
+    os.environ |= {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(asked.world),
+        "INIT_METHOD": f"file://{folder}/shared",
+        "TEMP_DIR": folder,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    Path(folder, "barrier").mkdir()
+    from torch.testing._internal.distributed import distributed_test
+
+    distributed_test.BACKEND = asked.backend
+    # Its children are forked, so the class need not be found again by name.
+    base: Any = distributed_test.DistributedTest._DistTestBase
+
+    class DistributedTests(distributed_test.TestDistBackend, base):  # type: ignore[misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    names = unittest.TestLoader().getTestCaseNames(DistributedTests)
+    wanted = [word for word in asked.only.split(",") if word]
+    if asked.loss:
+        from stormtorch import faults
+
+        # Before the fork: faults strike in every process that receives.
+        faults(loss=asked.loss).__enter__()
+    outcome: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": [], "left": []}
+    begin = time.monotonic()
+    for name in names:
+        if asked.backend != "gloo" and name in BY_NAME:
+            outcome["skipped"].append(name)
+            continue
+        if wanted and not any(word in name for word in wanted):
+            continue
+        if time.monotonic() - begin > asked.seconds:
+            outcome["left"].append(name)
+            continue
+        result = unittest.TestResult()
+        started = time.monotonic()
+        DistributedTests(name).run(result)
+        kind = "skipped" if result.skipped else "passed" if result.wasSuccessful() else "failed"
+        outcome[kind].append(name)
+        if kind != "skipped":
+            print(f"{kind:7} {time.monotonic() - started:6.1f} s  {name}", flush=True)
+        for _, text in result.failures + result.errors:
+            print("    " + "\n    ".join(text.strip().splitlines()[-6:]), flush=True)
+    print({kind: len(each) for kind, each in outcome.items()})
+    if asked.json:
+        asked.json.write_text(
+            json.dumps({"world": asked.world, "backend": asked.backend, "loss": asked.loss} | outcome)
+        )
+    return 1 if outcome["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
