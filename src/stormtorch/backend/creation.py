@@ -46,11 +46,6 @@ class Shared:
             _job = None
         self.transport.close()
 
-    @property
-    def open(self) -> bool:
-        """Whether a group still uses it."""
-        return self._users > 0
-
 
 _job: Shared | None = None
 

@@ -47,6 +47,11 @@ def _op(asked: Any) -> Op:
     raise RuntimeError(f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX or bits")
 
 
+def _root(opts: Any) -> int:
+    """Of a call with a root: torch gives the rank itself, or options that hold it."""
+    return opts if isinstance(opts, int) else int(opts.rootRank)
+
+
 class StormProcessGroup(Identity):
     """Made by torch.distributed; use it through `dist.all_reduce` and the like."""
 
@@ -112,7 +117,7 @@ class StormProcessGroup(Identity):
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> StormWork:
         """The root ends with the reduction of all."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts)
         operation, timeout_s = self._reducing(op if isinstance(opts, int) else opts, timeout)
         tensor = one(tensors, "reduce")
         staged = Staged("reduce")
@@ -126,7 +131,7 @@ class StormProcessGroup(Identity):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> StormWork:
         """Every rank ends with the root's tensor."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         tensor = one(tensors, "broadcast")
         staged = Staged("broadcast")
@@ -222,7 +227,7 @@ class StormProcessGroup(Identity):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
         """The root ends with every rank's tensor."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         staged = Staged("gather")
         given = staged.read(one(inputs, "gather"))
@@ -239,7 +244,7 @@ class StormProcessGroup(Identity):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
         """Each rank ends with its tensor of the root's."""
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         staged = Staged("scatter")
         output = one(outputs, "scatter")

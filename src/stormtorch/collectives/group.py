@@ -27,9 +27,7 @@ class Pending:
     def wait(self, timeout_s: float | None = None) -> list[Arrival]:
         """Blocks until the collective is done and returns what each of its exchanges brought."""
         while self._exchange is not None:
-            arrival = self._exchange.wait(timeout_s)
-            self._arrivals.append(arrival)
-            self._advance(arrival)
+            self._step(self._exchange, timeout_s)
         return self._arrivals
 
     @property
@@ -40,20 +38,16 @@ class Pending:
     def done(self) -> bool:
         """Whether the collective has ended, well or not, so that `wait` does not block; begins what comes next."""
         while self._exchange is not None and self._exchange.done():
-            if self._failing():
-                return True
+            try:
+                self._step(self._exchange, None)
+            except StormError:
+                return True  # and `wait` will raise it again
         return self._exchange is None
 
-    def _failing(self) -> bool:
-        """Takes a step that does not block; true if it raised, as `wait` will, too."""
-        assert self._exchange is not None
-        try:
-            arrival = self._exchange.wait()
-        except StormError:
-            return True
+    def _step(self, exchange: Exchange, timeout_s: float | None) -> None:
+        arrival = exchange.wait(timeout_s)
         self._arrivals.append(arrival)
         self._advance(arrival)
-        return False
 
     def _advance(self, arrival: Arrival | None) -> None:
         self._exchange = None
