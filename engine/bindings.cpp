@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "driver.hpp"
+#include "int8.hpp"
 #include "seal.hpp"
 #include "sim.hpp"
 
@@ -28,7 +29,8 @@ Nanos to_nanos(std::optional<double> seconds) {
 
 using PySend = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool>;
 using PyReceive = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool, bool>;
-using PyReduction = std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint32_t, bool>;
+using PyReduction =
+    std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint32_t, bool, std::uint64_t>;
 
 ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                        const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
@@ -52,7 +54,7 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                                  .bytes = bytes});
     }
     if (reduction) {
-        const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average] = *reduction;
+        const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average, seed] = *reduction;
         spec.reduction = ReductionSpec{.mode = static_cast<Reduce>(mode),
                                        .wire = static_cast<Dtype>(wire),
                                        .out_dtype = static_cast<Dtype>(out_dtype),
@@ -60,7 +62,8 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                                        .out = reinterpret_cast<std::byte*>(out),
                                        .bytes = bytes,
                                        .own_position = own_position,
-                                       .average = average};
+                                       .average = average,
+                                       .seed = seed};
     }
     spec.stages[0] = {.budget = budgets.first, .deadline = to_nanos(deadlines_s.first)};
     spec.stages[1] = {.budget = budgets.second, .deadline = to_nanos(deadlines_s.second)};
@@ -340,6 +343,23 @@ NB_MODULE(_engine, m) {
         "crc32c",
         [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); },
         nb::arg("data"));
+    m.def("int8_bytes", &int8_bytes, nb::arg("elements"), nb::arg("chunk_bytes"));
+    m.def(
+        "int8_encode",
+        [](std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed, std::uintptr_t out) {
+            int8_encode_message(reinterpret_cast<const float*>(from), elements, chunk_bytes, seed,
+                                reinterpret_cast<std::byte*>(out));
+        },
+        nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("seed"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "int8_decode",
+        [](std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uintptr_t out) {
+            int8_decode_message(reinterpret_cast<const std::byte*>(from), elements, chunk_bytes,
+                                reinterpret_cast<float*>(out));
+        },
+        nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
     m.def("interface_mtu", &interface_mtu, nb::arg("host"));
     m.def(
         "datagram_bytes",

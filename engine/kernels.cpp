@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "int8.hpp"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -309,12 +311,17 @@ void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float s
 
 std::size_t element_bytes(Dtype dtype) {
     switch (dtype) {
-        case Dtype::bytes: return 1;
+        case Dtype::bytes:
+        case Dtype::int8: return 1;
         case Dtype::bfloat16:
         case Dtype::float16: return 2;
         case Dtype::float32: return 4;
     }
     throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) + " does not exist");
+}
+
+std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes) {
+    return dtype == Dtype::int8 ? int8_elements(chunk_bytes) : chunk_bytes / element_bytes(dtype);
 }
 
 void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float scale, Dtype out_dtype, std::byte* out) {
@@ -336,14 +343,20 @@ void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float scale, 
 }
 
 void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
+    if (wire == Dtype::int8) return int8_widen(a, elements, sum);
     passes(kernels(), wire).widen(a, elements, sum);
 }
 
 void add_first(Dtype wire, const std::byte* a, const std::byte* b, std::size_t elements, float* sum) {
+    if (wire == Dtype::int8) {
+        int8_widen(a, elements, sum);
+        return int8_add(b, elements, sum);
+    }
     passes(kernels(), wire).add_first(a, b, elements, sum);
 }
 
 void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
+    if (wire == Dtype::int8) return int8_add(a, elements, sum);
     passes(kernels(), wire).add(a, elements, sum);
 }
 
@@ -383,5 +396,7 @@ void use_instruction_set(std::size_t index) {
     if (index >= known.count) throw std::out_of_range("this machine has no instruction set " + std::to_string(index));
     known.chosen.store(&known.sets[index], std::memory_order_relaxed);
 }
+
+const char* instruction_set() { return kernels().name; }
 
 }  // namespace storm

@@ -7,15 +7,17 @@
 
 namespace storm {
 
-// How the elements of a message read. `bytes` can only be placed.
-enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16 };
+// How the elements of a message read. `bytes` can only be placed; `int8` comes in blocks (int8.hpp).
+enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
 
 [[nodiscard]] std::size_t element_bytes(Dtype dtype);
+// Of one chunk, or less.
+[[nodiscard]] std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes);
 
 // out[i] = round(scale * ((in[0][i] + in[1][i]) + in[2][i] + ...)): the sum in the order given, so that it is the same
 // whatever arrived first. All inputs are `wire`; `out` is `wire` or float32 and may be one of the inputs' memory.
 // scale == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
-// a dtype that cannot be summed: the latter throws std::invalid_argument here and below.
+// a dtype that cannot be summed: the latter throws std::invalid_argument here and below. int8 has no such sum.
 void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale,
                   Dtype out_dtype, std::byte* out);
 
@@ -36,5 +38,6 @@ void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_d
 // bits; tests and benchmarks choose another by its index.
 [[nodiscard]] std::span<const char* const> instruction_sets();
 void use_instruction_set(std::size_t index);
+[[nodiscard]] const char* instruction_set();
 
 }  // namespace storm

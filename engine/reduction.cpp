@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "int8.hpp"
+
 namespace storm {
 
 Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, Blocks& blocks)
@@ -15,7 +17,7 @@ Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std:
     final_.reserve(chunks_);
     if (spec_.mode == Reduce::in_order && contributors_ > 1) waiting_.resize(std::size_t{chunks_} * contributors_);
     if (spec_.mode == Reduce::arrived && spec_.out_dtype != Dtype::float32) {
-        wide_sum_ = std::make_unique_for_overwrite<float[]>(spec_.bytes / element_bytes(spec_.wire));
+        wide_sum_ = std::make_unique_for_overwrite<float[]>(first_element(chunks_ - 1) + elements(chunks_ - 1));
     }
     if (contributors_ == 0) {
         for (std::uint32_t chunk = 0; chunk < chunks_; ++chunk) finish(chunk, 0, nullptr);
@@ -33,12 +35,12 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             if (!payload.empty()) std::memcpy(out_at(chunk), payload.data(), payload.size());
             break;
         case Reduce::arrived: {
-            const std::size_t elements = payload.size() / element_bytes(spec_.wire);
+            const std::size_t count = elements_in(spec_.wire, payload.size());
             const std::byte* own = spec_.own + chunk * chunk_bytes_;
             if (count_[chunk] == 2) {
-                add_first(spec_.wire, own, payload.data(), elements, sum_at(chunk));
+                add_first(spec_.wire, own, payload.data(), count, sum_at(chunk));
             } else {
-                add(spec_.wire, payload.data(), elements, sum_at(chunk));
+                add(spec_.wire, payload.data(), count, sum_at(chunk));
             }
             break;
         }
@@ -61,13 +63,17 @@ void Reduction::settle(std::uint32_t chunk, std::uint32_t contributor, const std
 }
 
 void Reduction::finish(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload) {
-    const std::size_t elements = spec_.mode == Reduce::copy ? 0 : wire_bytes(chunk) / element_bytes(spec_.wire);
-    if (elements > 0 && spec_.mode == Reduce::in_order) finish_in_order(chunk, last, last_payload);
-    if (elements > 0 && spec_.mode == Reduce::arrived) {
+    const std::size_t count = spec_.mode == Reduce::copy ? 0 : elements(chunk);
+    if (count > 0 && spec_.mode == Reduce::in_order) finish_in_order(chunk, last, last_payload);
+    if (count > 0 && spec_.mode == Reduce::arrived) {
         float* sum = sum_at(chunk);
-        if (count_[chunk] == 1) widen(spec_.wire, spec_.own + chunk * chunk_bytes_, elements, sum);
+        if (count_[chunk] == 1) widen(spec_.wire, spec_.own + chunk * chunk_bytes_, count, sum);
         const float factor = scale(count_[chunk]);
-        if (wide_sum_ || factor != 1.0F) scale_into(sum, factor, elements, spec_.out_dtype, out_at(chunk));
+        if (spec_.out_dtype == Dtype::int8) {
+            int8_encode(sum, count, factor, spec_.seed + first_element(chunk), out_at(chunk));
+        } else if (wide_sum_ || factor != 1.0F) {
+            scale_into(sum, factor, count, spec_.out_dtype, out_at(chunk));
+        }
     }
     final_.push_back(chunk);
 }
@@ -85,8 +91,8 @@ void Reduction::finish_in_order(std::uint32_t chunk, std::uint32_t last, const s
         }
         if (input != nullptr) inputs_.push_back(input);
     }
-    sum_in_order(spec_.wire, inputs_, wire_bytes(chunk) / element_bytes(spec_.wire),
-                 scale(static_cast<std::uint32_t>(inputs_.size())), spec_.out_dtype, out_at(chunk));
+    sum_in_order(spec_.wire, inputs_, elements(chunk), scale(static_cast<std::uint32_t>(inputs_.size())),
+                 spec_.out_dtype, out_at(chunk));
     if (waiting_.empty()) return;
     for (std::uint32_t i = 0; i < contributors_; ++i) {
         blocks_.give_back(std::move(waiting_[std::size_t{chunk} * contributors_ + i]));
@@ -105,11 +111,11 @@ std::size_t Reduction::wire_bytes(std::uint32_t chunk) const {
 
 std::byte* Reduction::out_at(std::uint32_t chunk) const {
     if (spec_.out_dtype == spec_.wire) return spec_.out + chunk * chunk_bytes_;
-    return spec_.out + chunk * chunk_bytes_ / element_bytes(spec_.wire) * element_bytes(spec_.out_dtype);
+    return spec_.out + first_element(chunk) * element_bytes(spec_.out_dtype);
 }
 
 float* Reduction::sum_at(std::uint32_t chunk) {
-    const std::size_t first = chunk * chunk_bytes_ / element_bytes(spec_.wire);
+    const std::size_t first = first_element(chunk);
     return wide_sum_ ? wide_sum_.get() + first : reinterpret_cast<float*>(spec_.out) + first;
 }
 

@@ -30,6 +30,7 @@ struct ReductionSpec {
     std::uint64_t bytes{};         // of the shard, as on the wire
     std::uint32_t own_position{};  // how many contributors come before us in the order of summation
     bool average{};                // the mean; else the sum (where some are missing: the mean times the world)
+    std::uint64_t seed{};          // int8: chooses the grids of the result
 };
 
 class Reduction {
@@ -50,9 +51,13 @@ public:
 
 private:
     [[nodiscard]] std::size_t wire_bytes(std::uint32_t chunk) const;
+    [[nodiscard]] std::size_t elements(std::uint32_t chunk) const { return elements_in(spec_.wire, wire_bytes(chunk)); }
     void finish(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
     void finish_in_order(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
     void settle(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload);
+    [[nodiscard]] std::size_t first_element(std::uint32_t chunk) const {
+        return chunk * elements_in(spec_.wire, chunk_bytes_);
+    }
     [[nodiscard]] float scale(std::uint32_t count) const;
     [[nodiscard]] std::byte* out_at(std::uint32_t chunk) const;
     [[nodiscard]] float* sum_at(std::uint32_t chunk);

@@ -72,7 +72,7 @@ class Endpoint:
         seq: int,
         sends: Sequence[tuple[int, int, int, bool]],
         receives: Sequence[tuple[int, int, int, bool, bool]],
-        reduction: tuple[int, int, int, int, int, int, int, bool] | None,
+        reduction: tuple[int, int, int, int, int, int, int, bool, int] | None,
         budgets: tuple[float, float],
         deadlines_s: tuple[float | None, float | None],
         timeout_s: float | None,
@@ -103,7 +103,7 @@ class Sim:
         seq: int,
         sends: Sequence[tuple[int, int, int, bool]],
         receives: Sequence[tuple[int, int, int, bool, bool]],
-        reduction: tuple[int, int, int, int, int, int, int, bool] | None,
+        reduction: tuple[int, int, int, int, int, int, int, bool, int] | None,
         budgets: tuple[float, float],
         deadlines_s: tuple[float | None, float | None],
         timeout_s: float | None,
@@ -118,6 +118,9 @@ class Sim:
 
 def set_faults(settings: dict[str, Any] | None) -> None: ...
 def crc32c(data: bytes) -> int: ...
+def int8_bytes(elements: int, chunk_bytes: int) -> int: ...
+def int8_encode(from_: int, elements: int, chunk_bytes: int, seed: int, out: int) -> None: ...
+def int8_decode(from_: int, elements: int, chunk_bytes: int, out: int) -> None: ...
 def interface_mtu(host: str) -> int: ...
 def datagram_bytes(host: str, mtu: int) -> int: ...
 def chunk_bytes(datagram_bytes: int, sealed: bool) -> int: ...

@@ -24,6 +24,7 @@ class WireDtype(IntEnum):
     FLOAT32 = 1
     BFLOAT16 = 2
     FLOAT16 = 3
+    INT8 = 4
 
 
 WIRE_DTYPES = {
@@ -72,6 +73,8 @@ class Reduction(NamedTuple):
     bytes: int
     own_position: int
     average: bool
+    seed: int = 0
+    """Of int8: where the result's grids lie."""
 
 
 EngineArguments = tuple[

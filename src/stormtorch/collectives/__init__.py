@@ -7,6 +7,7 @@ from stormtorch.collectives.barrier import barrier
 from stormtorch.collectives.broadcast import broadcast
 from stormtorch.collectives.gather import gather
 from stormtorch.collectives.group import Group, Pending
+from stormtorch.collectives.int8 import all_reduce_int8, reduce_scatter_int8
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pair import receive, send
 from stormtorch.collectives.reduce import reduce
@@ -19,6 +20,7 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
+    "all_reduce_int8",
     "all_to_all",
     "barrier",
     "broadcast",
@@ -26,6 +28,7 @@ __all__ = [
     "receive",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_int8",
     "scatter",
     "send",
 ]

@@ -1,0 +1,182 @@
+#include "int8.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "kernels.hpp"
+
+namespace storm {
+namespace {
+
+constexpr std::size_t block_elements = 1024;
+struct Grid {
+    float low, step;
+};
+constexpr std::size_t block_bytes = sizeof(Grid) + block_elements;
+// One step less than there are codes: the random part of a step may push the largest value up by one.
+constexpr float steps = 254.0F;
+
+#define STORM_INLINE __attribute__((always_inline)) inline
+
+struct Range {
+    float least, most;
+    bool finite;
+};
+
+STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
+    float least = std::numeric_limits<float>::infinity(), most = -least;
+    std::uint32_t bad = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const float value = scale * from[i];
+        least = value < least ? value : least;
+        most = value > most ? value : most;
+        // The exponent of infinities and NaNs.
+        bad |= std::uint32_t{(std::bit_cast<std::uint32_t>(value) & 0x7f800000U) == 0x7f800000U};
+    }
+    return {least, most, bad == 0};
+}
+
+STORM_INLINE void encode(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const float at = (scale * from[i] - low) * inverse + 0.5F;
+        codes[i] = static_cast<std::byte>(std::clamp(static_cast<int>(at), 0, 255));
+    }
+}
+
+template <bool onto>
+STORM_INLINE void decode(const std::byte* codes, std::size_t n, Grid grid, float* sum) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const float value = grid.low + grid.step * static_cast<float>(static_cast<int>(codes[i]));
+        sum[i] = onto ? sum[i] + value : value;
+    }
+}
+
+// The loops above, for each instruction set by its name in kernels.cpp. All give the same bits.
+struct Loops {
+    Range (*range_of)(const float* from, std::size_t n, float scale);
+    void (*encode)(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes);
+    void (*widen)(const std::byte* codes, std::size_t n, Grid grid, float* sum);
+    void (*add)(const std::byte* codes, std::size_t n, Grid grid, float* sum);
+};
+
+#define STORM_LOOPS(Set, TARGET)                                                                                      \
+    struct Set {                                                                                                      \
+        TARGET static Range range(const float* from, std::size_t n, float scale) { return range_of(from, n, scale); } \
+        TARGET static void to(const float* from, std::size_t n, float scale, float low, float inverse,                \
+                              std::byte* codes) {                                                                     \
+            encode(from, n, scale, low, inverse, codes);                                                              \
+        }                                                                                                             \
+        TARGET static void widen(const std::byte* codes, std::size_t n, Grid grid, float* sum) {                      \
+            decode<false>(codes, n, grid, sum);                                                                       \
+        }                                                                                                             \
+        TARGET static void add(const std::byte* codes, std::size_t n, Grid grid, float* sum) {                        \
+            decode<true>(codes, n, grid, sum);                                                                        \
+        }                                                                                                             \
+        static constexpr Loops loops{range, to, widen, add};                                                          \
+    };
+
+STORM_LOOPS(Baseline, )
+#if defined(__x86_64__)
+STORM_LOOPS(Wide, __attribute__((target("avx2"))))
+#endif
+
+const Loops& loops() {
+#if defined(__x86_64__)
+    if (std::strcmp(instruction_set(), "baseline") != 0) return Wide::loops;
+#endif
+    return Baseline::loops;
+}
+
+std::uint64_t mix(std::uint64_t x) {
+    x += 0x9e37'79b9'7f4a'7c15ULL;
+    x = (x ^ x >> 30) * 0xbf58'476d'1ce4'e5b9ULL;
+    x = (x ^ x >> 27) * 0x94d0'49bb'1331'11ebULL;
+    return x ^ x >> 31;
+}
+
+// In [0, 1).
+float random_part(std::uint64_t seed) { return static_cast<float>(mix(seed) >> 40) * 0x1p-24F; }
+
+template <class Each>
+void each_block(std::size_t elements, const Each& each) {
+    for (std::size_t first = 0, at = 0; first < elements; first += block_elements, at += block_bytes) {
+        each(first, std::min(block_elements, elements - first), at);
+    }
+}
+
+}  // namespace
+
+std::size_t int8_elements(std::size_t chunk_bytes) {
+    const std::size_t rest = chunk_bytes % block_bytes;
+    return chunk_bytes / block_bytes * block_elements + (rest > sizeof(Grid) ? rest - sizeof(Grid) : 0);
+}
+
+std::size_t int8_bytes(std::size_t elements, std::size_t chunk_bytes) {
+    const std::size_t each = int8_elements(chunk_bytes);
+    if (each == 0) throw std::invalid_argument("a chunk is too small for int8");
+    const std::size_t rest = elements % each;
+    const std::size_t blocks = (rest + block_elements - 1) / block_elements;
+    return elements / each * chunk_bytes + rest + blocks * sizeof(Grid);
+}
+
+void int8_encode(const float* from, std::size_t elements, float scale, std::uint64_t seed, std::byte* out) {
+    const Loops& by = loops();
+    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+        const Range range = by.range_of(from + first, n, scale);
+        Grid grid{range.least, range.most / steps - range.least / steps};
+        // Too fine a step has no inverse: such a block is as good as constant.
+        const bool flat = !(grid.step >= std::numeric_limits<float>::min());
+        if (!range.finite) {
+            grid.low = grid.step = std::numeric_limits<float>::quiet_NaN();
+        } else if (flat) {
+            grid.step = 0.0F;
+        } else {
+            grid.low -= random_part(seed + first) * grid.step;
+        }
+        std::memcpy(out + at, &grid, sizeof grid);
+        std::byte* codes = out + at + sizeof grid;
+        if (flat || !range.finite) {
+            std::memset(codes, 0, n);
+        } else {
+            by.encode(from + first, n, scale, grid.low, 1.0F / grid.step, codes);
+        }
+    });
+}
+
+void int8_widen(const std::byte* a, std::size_t elements, float* sum) {
+    const Loops& by = loops();
+    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+        Grid grid;
+        std::memcpy(&grid, a + at, sizeof grid);
+        by.widen(a + at + sizeof grid, n, grid, sum + first);
+    });
+}
+
+void int8_add(const std::byte* a, std::size_t elements, float* sum) {
+    const Loops& by = loops();
+    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+        Grid grid;
+        std::memcpy(&grid, a + at, sizeof grid);
+        by.add(a + at + sizeof grid, n, grid, sum + first);
+    });
+}
+
+void int8_encode_message(const float* from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
+                         std::byte* out) {
+    const std::size_t each = int8_elements(chunk_bytes);
+    for (std::size_t first = 0; first < elements; first += each, out += chunk_bytes) {
+        int8_encode(from + first, std::min(each, elements - first), 1.0F, mix(seed) + first, out);
+    }
+}
+
+void int8_decode_message(const std::byte* from, std::size_t elements, std::size_t chunk_bytes, float* out) {
+    const std::size_t each = int8_elements(chunk_bytes);
+    for (std::size_t first = 0; first < elements; first += each, from += chunk_bytes) {
+        int8_widen(from, std::min(each, elements - first), out + first);
+    }
+}
+
+}  // namespace storm
