@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import World, local_world, simulated
 
+from conftest import World, local_world, simulated
 from stormtorch import Reliability
 from stormtorch.collectives import Group, Op, all_reduce_int8, reduce_scatter_int8
 from stormtorch.transport import Transport

@@ -9,7 +9,7 @@ from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 
 if TYPE_CHECKING:
-    from stormtorch.backend.lossy import LossyGradients, lossy_hook
+    from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.rendezvous import connect
 
 __version__ = version("stormtorch")
@@ -25,6 +25,7 @@ __all__ = [
     "connect",
     "faults",
     "lossy_hook",
+    "lossy_reduce_scatter",
 ]
 
 
@@ -34,7 +35,7 @@ def __getattr__(name: str) -> Any:
         from stormtorch.rendezvous import connect
 
         return connect
-    if name in ("LossyGradients", "lossy_hook"):
+    if name in ("LossyGradients", "lossy_hook", "lossy_reduce_scatter"):
         from stormtorch.backend import lossy
 
         return getattr(lossy, name)

@@ -14,7 +14,7 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(how: Any, options: Any) -> Any:

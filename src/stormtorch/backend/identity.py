@@ -75,7 +75,8 @@ class Identity(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # The first is where torch puts what has no place of its own, such as pickled objects.
+        return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
 
     def _get_backend(self, _device: torch.device) -> "Identity":
         return self
@@ -106,6 +107,11 @@ class Identity(dist.ProcessGroup):
     def get_group_store(self) -> Store:
         """The store that the group met in."""
         return self._store
+
+    @property
+    def timeout_s(self) -> float:
+        """Of collectives that are given none of their own."""
+        return self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of collectives that are given none of their own."""

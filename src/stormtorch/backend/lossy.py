@@ -1,54 +1,65 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Gradients that may lose packets, while the replicas stay bit-identical.
 
-    model = DistributedDataParallel(model)
-    model.register_comm_hook(stormtorch.LossyGradients(), stormtorch.lossy_hook)
+    state = stormtorch.LossyGradients()
+    model.register_comm_hook(state, stormtorch.lossy_hook)      # DistributedDataParallel
+    stormtorch.lossy_reduce_scatter(model, state)               # fully_shard
 
-Each rank owns a part of every bucket and averages what arrived of it, its own contribution included; the average is
-then shared exactly. So every rank applies the same gradients, and nothing waits for a lost packet of the first half.
+Each rank owns a part of the gradients and averages what arrived of it, its own contribution included. For DDP, the
+average is then shared exactly; with FSDP, parameters are gathered exactly. So every rank applies the same gradients, and
+nothing waits for what the first half has lost.
 """
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from stormtorch import collectives
-from stormtorch.backend.process_group import StormProcessGroup
+from stormtorch.backend.process_group import StormProcessGroup, reduce_operation
+from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending
 from stormtorch.reliability import EXACT, Reliability
 
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+_MAY_LOSE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(kw_only=True)
 class LossyGradients:
-    """What `lossy_hook` does, and what it met.
+    """How gradients travel, and what was met on the way.
 
     Args:
-        group: A group of the backend storm; None is the default group.
-        wire: Type of what is sent. bfloat16 halves the bytes; sums are made in float32 all the same.
-        deadline_s: A bucket's first half is not waited for longer; None waits until every sender has said that it is
-            done, which needs no setting.
+        group: A group of the backend storm; None is the default group. Only for `lossy_hook`.
+        wire: Type of what is sent. bfloat16 halves the bytes and int8 quarters them; sums are made in float32 all the
+            same. int8 rounds to a random grid, which is right in expectation.
+        deadline_s: What may lose is not waited for longer; None waits until every sender has said that it is done,
+            which needs no setting.
     """
 
     group: Any = None
     wire: torch.dtype = torch.float32
     deadline_s: float | None = None
-    buckets: int = field(default=0, init=False)
-    """How many were averaged."""
-    arrived_sum: float = field(default=0.0, init=False)
+    reductions: int = field(default=0, init=False)
+    """How many were made."""
+    arrived_sum: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.wire not in WIRE_DTYPES:
             raise ValueError(f"wire must be one of {', '.join(map(str, WIRE_DTYPES))}, got {self.wire}")
         self.reliability = Reliability(budget=1.0, deadline_s=self.deadline_s)
+        self._lock = threading.Lock()
 
     @property
     def arrived(self) -> float:
         """The mean fraction of all contributions that arrived at this rank."""
-        return self.arrived_sum / self.buckets if self.buckets else 1.0
+        return self.arrived_sum / self.reductions if self.reductions else 1.0
 
     def process_group(self) -> StormProcessGroup:
         """The group to use.
@@ -56,16 +67,24 @@ class LossyGradients:
         Raises:
             TypeError: It is on another backend.
         """
-        group = self.group or dist.distributed_c10d._get_default_group()
-        if not isinstance(group, StormProcessGroup):
-            raise TypeError('lossy_hook needs a group of the backend "storm": dist.init_process_group("storm")')
-        return group
+        return _storm(self.group or dist.distributed_c10d._get_default_group())
 
     def count(self, pending: Pending) -> None:
         """Takes notice of what arrived."""
         for arrival in pending.wait():
-            self.buckets += 1
-            self.arrived_sum += arrival.fraction(stage=0)
+            with self._lock:
+                self.reductions += 1
+                self.arrived_sum += arrival.fraction(stage=0)
+
+    def wire_for(self, gradients: torch.Tensor) -> torch.dtype:
+        """What these travel as: themselves where they may not lose."""
+        return self.wire if gradients.dtype in _MAY_LOSE else gradients.dtype
+
+
+def _storm(group: Any) -> StormProcessGroup:
+    if not isinstance(group, StormProcessGroup):
+        raise TypeError('lossy gradients need a group of the backend "storm": dist.init_process_group("storm")')
+    return group
 
 
 def lossy_hook(
@@ -75,21 +94,95 @@ def lossy_hook(
     """A communication hook for DistributedDataParallel."""
     group = state.process_group()
     gradients = bucket.buffer()
-    may_lose = gradients.dtype in WIRE_DTYPES and gradients.numel() > 0
-    sent = gradients.to(state.wire) if may_lose else gradients
-    pending = collectives.all_reduce(
-        group.group, sent, Op.AVG, reliability=state.reliability if may_lose else EXACT, share=EXACT
-    )
+    wire = state.wire_for(gradients)
+    staged = Staged("lossy_all_reduce")
+    sent = staged.update(gradients, torch.float32 if wire == torch.int8 else wire)
+    started: list[Pending] = []
 
-    def finish() -> None:
-        state.count(pending)
-        if sent.data_ptr() != gradients.data_ptr():
-            gradients.copy_(sent)
+    def begin() -> list[Pending]:
+        if wire == torch.int8:
+            pending = collectives.all_reduce_int8(
+                group.group, sent, reliability=state.reliability, timeout_s=group.timeout_s
+            )
+        else:
+            loses = state.reliability if wire in _MAY_LOSE else EXACT
+            pending = collectives.all_reduce(
+                group.group, sent, Op.AVG, reliability=loses, share=EXACT, timeout_s=group.timeout_s
+            )
+        started.append(pending)
+        return started
 
-    work = StormWork("lossy_gradients", [pending], [gradients], finish)
+    work = group.begin_work("lossy_all_reduce", begin, [gradients], staged, finish=lambda: state.count(started[0]))
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(_only)
     return future
 
 
 def _only(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return future.value()[0]
+
+
+class LossyReduceScatter:
+    """What FSDP2 calls to reduce gradients; see `lossy_reduce_scatter`."""
+
+    def __init__(self, state: LossyGradients) -> None:
+        self.state = state
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for inputs and outputs."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> StormWork | None:
+        """Begins a reduce-scatter and, unless it is asynchronous, waits for it."""
+        to, state, operation = _storm(group), self.state, reduce_operation(op)
+        wire = state.wire_for(input_tensor)
+        staged = Staged("lossy_reduce_scatter")
+        sent = staged.read(input_tensor, torch.float32 if wire == torch.int8 else wire)
+        parts = pieces(sent, to.group.size, "lossy_reduce_scatter")
+        # The engine's sums are float32, and it writes them so or as what was sent.
+        out = staged.write(output_tensor, sent.dtype if output_tensor.dtype == sent.dtype else torch.float32).view(-1)
+        started: list[Pending] = []
+
+        def begin() -> list[Pending]:
+            if wire == torch.int8:
+                pending = collectives.reduce_scatter_int8(
+                    to.group, out, parts, operation, reliability=state.reliability, timeout_s=to.timeout_s
+                )
+            else:
+                loses = state.reliability if wire in _MAY_LOSE else EXACT
+                pending = collectives.reduce_scatter(
+                    to.group, out, parts, operation, reliability=loses, timeout_s=to.timeout_s
+                )
+            started.append(pending)
+            return started
+
+        work = to.begin_work(
+            "lossy_reduce_scatter", begin, [output_tensor], staged, finish=lambda: state.count(started[0])
+        )
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def lossy_reduce_scatter(model: nn.Module, state: LossyGradients) -> None:
+    """Lets the gradients of every `fully_shard`ed module in `model` lose packets.
+
+    Args:
+        model: With at least one module that `fully_shard` was applied to, on a group of the backend storm.
+        state: How, and where to count.
+
+    Raises:
+        ValueError: There is none.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("lossy_reduce_scatter needs a model that fully_shard was applied to")
+    for module in sharded:
+        module.set_custom_reduce_scatter(LossyReduceScatter(state))

@@ -18,6 +18,7 @@ from stormtorch import collectives
 from stormtorch.backend.anybody import Receives
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
+from stormtorch.backend.order import Order
 from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork
@@ -40,7 +41,8 @@ _MONITOR_TAG = -7
 _POLL_S = 0.002
 
 
-def _op(asked: Any) -> Op:
+def reduce_operation(asked: Any) -> Op:
+    """Ours for torch's."""
     for theirs, ours in _OPS.items():
         if asked == theirs:
             return ours
@@ -69,6 +71,7 @@ class StormProcessGroup(Identity):
         self._leave, self._close = leave, close
         self._together: list[StormWork] | None = None
         self._receives = Receives(group)
+        self._order = Order()
         self._open = True
         enter()
 
@@ -92,11 +95,12 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, timeout)
         tensor = one(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo and op is Op.SUM:
+            self._order.flush()
             sum_sparse(self.group, tensor, timeout_s)
-            return self._start("all_reduce", list, [tensor], Staged("all_reduce"))
+            return self.begin_work("all_reduce", list, [tensor], Staged("all_reduce"))
         staged = Staged("all_reduce")
-        dense = staged.write(tensor)
-        return self._start(
+        dense = staged.update(tensor)
+        return self.begin_work(
             "all_reduce",
             lambda: [collectives.all_reduce(self.group, dense, op, timeout_s=timeout_s)],
             [tensor],
@@ -107,8 +111,8 @@ class StormProcessGroup(Identity):
         """Several all-reduces at once."""
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("all_reduce")
-        dense = [staged.write(each) for each in tensors]
-        return self._start(
+        dense = [staged.update(each) for each in tensors]
+        return self.begin_work(
             "all_reduce",
             lambda: [collectives.all_reduce(self.group, each, op, timeout_s=timeout_s) for each in dense],
             tensors,
@@ -121,8 +125,8 @@ class StormProcessGroup(Identity):
         operation, timeout_s = self._reducing(op if isinstance(opts, int) else opts, timeout)
         tensor = one(tensors, "reduce")
         staged = Staged("reduce")
-        dense = staged.write(tensor)
-        return self._start(
+        dense = staged.update(tensor) if root == self.group.rank else staged.read(tensor)
+        return self.begin_work(
             "reduce",
             lambda: [collectives.reduce(self.group, dense, root, operation, timeout_s=timeout_s)],
             [tensor],
@@ -135,8 +139,8 @@ class StormProcessGroup(Identity):
         timeout_s = self._timeout(opts, timeout)
         tensor = one(tensors, "broadcast")
         staged = Staged("broadcast")
-        dense = staged.write(tensor)
-        return self._start(
+        dense = staged.read(tensor) if root == self.group.rank else staged.write(tensor)
+        return self.begin_work(
             "broadcast",
             lambda: [collectives.broadcast(self.group, dense, root, timeout_s=timeout_s)],
             [tensor],
@@ -177,7 +181,7 @@ class StormProcessGroup(Identity):
             (staged.read(given), [staged.write(each) for each in outs])
             for given, outs in zip(inputs, lists, strict=True)
         ]
-        return self._start(
+        return self.begin_work(
             "all_gather",
             lambda: [collectives.all_gather(self.group, outs, given, timeout_s=timeout_s) for given, outs in dense],
             results,
@@ -200,15 +204,22 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("reduce_scatter")
         parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in inputs]
-        return self._reduce_scatter_all(outputs, parts, op, timeout_s)
+        return self._reduce_scatter_all(outputs, parts, op, timeout_s, staged)
 
-    def _reduce_scatter_all(self, outputs: Tensors, inputs: Sequence[Tensors], op: Op, timeout_s: float) -> StormWork:
-        staged = Staged("reduce_scatter")
+    def _reduce_scatter_all(
+        self,
+        outputs: Tensors,
+        inputs: Sequence[Tensors],
+        op: Op,
+        timeout_s: float,
+        staged: Staged | None = None,
+    ) -> StormWork:
+        staged = staged or Staged("reduce_scatter")
         dense = [
             (staged.write(output).view(-1), [staged.read(each).view(-1) for each in parts])
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return self._start(
+        return self.begin_work(
             "reduce_scatter",
             lambda: [
                 collectives.reduce_scatter(
@@ -231,14 +242,15 @@ class StormProcessGroup(Identity):
         timeout_s = self._timeout(opts, timeout)
         staged = Staged("gather")
         given = staged.read(one(inputs, "gather"))
+        results: Tensors = []
         outs = None
         if root == self.group.rank:
-            lists = outputs if isinstance(outputs[0], torch.Tensor) else one_list(outputs, "gather")
-            outs = [staged.write(each) for each in lists]
-        return self._start(
+            results = outputs if isinstance(outputs[0], torch.Tensor) else one_list(outputs, "gather")
+            outs = [staged.write(each) for each in results]
+        return self.begin_work(
             "gather",
             lambda: [collectives.gather(self.group, given, outs, root, timeout_s=timeout_s)],
-            outs or [],
+            results,
             staged,
         )
 
@@ -253,7 +265,7 @@ class StormProcessGroup(Identity):
         if root == self.group.rank:
             lists = inputs if isinstance(inputs[0], torch.Tensor) else one_list(inputs, "scatter")
             given = [staged.read(each) for each in lists]
-        return self._start(
+        return self.begin_work(
             "scatter",
             lambda: [collectives.scatter(self.group, out, given, root, timeout_s=timeout_s)],
             [output],
@@ -287,7 +299,7 @@ class StormProcessGroup(Identity):
     def _exchange_all(
         self, results: Tensors, outs: Tensors, given: Tensors, staged: Staged, timeout_s: float
     ) -> StormWork:
-        return self._start(
+        return self.begin_work(
             "all_to_all",
             lambda: [collectives.all_to_all(self.group, outs, given, timeout_s=timeout_s)],
             results,
@@ -299,11 +311,12 @@ class StormProcessGroup(Identity):
     def send(self, tensors: Any, target: int, tag: int) -> StormWork:
         """To one rank, which receives it."""
         staged = Staged("send")
-        given = staged.read(one(tensors, "send"))
-        return self._start(
+        tensor = one(tensors, "send")
+        given = staged.read(tensor)
+        return self.begin_work(
             "send",
             lambda: [collectives.send(self.group, given, target, tag=tag, timeout_s=self._timeout_s)],
-            [given],
+            [tensor],
             staged,
         )
 
@@ -312,7 +325,7 @@ class StormProcessGroup(Identity):
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
-        return self._start(
+        return self.begin_work(
             "recv",
             lambda: [self._receives.start(out, source, tag, self._timeout_s)],
             [tensor],
@@ -325,15 +338,16 @@ class StormProcessGroup(Identity):
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
+        self._order.flush()
         source = self._receives.from_anybody(out, tag, self._timeout_s)
-        return self._start("recv", list, [tensor], staged, source=source)
+        return self.begin_work("recv", list, [tensor], staged, source=source)
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> StormWork:
         """Nobody goes on before all have come."""
         timeout_s = self._timeout(opts, timeout)
-        return self._start(
+        return self.begin_work(
             "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")
         )
 
@@ -347,6 +361,7 @@ class StormProcessGroup(Identity):
         seconds = timeout.total_seconds() if timeout is not None else self._timeout_s
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
+        self._order.flush()
         token = torch.zeros(1, dtype=torch.uint8)
         if self.group.rank != 0:
             for start in (collectives.send, collectives.receive):
@@ -393,26 +408,40 @@ class StormProcessGroup(Identity):
                 work.wait()
 
         results = [tensor for work in works for tensor in work.result()]
-        return StormWork("coalesced", [], results, wait_for_all)
+        staged = Staged("coalesced")
+        for work in works:
+            staged.include(work.staged)
+        return StormWork("coalesced", [], results, staged, wait_for_all)
 
     # --- how all of them begin --------------------------------------------------------------------------------------
 
-    def _start(
+    def begin_work(
         self,
         what: str,
         begin: Callable[[], list[Pending]],
         results: Tensors,
         staged: Staged,
         source: int = -1,
+        finish: Callable[[], None] | None = None,
     ) -> StormWork:
+        """Begins a collective after those that were asked for before.
+
+        Args:
+            what: Its name, for errors and records.
+            begin: Starts it.
+            results: Tensors that will hold the results.
+            staged: Their stand-ins.
+            source: Of a receive, from whom.
+            finish: What remains to be done at the end.
+        """
         self._sequence += 1
         record = self.flight.begin(what, self._sequence, results)
         if torch.autograd._profiler_enabled():
             with torch.profiler.record_function(f"storm::{what}"):
-                pending = begin()
+                begun = self._order.begin(begin, staged.moments())
         else:
-            pending = begin()
-        work = StormWork(what, pending, results, staged.finish(), record, source)
+            begun = self._order.begin(begin, staged.moments())
+        work = StormWork(what, begun, results, staged, finish, record, source)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -425,7 +454,7 @@ class StormProcessGroup(Identity):
 
     def _reducing(self, opts: Any, timeout: Any) -> tuple[Op, float]:
         asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return _op(asked), self._timeout(opts, timeout)
+        return reduce_operation(asked), self._timeout(opts, timeout)
 
 
 def one_list(lists: Sequence[Tensors], what: str) -> Tensors:

@@ -7,7 +7,7 @@ from stormtorch.collectives import Group, all_gather
 
 def sum_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> None:
     """Replaces a sparse tensor by the sum over the group. Blocks."""
-    own = tensor.detach().coalesce()
+    own = tensor.detach().coalesce().cpu()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
     all_gather(group, counts, torch.tensor([own._nnz()]), timeout_s=timeout_s).wait()
     numbers = [int(each) for each in counts]
@@ -21,4 +21,5 @@ def sum_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> None:
         all_gather(group, outputs, part, timeout_s=timeout_s).wait()
         gathered.append(torch.cat(outputs, along))
     with torch.no_grad():
-        tensor.copy_(torch.sparse_coo_tensor(gathered[0], gathered[1], own.shape, check_invariants=True).coalesce())
+        total = torch.sparse_coo_tensor(gathered[0], gathered[1], own.shape, check_invariants=True).coalesce()
+        tensor.copy_(total.to(tensor.device))

@@ -1,47 +1,114 @@
 """From the tensors that users pass to those that the collectives take: contiguous, on the CPU, one per rank."""
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
-from stormtorch.backend.work import Finish
+from stormtorch.backend.cuda import Visit
 
 
 class Staged:
-    """Contiguous stand-ins for tensors, and the copies that remain to be made when the results are there."""
+    """Contiguous stand-ins on the CPU for tensors, and the copies that remain to be made when the results are there.
+
+    Tensors that are already dense and on the CPU stand for themselves.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._visits: dict[torch.device, Visit] = {}
+        self._parts: list[Staged] = []
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor with the same values."""
-        self._check(tensor)
-        return tensor.detach().contiguous()
+    # --- before -----------------------------------------------------------------------------------------------------
 
-    def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor whose values end up in `tensor`, and that begins with them."""
-        dense = self.read(tensor)
-        if dense.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            self._copies.append((tensor.detach(), dense))
+    def read(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor with the same values, of another dtype if wished; on a GPU, once `moments` have happened."""
+        given = self._given(tensor)
+        given = given if dtype is None else given.to(dtype)
+        return self._visit(given).fetch(given) if given.is_cuda else given.contiguous()
+
+    def write(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor whose values end up in `tensor`, of another dtype if wished."""
+        target = self._given(tensor)
+        dtype = dtype or target.dtype
+        if target.is_cuda:
+            dense = self._visit(target).room(target, dtype)
+        elif target.is_contiguous() and target.data_ptr() == tensor.data_ptr() and target.dtype == dtype:
+            return target
+        else:
+            dense = torch.empty(target.shape, dtype=dtype)
+        self._copies.append((tensor.detach(), dense))
         return dense
 
-    def finish(self) -> Finish | None:
-        """What to do at the end, or None."""
-        return self._copy_back if self._copies else None
+    def update(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Both: it begins with the values of `tensor`, and what it ends with is copied there."""
+        target = tensor.detach()
+        if target.is_cuda and dtype not in (None, target.dtype):
+            narrow = self._given(target).to(dtype)  # there, where it is fast, and less has to travel
+            dense = self.read(narrow)
+            self._copies += [(narrow, dense), (target, narrow)]
+            return dense
+        dense = self.read(tensor, dtype)
+        if dense.data_ptr() != target.data_ptr() or not target.is_contiguous() or dense.dtype != target.dtype:
+            self._copies.append((target, dense))
+        return dense
 
-    def _copy_back(self) -> None:
+    def moments(self) -> list[torch.cuda.Event]:
+        """What must have happened before the stand-ins can be read. Empty on the CPU."""
+        return [event for event in (visit.fetched() for visit in self._visits.values()) if event is not None]
+
+    def include(self, other: "Staged") -> None:
+        """The same work has the results of another, which finishes by itself."""
+        self._parts.append(other)
+
+    # --- after ------------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The GPUs that take part."""
+        return list({visit.device for visit in self._all_visits()})
+
+    def finish(self) -> None:
+        """Copies the results to where they belong. Does not wait for a GPU."""
         with torch.no_grad():
-            for tensor, dense in self._copies:
-                tensor.copy_(dense)
+            for tensor, values in self._copies:
+                if tensor.is_cuda:
+                    self._visits[tensor.device].bring(tensor, values)
+                else:
+                    tensor.copy_(values)
+        self._copies.clear()
 
-    def _check(self, tensor: torch.Tensor) -> None:
+    def join(self) -> None:
+        """What the current streams are given from now on finds the results."""
+        for visit in self._all_visits():
+            visit.join()
+
+    def on_streams(self) -> contextlib.AbstractContextManager[object]:
+        """The streams on which the results are become the current ones."""
+        stack = contextlib.ExitStack()
+        for visit in self._all_visits():
+            stack.enter_context(visit.stream())
+        return stack
+
+    def _all_visits(self) -> list[Visit]:
+        return [*self._visits.values(), *(visit for part in self._parts for visit in part._all_visits())]
+
+    def _visit(self, tensor: torch.Tensor) -> Visit:
+        if tensor.device not in self._visits:
+            self._visits[tensor.device] = Visit(tensor.device)
+        return self._visits[tensor.device]
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"storm: {self._what} needs tensors, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise RuntimeError(f"storm: {self._what} of {tensor.layout} tensors is not supported; make it dense first")
-        if tensor.device.type != "cpu":
-            raise RuntimeError(f"storm: {self._what} of tensors on {tensor.device} is not supported; use the CPU")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise RuntimeError(
+                f"storm: {self._what} of tensors on {tensor.device} is not supported; use the CPU or CUDA"
+            )
+        return tensor.detach().resolve_conj().resolve_neg()
 
 
 def pieces(tensor: torch.Tensor, count: int, what: str) -> list[torch.Tensor]:

@@ -1,19 +1,21 @@
 """A collective under way, as torch.distributed sees it."""
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stormtorch.backend.pool import run_soon
+from stormtorch.backend.tensors import Staged
 from stormtorch.collectives import Pending
 from stormtorch.errors import ExchangeTimeout
 
-Finish = Callable[[], None]
-"""What remains to be done with the results once they are there: copies into tensors that are not contiguous."""
+Begun = Sequence[Pending] | futures.Future[list[Pending]]
+"""The exchanges of a collective, or the promise of them where it has yet to begin."""
 
 
 class StormWork(dist.Work):
@@ -22,16 +24,18 @@ class StormWork(dist.Work):
     def __init__(
         self,
         what: str,
-        pending: Sequence[Pending],
+        begun: Begun,
         results: Sequence[torch.Tensor],
-        finish: Finish | None = None,
+        staged: Staged,
+        finish: Callable[[], None] | None = None,
         failed: Callable[[BaseException], None] | None = None,
         source: int = -1,
     ) -> None:
         super().__init__()
         self.what = what
-        self._pending = list(pending)
+        self._begun = begun
         self._results = list(results)
+        self.staged = staged
         self._finish = finish
         self._failed = failed
         self._source = source
@@ -52,17 +56,22 @@ class StormWork(dist.Work):
                 self._run(seconds)
             if self._error is not None:
                 raise self._error
+        self.staged.join()
         return True
 
     def _run(self, seconds: float | None) -> None:
+        pending: Sequence[Pending] = ()
         try:
-            for each in self._pending:
+            pending = self._begun.result(seconds) if isinstance(self._begun, futures.Future) else self._begun
+            for each in pending:
                 each.wait(seconds)
+            self.staged.finish()
             if self._finish is not None:
                 self._finish()
-        except ExchangeTimeout as error:
-            if seconds is not None and not all(each.ended for each in self._pending):
-                raise  # only this waiting took too long; the collective goes on
+        except TimeoutError as error:
+            if seconds is not None and not (pending and all(each.ended for each in pending)):
+                # Only this waiting took too long; the collective goes on.
+                raise ExchangeTimeout(str(error) or f"{self.what} has not begun after {seconds:g} s") from error
             self._end(error)
         except Exception as error:
             self._end(error)
@@ -71,7 +80,7 @@ class StormWork(dist.Work):
 
     def _end(self, error: BaseException | None) -> None:
         self._done, self._error = True, error
-        self._pending.clear()
+        self._begun = ()
         if error is not None and self._failed is not None:
             self._failed(error)
 
@@ -80,11 +89,18 @@ class StormWork(dist.Work):
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if not self._done and all(each.done() for each in self._pending):
+            if not self._done and self._ended():
                 self._run(None)
             return self._done
         finally:
             self._lock.release()
+
+    def _ended(self) -> bool:
+        if not isinstance(self._begun, futures.Future):
+            return all(each.done() for each in self._begun)
+        if not self._begun.done():
+            return False
+        return self._begun.exception() is not None or all(each.done() for each in self._begun.result())
 
     def is_success(self) -> bool:
         """Whether it is done and went well."""
@@ -95,7 +111,7 @@ class StormWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """The same as `wait`: there is no stream to wait for."""
+        """The same as `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -111,53 +127,22 @@ class StormWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future with the results, completed by a thread that may itself wait for other collectives."""
         if self._future is None:
-            root: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            root: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self.staged.devices])
             # An exception set on a future that C++ holds ends the process; one that a callback raises does not.
             self._future = root.then(self._value)
             run_soon(lambda: self._complete(root))
         return self._future
 
     def _complete(self, root: "torch.futures.Future[list[torch.Tensor]]") -> None:
-        try:
-            self.wait()
-        except BaseException as error:
-            self._error = error
-        root.set_result(self._results)
+        # On a GPU, whoever waits for the future waits for the stream that it was completed on.
+        with self.staged.on_streams():
+            try:
+                self.wait()
+            except BaseException as error:
+                self._error = error
+            root.set_result(self._results)
 
     def _value(self, _root: "torch.futures.Future[list[torch.Tensor]]") -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._results
-
-
-class _Pool:
-    """Threads that complete futures: as many as wait at once, as a callback may wait for a later collective."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-
-    def run(self, task: Callable[[], None]) -> None:
-        with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                threading.Thread(target=self._work, name="storm-futures", daemon=True).start()
-        self._tasks.put(task)
-
-    def _work(self) -> None:
-        while True:
-            task = self._tasks.get()
-            task()
-            del task  # it holds tensors
-            with self._lock:
-                self._idle += 1
-
-
-_pool = _Pool()
-
-
-def run_soon(task: Callable[[], None]) -> None:
-    """Runs a task on a thread that nobody else needs."""
-    _pool.run(task)

@@ -1,0 +1,65 @@
+"""Collectives begin in the order of the calls, also where the data of one has yet to leave a GPU."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from stormtorch.backend.pool import run_soon
+from stormtorch.collectives import Pending
+
+Begin = Callable[[], list[Pending]]
+
+
+class Moment(Protocol):
+    """Something that can be waited for, as a CUDA event can."""
+
+    def synchronize(self) -> None:
+        """Blocks until it has happened."""
+        ...
+
+
+class Order:
+    """One group's queue. Where nothing has to be waited for, a collective begins at once, in the caller's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._draining = False
+
+    def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[list[Pending]] | list[Pending]":
+        """Calls `begin` after what came before it and after the moments; returns at once."""
+        with self._lock:
+            if not moments and not self._draining:
+                return begin()
+            future: Future[list[Pending]] = Future()
+
+            def task() -> None:
+                try:
+                    for moment in moments:
+                        moment.synchronize()
+                    future.set_result(begin())
+                except BaseException as error:
+                    future.set_exception(error)
+
+            self._queue.append(task)
+            if not self._draining:
+                self._draining = True
+                run_soon(self._drain)
+            return future
+
+    def flush(self) -> None:
+        """Blocks until all that was asked for has begun."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._draining)
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._draining = False
+                    self._lock.notify_all()
+                    return
+                task = self._queue.popleft()
+            task()
