@@ -6,8 +6,8 @@
     stormtorch.lossy_reduce_scatter(model, state)               # fully_shard
 
 Each rank owns a part of the gradients and averages what arrived of it, its own contribution included. For DDP, the
-average is then shared exactly; with FSDP, parameters are gathered exactly. So every rank applies the same gradients, and
-nothing waits for what the first half has lost.
+average is then shared exactly; with FSDP, parameters are gathered exactly. So every rank applies the same gradients,
+and nothing waits for what the first half has lost.
 """
 
 import threading
