@@ -173,7 +173,9 @@ def beside_gloo(member: Member, kind: str) -> None:
         else:
             model = fully_shard(network(), mesh=dist.init_device_mesh("cuda", (member.world,)))
         train(model, member.rank)
-        results.append(weights(model))
+        # Shards as they are: gathering them crashes on gloo in torch 2.11.
+        each = [parameter.detach() for parameter in model.parameters()]
+        results.append([one.to_local() if isinstance(one, DTensor) else one for one in each])
         dist.barrier()
         dist.destroy_process_group()
     for ours, theirs in zip(*results, strict=True):
@@ -205,7 +207,7 @@ def lossy(member: Member, kind: str, wire: torch.dtype) -> tuple[list[float], fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "wire"), itertools.product(["ddp", "fsdp2"], [torch.float32, torch.bfloat16, torch.int8])
+    ("kind", "wire"), list(itertools.product(["ddp", "fsdp2"], [torch.float32, torch.bfloat16, torch.int8]))
 )
 def test_lossy_gradients_keep_replicas_identical(kind: str, wire: torch.dtype) -> None:
     results = run_ranks(lossy, 2, (kind, wire), timeout_s=110)
