@@ -55,6 +55,9 @@ def run(
     per_link: Annotated[
         Path | None, typer.Option(help="JSON file of links and hosts that differ from the others.", dir_okay=False)
     ] = None,
+    management: Annotated[
+        bool, typer.Option("--management", help="Rendezvous over a second network that loses nothing.")
+    ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="End everything after so many seconds.")] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write what was asked, measured and returned to this file.", dir_okay=False)
@@ -63,7 +66,8 @@ def run(
     """Run a command on virtual hosts whose network loses, limits and delays packets.
 
     Every host is a network namespace on one switch; packets cross the kernel's real network stack.
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, and torchrun itself finds
+    the hosts without further options.
     The exit status is that of the worst rank. Root is not needed where the kernel allows user namespaces.
 
     [bold]Examples[/bold]
@@ -75,6 +79,8 @@ def run(
       stormtorch lab run --hosts 2 --per-node 2 --loss 0.01 --tcp cubic -- python train.py
 
       stormtorch lab run --trace links.jsonl:7 -- python train.py
+
+      stormtorch lab run --loss 0.1 --management -- torchrun train.py
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
@@ -96,7 +102,7 @@ def run(
         if json is not None and not os.access(json if json.exists() else json.parent, os.W_OK):
             raise BadCondition("json", f"cannot be written: {json}")
         console = Console(stderr=True, highlight=False)
-        lab = Lab(hosts, conditions)
+        lab = Lab(hosts, conditions, management=management)
         with contextlib.ExitStack() as stack:
             with console.status(f"making {hosts} hosts and measuring their network"):
                 stack.enter_context(lab)

@@ -50,7 +50,8 @@ class Lab:
     Args:
         hosts: How many, 2 to 64.
         conditions: Of the network between them.
-        management: Adds a second network without loss or limits, for control traffic that is not to be measured.
+        management: Adds a second network without loss or limits, for control traffic that is not to be measured;
+            MASTER_ADDR is then there.
         probe: Measure rate and round trip before the lab is handed over; takes about a second.
         changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
 
@@ -241,16 +242,25 @@ class Lab:
         return run_everywhere(commands, per_node=per_node, timeout_s=timeout_s, write=write)
 
     def environment(self, host: int, local: int = 0, per_node: int = 1) -> dict[str, str]:
-        """What torchrun would set, and which interface to use."""
+        """What torchrun would set, what torchrun itself would be told, and which interface to use."""
+        rank, world = host * per_node + local, self.size * per_node
+        master = management_address(0) if self._management else address(0)
         values = {
-            "RANK": host * per_node + local,
+            "RANK": rank,
             "LOCAL_RANK": local,
-            "WORLD_SIZE": self.size * per_node,
+            "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": per_node,
             "GROUP_RANK": host,
             "NODE_RANK": host,
-            "MASTER_ADDR": address(0),
+            "MASTER_ADDR": master,
             "MASTER_PORT": MASTER_PORT,
+            # The defaults of torchrun's options, for a command that is torchrun: each rank is then one of its nodes.
+            "PET_NNODES": world,
+            "PET_NODE_RANK": rank,
+            "PET_MASTER_ADDR": master,
+            "PET_MASTER_PORT": MASTER_PORT,
+            # The network under test, also where the rendezvous is elsewhere.
+            "STORM_SOCKET_IFNAME": DEVICE,
             # Without them gloo and NCCL ask for the address of this machine's name, which no host has.
             "GLOO_SOCKET_IFNAME": DEVICE,
             "NCCL_SOCKET_IFNAME": DEVICE,
