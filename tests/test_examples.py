@@ -1,0 +1,55 @@
+"""The examples, as a reader would run them: each is a program of its own that ends with a line about how it went."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PYTHON = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAST_LINE = re.compile(
+    r"backend storm, (\d+) ranks: loss ([0-9.]+), accuracy ([0-9.]+)%, replicas (identical|DIFFERENT)"
+)
+
+
+def verdict(output: str) -> tuple[int, float, str]:
+    """Ranks, accuracy in percent, and how the replicas compare, from an example's last line."""
+    (found,) = LAST_LINE.findall(output)
+    ranks, _loss, accuracy, replicas = found
+    return int(ranks), float(accuracy), replicas
+
+
+def run(launcher: tuple[str, ...], script: str, home: Path) -> None:
+    # A home of its own: Ray and Lightning write there. And nobody is to be told that they were used.
+    environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / script)], capture_output=True, text=True, check=False, timeout=110, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    ranks, accuracy, replicas = verdict(done.stdout)
+    assert (ranks, replicas) == (2, "identical")
+    assert accuracy > 80
+
+
+def test_plain_ddp_runs_on_storm(tmp_path: Path) -> None:
+    run(TORCHRUN, "ddp.py", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "launcher", "script"),
+    [
+        ("lightning", PYTHON, "lightning_ddp.py"),
+        ("accelerate", TORCHRUN, "accelerate_ddp.py"),
+        ("ray", PYTHON, "ray_train.py"),
+    ],
+)
+def test_framework_runs_on_storm(package: str, launcher: tuple[str, ...], script: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install -e '.[frameworks]'")
+    run(launcher, script, tmp_path)
