@@ -23,6 +23,12 @@ class Staged:
         """A contiguous tensor whose values end up in `tensor`, and that begins with them."""
         dense = self.read(tensor)
         if dense.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                # Said here and not by the copy at the end, when the peers have taken part already.
+                raise RuntimeError(
+                    f"storm: {self._what} cannot write into an expanded tensor, in which one number in memory stands "
+                    "for several; clone() it first"
+                )
             self._copies.append((tensor.detach(), dense))
         return dense
 
