@@ -182,6 +182,7 @@ class StormProcessGroup(Identity):
             lambda: [collectives.all_gather(self.group, outs, given, timeout_s=timeout_s) for given, outs in dense],
             results,
             staged,
+            inputs=inputs,
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
@@ -189,7 +190,7 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, timeout)
         parts = inputs if isinstance(inputs[0], torch.Tensor) else one_list(inputs, "reduce_scatter")
         output = one(outputs, "reduce_scatter")
-        return self._reduce_scatter_all([output], [parts], op, timeout_s)
+        return self._reduce_scatter_all([output], [parts], op, timeout_s, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
         """The same from one tensor."""
@@ -200,9 +201,11 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("reduce_scatter")
         parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in inputs]
-        return self._reduce_scatter_all(outputs, parts, op, timeout_s)
+        return self._reduce_scatter_all(outputs, parts, op, timeout_s, inputs)
 
-    def _reduce_scatter_all(self, outputs: Tensors, inputs: Sequence[Tensors], op: Op, timeout_s: float) -> StormWork:
+    def _reduce_scatter_all(
+        self, outputs: Tensors, inputs: Sequence[Tensors], op: Op, timeout_s: float, shown: Tensors
+    ) -> StormWork:
         staged = Staged("reduce_scatter")
         dense = [
             (staged.write(output).view(-1), [staged.read(each).view(-1) for each in parts])
@@ -218,6 +221,7 @@ class StormProcessGroup(Identity):
             ],
             outputs,
             staged,
+            inputs=shown,
         )
 
     _allgather_base = all_gather_single
@@ -240,6 +244,7 @@ class StormProcessGroup(Identity):
             lambda: [collectives.gather(self.group, given, outs, root, timeout_s=timeout_s)],
             outs or [],
             staged,
+            inputs=[given],
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
@@ -258,13 +263,14 @@ class StormProcessGroup(Identity):
             lambda: [collectives.scatter(self.group, out, given, root, timeout_s=timeout_s)],
             [output],
             staged,
+            inputs=given or [],
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> StormWork:
         """Every rank gives every rank its own tensor."""
         staged = Staged("all_to_all")
         outs, given = [staged.write(each) for each in outputs], [staged.read(each) for each in inputs]
-        return self._exchange_all(outputs, outs, given, staged, self._timeout(opts, timeout))
+        return self._exchange_all(outputs, outs, given, staged, self._timeout(opts, timeout), inputs)
 
     def all_to_all_single(
         self,
@@ -280,18 +286,19 @@ class StormProcessGroup(Identity):
         size = self.group.size
         outs = split(staged.write(output), output_splits, size, "all_to_all")
         given = split(staged.read(tensor), input_splits, size, "all_to_all")
-        return self._exchange_all([output], outs, given, staged, self._timeout(opts, timeout))
+        return self._exchange_all([output], outs, given, staged, self._timeout(opts, timeout), [tensor])
 
     alltoall_base = all_to_all_single
 
     def _exchange_all(
-        self, results: Tensors, outs: Tensors, given: Tensors, staged: Staged, timeout_s: float
+        self, results: Tensors, outs: Tensors, given: Tensors, staged: Staged, timeout_s: float, shown: Tensors
     ) -> StormWork:
         return self._start(
             "all_to_all",
             lambda: [collectives.all_to_all(self.group, outs, given, timeout_s=timeout_s)],
             results,
             staged,
+            inputs=shown,
         )
 
     # --- one to one -------------------------------------------------------------------------------------------------
@@ -404,11 +411,23 @@ class StormProcessGroup(Identity):
         results: Tensors,
         staged: Staged,
         source: int = -1,
+        inputs: Tensors | None = None,
     ) -> StormWork:
+        """Begins an operation and notes it.
+
+        Args:
+            what: Its name, for errors, the flight record and the profiler.
+            begin: Starts the exchanges.
+            results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
+            staged: What remains to be copied at the end.
+            source: Of a receive, whose it is.
+            inputs: What the profiler shows the shapes of.
+        """
         self._sequence += 1
         record = self.flight.begin(what, self._sequence, results)
         if torch.autograd._profiler_enabled():
-            with torch.profiler.record_function(f"storm::{what}"):
+            shown = results if inputs is None else inputs
+            with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):
                 pending = begin()
         else:
             pending = begin()
