@@ -432,6 +432,8 @@ class StormProcessGroup(Identity):
         else:
             pending = begin()
         work = StormWork(what, pending, results, staged.finish(), record, source)
+        if any(each.exchanges > 1 for each in pending):
+            work.drive()
         if self._together is not None:
             self._together.append(work)
         return work

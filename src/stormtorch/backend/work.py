@@ -1,5 +1,6 @@
 """A collective under way, as torch.distributed sees it."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -47,12 +48,28 @@ class StormWork(dist.Work):
             StormError: It did not end well; the message names rank, peer, operation and what is missing.
         """
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        with self._lock:
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise ExchangeTimeout(f"{self.what}: not done after {seconds:g} s of waiting")
+        try:
             if not self._done:
                 self._run(seconds)
             if self._error is not None:
                 raise self._error
+        finally:
+            self._lock.release()
         return True
+
+    def drive(self) -> None:
+        """Has a thread of the pool wait, for what would otherwise stand still until the user does.
+
+        Ranks may wait for several collectives in different orders: each would stand between two exchanges of the one
+        that the other waits for.
+        """
+        run_soon(self._wait_quietly)
+
+    def _wait_quietly(self) -> None:
+        with contextlib.suppress(Exception):  # `wait` raises it again
+            self.wait()
 
     def _run(self, seconds: float | None) -> None:
         try:

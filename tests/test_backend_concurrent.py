@@ -1,0 +1,114 @@
+"""Many collectives in flight at once: on several groups, from several threads, and under computation."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import stormtorch
+from stormtorch.bench.ranks import Member, run_ranks
+
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Check = Callable[[], None]
+Started = tuple[Any, Check]
+"""A collective under way, and what is to hold when it has ended."""
+
+
+def begin(kind: int, index: int, group: Any, ranks: list[int], rank: int) -> Started:
+    """Starts the index-th collective of a group. Every rank's numbers follow from its rank and the index."""
+    size, me = len(ranks), ranks.index(rank)
+    count = [1, 7, 1000, 20_000, 100_000][index % 5] * size
+
+    def given(peer: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((count,), ranks[peer] + index % 11, dtype=dtype)
+
+    def all_given(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.stack([given(peer, dtype) for peer in range(size)])
+
+    def holds(out: torch.Tensor, goal: torch.Tensor) -> Check:
+        def check() -> None:
+            assert out.equal(goal), (rank, kind, index, ranks, out[:3], goal[:3])
+
+        return check
+
+    if kind == 0:
+        out = given(me)
+        work = dist.all_reduce(out, group=group, async_op=True)
+        return work, holds(out, all_given().sum(0))
+    if kind == 1:  # torch reduces these, in two exchanges
+        out = given(me, torch.int64)
+        work = dist.all_reduce(out, dist.ReduceOp.MAX, group=group, async_op=True)
+        return work, holds(out, all_given(torch.int64).amax(0))
+    if kind == 2:
+        out, root = given(me), index % size
+        work = dist.broadcast(out, ranks[root], group=group, async_op=True)
+        return work, holds(out, given(root))
+    if kind == 3:
+        outs = [torch.zeros(count) for _ in range(size)]
+        work = dist.all_gather(outs, given(me), group=group, async_op=True)
+        return work, lambda: holds(torch.stack(outs), all_given())()
+    if kind == 4:
+        out = torch.zeros(count // size)
+        work = reduce_scatter_single(out, given(me), group=group, async_op=True)
+        return work, holds(out, all_given().sum(0).chunk(size)[me])
+    out = torch.zeros(count)
+    work = dist.all_to_all_single(out, given(me), group=group, async_op=True)
+    return work, holds(out, torch.cat([given(peer).chunk(size)[me] for peer in range(size)]))
+
+
+def many(group: Any, ranks: list[int], rank: int, count: int) -> None:
+    """Starts many collectives in the same order everywhere, and waits for them in an order of this rank's own."""
+    works = [begin(index % 6, index, group, ranks, rank) for index in range(count)]
+    random.Random(100 * rank + ranks[0]).shuffle(works)
+    for number, (work, check) in enumerate(works):
+        if number % 5 == 0:
+            work.get_future().wait()
+        elif number % 5 == 1:
+            while not work.is_completed():
+                time.sleep(0.001)
+        work.wait()
+        check()
+
+
+def groups_job(member: Member) -> None:
+    dist.init_process_group(
+        "storm",
+        store=member.store,
+        rank=member.rank,
+        world_size=member.world,
+        timeout=timedelta(seconds=30),
+    )
+    world = list(range(member.world))
+    lists = [world, world[::2], world[1::2], world[:2], world[2:], world]
+    groups = [(dist.new_group(ranks), ranks) for ranks in lists]
+    mine = [(group, ranks) for group, ranks in groups if member.rank in ranks]
+    errors: list[BaseException] = []
+
+    def body(group: Any, ranks: list[int]) -> None:
+        try:
+            many(group, ranks, member.rank, 50)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=each, daemon=True) for each in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_fifty_collectives_on_each_of_several_groups_in_any_order_of_waiting() -> None:
+    run_ranks(groups_job, 4, timeout_s=120)
