@@ -344,20 +344,27 @@ class StormProcessGroup(Identity):
             "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")
         )
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come.
 
         Args:
-            timeout: How long to wait for them; None is the group's.
+            timeout: How long to wait for them, seconds where it is a number; None is the group's.
             wait_all_ranks: Name all that are missing, not only the first.
         """
-        seconds = timeout.total_seconds() if timeout is not None else self._timeout_s
+        asked = self._timeout_s if timeout is None else timeout
+        seconds = asked.total_seconds() if isinstance(asked, timedelta) else float(asked)
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         token = torch.zeros(1, dtype=torch.uint8)
         if self.group.rank != 0:
-            for start in (collectives.send, collectives.receive):
-                start(self.group, token, 0, tag=_MONITOR_TAG, timeout_s=seconds).wait()
+            try:
+                for start in (collectives.send, collectives.receive):
+                    start(self.group, token, 0, tag=_MONITOR_TAG, timeout_s=seconds).wait()
+            except StormError as error:
+                raise type(error)(
+                    f"[Rank {self.group.rank}]: Rank {self.group.rank} successfully reached monitoredBarrier, but "
+                    f"received errors while waiting for send/recv from rank 0: {error}"
+                ) from error
             return
         waiting = {
             peer: collectives.receive(self.group, token.clone(), peer, tag=_MONITOR_TAG, timeout_s=seconds + 1.0)
