@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from stormtorch.bench.ranks import Member, run_ranks
@@ -54,3 +57,56 @@ def test_profiler_shows_every_operation_with_the_sizes_of_its_inputs() -> None:
         ("storm::barrier", []),
     ]
     assert other[9:11] == [("storm::scatter", []), ("storm::recv", [[11]])]
+
+
+def compiled_model(member: Member) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    # Several buckets: the compiler then cuts the graph where they end.
+    model = DistributedDataParallel(layers, bucket_cap_mb=1)
+    fast = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(10 * step + member.rank)
+        fast(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def compiled_collectives(member: Member) -> list[torch.Tensor]:
+    group = list(range(member.world))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def everything(given: torch.Tensor) -> list[torch.Tensor]:
+        doubled = given * 2
+        total = functional.all_reduce(doubled, "sum", group)
+        gathered = functional.all_gather_tensor(total + given, 0, group)
+        scattered = functional.reduce_scatter_tensor(gathered * given.mean(), "sum", 0, group)
+        splits = [scattered.size(0) // 2] * 2
+        exchanged = functional.all_to_all_single(scattered, splits, splits, group)
+        shared = functional.broadcast(exchanged + 1, 1, group)
+        both = functional.all_reduce_coalesced([shared, scattered], "max", group)
+        return [total, gathered, scattered, exchanged, shared, *both]
+
+    torch.manual_seed(member.rank)
+    return [each.clone() for each in everything(torch.randn(6, 5))]
+
+
+def compile_job(member: Member) -> None:
+    results = []
+    for backend in ("storm", "gloo"):
+        store = dist.PrefixStore(backend, member.store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.world)
+        results.append(compiled_model(member) + compiled_collectives(member))
+        torch.compiler.reset()  # the groups' names stand in the graphs
+        dist.barrier()
+        dist.destroy_process_group()
+    ours, theirs = results
+    assert len(ours) == len(theirs) == 13
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other), (one, other)
+
+
+def test_compiled_model_and_compiled_collectives_give_bit_for_bit_what_gloo_gives() -> None:
+    run_ranks(compile_job, 2, timeout_s=110)
