@@ -112,3 +112,82 @@ def groups_job(member: Member) -> None:
 
 def test_fifty_collectives_on_each_of_several_groups_in_any_order_of_waiting() -> None:
     run_ranks(groups_job, 4, timeout_s=120)
+
+
+class Slow(torch.autograd.Function):
+    """The identity, whose gradient takes its time and is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, seconds: float, ended: list[float]) -> torch.Tensor:
+        ctx.seconds, ctx.ended = seconds, ended
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        ctx.ended.append(time.time())
+        return gradient, None, None
+
+
+class Layers(nn.Module):
+    """Computes slowly between its layers, on the way back."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(4))
+        self.seconds = seconds
+        self.ended: list[float] = []
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            given = Slow.apply(layer(given), self.seconds, self.ended)  # type: ignore[no-untyped-call]
+        return given
+
+
+def overlap_job(member: Member) -> dict[str, float]:
+    # Each of two ranks sends as much as the tensor has: 2 MB in 0.4 s.
+    options: Any = stormtorch.Options(rate="40mbit", interface="127.0.0.1")
+    dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world, pg_options=options)
+    group: Any = dist.distributed_c10d._get_default_group()
+    seconds = {}
+
+    def timed(name: str, call: Callable[[], None]) -> None:
+        dist.barrier()
+        begin = time.monotonic()
+        call()
+        seconds[name] = time.monotonic() - begin
+
+    tensor = torch.ones(500_000)
+
+    def both() -> None:
+        work = dist.all_reduce(tensor, async_op=True)
+        time.sleep(0.4)
+        assert work is not None
+        work.wait()
+
+    def alone() -> None:
+        dist.all_reduce(tensor)
+
+    timed("alone", alone)
+    timed("both", both)
+
+    model = Layers(0.15)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.3)  # a layer a bucket
+    for _ in range(2):  # the first step finds the order of the buckets
+        model.ended.clear()
+        before = len(group.flight.records())
+        parallel(torch.ones(2, 300)).sum().backward()
+    begun = [each["started"] for each in group.flight.records()[before:] if each["operation"] == "all_reduce"]
+    seconds["buckets"] = len(begun)
+    seconds["lead"] = model.ended[-1] - begun[0]
+    dist.barrier()
+    dist.destroy_process_group()
+    return seconds
+
+
+def test_communication_goes_on_under_computation_and_begins_before_backward_ends() -> None:
+    for seconds in run_ranks(overlap_job, 2, timeout_s=60):
+        assert seconds["alone"] > 0.25, seconds
+        assert seconds["both"] < seconds["alone"] + 0.4 - 0.2, seconds
+        # The last layer's bucket leaves while the other three layers' gradients are still being made.
+        assert seconds["buckets"] == 4 and seconds["lead"] > 0.25, seconds

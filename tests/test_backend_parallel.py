@@ -1,4 +1,4 @@
-# mypy: disable-error-code="attr-defined, arg-type, union-attr, no-untyped-call, return-value, assignment"
+# mypy: disable-error-code="attr-defined, name-defined, arg-type, union-attr, no-untyped-call, return-value, assignment"
 # What fully_shard and parallelize_module return is more than they declare.
 """What is built on torch.distributed, on storm and on gloo in the same processes: the numbers must be the same."""
 
@@ -170,7 +170,8 @@ class Branches(nn.Module):
         self.trunk, self.branches, self.rank = network(), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), rank
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self.branches[self.rank](self.trunk(given))
+        out: torch.Tensor = self.branches[self.rank](self.trunk(given))
+        return out
 
 
 def unused_parameters(member: Member, mesh: DeviceMesh) -> list[torch.Tensor]:

@@ -1,6 +1,10 @@
 # mypy: disable-error-code="no-untyped-call"
 """The tools that look at the backend "storm" or through it: the profiler, torch.compile and TORCH_DISTRIBUTED_DEBUG."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,3 +114,19 @@ def compile_job(member: Member) -> None:
 
 def test_compiled_model_and_compiled_collectives_give_bit_for_bit_what_gloo_gives() -> None:
     run_ranks(compile_job, 2, timeout_s=110)
+
+
+def test_debug_levels_of_torch_work_under_torchrun(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("backend_debugged.py"))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(
+        words, env=os.environ | {"STORM_FLIGHT_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for level in ("INFO", "DETAIL"):
+        for rank in (0, 1):
+            assert f"{level} rank {rank} unused: Expected to have finished reduction" in done.stdout
+            # The names, which torch gives only at these levels.
+            assert f"did not receive grad for rank {rank}: idle.bias, idle.weight" in done.stdout
+            assert f"{level} rank {rank} sizes: rank {rank}: all_reduce" in done.stdout
+        assert "12 bytes where 16 are expected" in done.stdout or "16 bytes where 12 are expected" in done.stdout
