@@ -1,12 +1,15 @@
 """Many collectives in flight at once: on several groups, from several threads, and under computation."""
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -112,6 +115,44 @@ def groups_job(member: Member) -> None:
 
 def test_fifty_collectives_on_each_of_several_groups_in_any_order_of_waiting() -> None:
     run_ranks(groups_job, 4, timeout_s=120)
+
+
+def anybody_job(member: Member, folder: str) -> list[int]:
+    """Every rank asks for whatever comes before anyone sends, and for a message of a known rank too."""
+    os.environ["STORM_FLIGHT_DIR"] = folder
+    dist.init_process_group(
+        "storm", store=member.store, rank=member.rank, world_size=member.world, timeout=timedelta(seconds=20)
+    )
+    rank, world = member.rank, member.world
+    following, preceding = (rank + 1) % world, (rank - 1) % world
+    outs = [torch.zeros(2) for _ in range(world)]
+    works: list[Any] = [dist.irecv(out, tag=5) for out in outs[:2]]
+    works.append(dist.irecv(outs[2], preceding, tag=5))
+    assert not any(work.is_completed() for work in works)
+    assert works[0]._source_rank() == -1
+    dist.barrier()
+    # Two messages to the next rank, one to every other.
+    sent = [dist.isend(torch.tensor([float(rank), 1.0]), peer, tag=5) for peer in range(world) if peer != rank]
+    sent.append(dist.isend(torch.tensor([float(rank), 2.0]), following, tag=5))
+    for work in sent:
+        assert work is not None
+        work.wait()
+    for work in reversed(works):
+        work.wait()
+    assert [int(out[0]) for out in outs] == [work._source_rank() for work in works]
+    dist.barrier()
+    group: Any = dist.distributed_c10d._get_default_group()
+    group.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(stormtorch.StormError, match=f"rank {rank}: recv: nobody sent with tag 6 for 0.2 s"):
+        dist.recv(torch.zeros(1), tag=6)
+    group.set_timeout(timedelta(seconds=20))
+    dist.barrier()
+    dist.destroy_process_group()
+    return sorted(int(10 * out[0] + out[1]) for out in outs)
+
+
+def test_receives_from_anybody_do_not_block_and_keep_each_senders_order(tmp_path: Path) -> None:
+    assert run_ranks(anybody_job, 3, (str(tmp_path),), timeout_s=60) == [[11, 21, 22], [1, 2, 21], [1, 11, 12]]
 
 
 class Slow(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch import collectives
-from stormtorch.backend.anybody import Receives
+from stormtorch.backend.anybody import Receives, Taking
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.sparse import sum_sparse
@@ -324,7 +324,7 @@ class StormProcessGroup(Identity):
             lambda: [self._receives.start(out, source, tag, self._timeout_s)],
             [tensor],
             staged,
-            source=source,
+            source=lambda: source,
         )
 
     def recv_anysource(self, tensors: Any, tag: int) -> StormWork:
@@ -332,8 +332,8 @@ class StormProcessGroup(Identity):
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
-        source = self._receives.from_anybody(out, tag, self._timeout_s)
-        return self._start("recv", list, [tensor], staged, source=source)
+        taking = self._receives.from_anybody(out, tag, self._timeout_s)
+        return self._start("recv", lambda: [taking], [tensor], staged, source=lambda: taking.source)
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
@@ -414,10 +414,10 @@ class StormProcessGroup(Identity):
     def _start(
         self,
         what: str,
-        begin: Callable[[], list[Pending]],
+        begin: Callable[[], Sequence[Pending | Taking]],
         results: Tensors,
         staged: Staged,
-        source: int = -1,
+        source: Callable[[], int | None] | None = None,
         inputs: Tensors | None = None,
     ) -> StormWork:
         """Begins an operation and notes it.
@@ -427,7 +427,7 @@ class StormProcessGroup(Identity):
             begin: Starts the exchanges.
             results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
             staged: What remains to be copied at the end.
-            source: Of a receive, whose it is.
+            source: Of a receive, tells whose it is.
             inputs: What the profiler shows the shapes of.
         """
         self._sequence += 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stormtorch.backend.anybody import Taking
 from stormtorch.collectives import Pending
 from stormtorch.errors import ExchangeTimeout
 
@@ -23,11 +24,11 @@ class StormWork(dist.Work):
     def __init__(
         self,
         what: str,
-        pending: Sequence[Pending],
+        pending: Sequence[Pending | Taking],
         results: Sequence[torch.Tensor],
         finish: Finish | None = None,
         failed: Callable[[BaseException], None] | None = None,
-        source: int = -1,
+        source: Callable[[], int | None] | None = None,
     ) -> None:
         super().__init__()
         self.what = what
@@ -120,8 +121,9 @@ class StormWork(dist.Work):
         return self._results
 
     def source_rank(self) -> int:
-        """Of a receive from anybody, whose it was."""
-        return self._source
+        """Of a receive that has ended, whose it was; -1 otherwise."""
+        found = None if self._source is None else self._source()
+        return -1 if found is None else found
 
     _source_rank = source_rank
 
