@@ -7,9 +7,31 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from stormtorch.backend.pool import run_soon
-from stormtorch.collectives import Pending
 
-Begin = Callable[[], list[Pending]]
+
+class Started(Protocol):
+    """Something under way, as a `Pending` is."""
+
+    @property
+    def exchanges(self) -> int:
+        """Of how many it consists, one after the other."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` would return at once, as far as is known without looking."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has ended, so that `wait` does not block."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Blocks until it has ended."""
+        ...
+
+
+Begin = Callable[[], Sequence[Started]]
 
 
 class Moment(Protocol):
@@ -28,12 +50,12 @@ class Order:
         self._queue: deque[Callable[[], None]] = deque()
         self._draining = False
 
-    def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[list[Pending]] | list[Pending]":
+    def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[Sequence[Started]] | Sequence[Started]":
         """Calls `begin` after what came before it and after the moments; returns at once."""
         with self._lock:
             if not moments and not self._draining:
                 return begin()
-            future: Future[list[Pending]] = Future()
+            future: Future[Sequence[Started]] = Future()
 
             def task() -> None:
                 try:

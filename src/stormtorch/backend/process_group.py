@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch import collectives
-from stormtorch.backend.anybody import Receives
+from stormtorch.backend.anybody import Receives, Taking
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.order import Order
@@ -186,6 +186,7 @@ class StormProcessGroup(Identity):
             lambda: [collectives.all_gather(self.group, outs, given, timeout_s=timeout_s) for given, outs in dense],
             results,
             staged,
+            inputs=inputs,
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
@@ -193,7 +194,7 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, timeout)
         parts = inputs if isinstance(inputs[0], torch.Tensor) else one_list(inputs, "reduce_scatter")
         output = one(outputs, "reduce_scatter")
-        return self._reduce_scatter_all([output], [parts], op, timeout_s)
+        return self._reduce_scatter_all([output], [parts], op, timeout_s, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
         """The same from one tensor."""
@@ -204,7 +205,7 @@ class StormProcessGroup(Identity):
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("reduce_scatter")
         parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in inputs]
-        return self._reduce_scatter_all(outputs, parts, op, timeout_s, staged)
+        return self._reduce_scatter_all(outputs, parts, op, timeout_s, inputs, staged)
 
     def _reduce_scatter_all(
         self,
@@ -212,6 +213,7 @@ class StormProcessGroup(Identity):
         inputs: Sequence[Tensors],
         op: Op,
         timeout_s: float,
+        shown: Tensors,
         staged: Staged | None = None,
     ) -> StormWork:
         staged = staged or Staged("reduce_scatter")
@@ -229,6 +231,7 @@ class StormProcessGroup(Identity):
             ],
             outputs,
             staged,
+            inputs=shown,
         )
 
     _allgather_base = all_gather_single
@@ -252,6 +255,7 @@ class StormProcessGroup(Identity):
             lambda: [collectives.gather(self.group, given, outs, root, timeout_s=timeout_s)],
             results,
             staged,
+            inputs=[given],
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
@@ -270,13 +274,14 @@ class StormProcessGroup(Identity):
             lambda: [collectives.scatter(self.group, out, given, root, timeout_s=timeout_s)],
             [output],
             staged,
+            inputs=given or [],
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> StormWork:
         """Every rank gives every rank its own tensor."""
         staged = Staged("all_to_all")
         outs, given = [staged.write(each) for each in outputs], [staged.read(each) for each in inputs]
-        return self._exchange_all(outputs, outs, given, staged, self._timeout(opts, timeout))
+        return self._exchange_all(outputs, outs, given, staged, self._timeout(opts, timeout), inputs)
 
     def all_to_all_single(
         self,
@@ -292,18 +297,19 @@ class StormProcessGroup(Identity):
         size = self.group.size
         outs = split(staged.write(output), output_splits, size, "all_to_all")
         given = split(staged.read(tensor), input_splits, size, "all_to_all")
-        return self._exchange_all([output], outs, given, staged, self._timeout(opts, timeout))
+        return self._exchange_all([output], outs, given, staged, self._timeout(opts, timeout), [tensor])
 
     alltoall_base = all_to_all_single
 
     def _exchange_all(
-        self, results: Tensors, outs: Tensors, given: Tensors, staged: Staged, timeout_s: float
+        self, results: Tensors, outs: Tensors, given: Tensors, staged: Staged, timeout_s: float, shown: Tensors
     ) -> StormWork:
         return self.begin_work(
             "all_to_all",
             lambda: [collectives.all_to_all(self.group, outs, given, timeout_s=timeout_s)],
             results,
             staged,
+            inputs=shown,
         )
 
     # --- one to one -------------------------------------------------------------------------------------------------
@@ -330,7 +336,7 @@ class StormProcessGroup(Identity):
             lambda: [self._receives.start(out, source, tag, self._timeout_s)],
             [tensor],
             staged,
-            source=source,
+            source=lambda: source,
         )
 
     def recv_anysource(self, tensors: Any, tag: int) -> StormWork:
@@ -338,9 +344,13 @@ class StormProcessGroup(Identity):
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
-        self._order.flush()
-        source = self._receives.from_anybody(out, tag, self._timeout_s)
-        return self.begin_work("recv", list, [tensor], staged, source=source)
+        taking: list[Taking] = []
+
+        def begin() -> list[Taking]:
+            taking.append(self._receives.from_anybody(out, tag, self._timeout_s))
+            return taking
+
+        return self.begin_work("recv", begin, [tensor], staged, source=lambda: taking[0].source)
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
@@ -351,21 +361,28 @@ class StormProcessGroup(Identity):
             "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")
         )
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come.
 
         Args:
-            timeout: How long to wait for them; None is the group's.
+            timeout: How long to wait for them, seconds where it is a number; None is the group's.
             wait_all_ranks: Name all that are missing, not only the first.
         """
-        seconds = timeout.total_seconds() if timeout is not None else self._timeout_s
+        asked = self._timeout_s if timeout is None else timeout
+        seconds = asked.total_seconds() if isinstance(asked, timedelta) else float(asked)
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         self._order.flush()
         token = torch.zeros(1, dtype=torch.uint8)
         if self.group.rank != 0:
-            for start in (collectives.send, collectives.receive):
-                start(self.group, token, 0, tag=_MONITOR_TAG, timeout_s=seconds).wait()
+            try:
+                for start in (collectives.send, collectives.receive):
+                    start(self.group, token, 0, tag=_MONITOR_TAG, timeout_s=seconds).wait()
+            except StormError as error:
+                raise type(error)(
+                    f"[Rank {self.group.rank}]: Rank {self.group.rank} successfully reached monitoredBarrier, but "
+                    f"received errors while waiting for send/recv from rank 0: {error}"
+                ) from error
             return
         waiting = {
             peer: collectives.receive(self.group, token.clone(), peer, tag=_MONITOR_TAG, timeout_s=seconds + 1.0)
@@ -418,30 +435,34 @@ class StormProcessGroup(Identity):
     def begin_work(
         self,
         what: str,
-        begin: Callable[[], list[Pending]],
+        begin: Callable[[], Sequence[Pending | Taking]],
         results: Tensors,
         staged: Staged,
-        source: int = -1,
+        source: Callable[[], int | None] | None = None,
+        inputs: Tensors | None = None,
         finish: Callable[[], None] | None = None,
     ) -> StormWork:
-        """Begins a collective after those that were asked for before.
+        """Begins an operation after those that were asked for before, and notes it.
 
         Args:
-            what: Its name, for errors and records.
-            begin: Starts it.
-            results: Tensors that will hold the results.
-            staged: Their stand-ins.
-            source: Of a receive, from whom.
-            finish: What remains to be done at the end.
+            what: Its name, for errors, the flight record and the profiler.
+            begin: Starts the exchanges.
+            results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
+            staged: Their stand-ins, and what remains to be copied at the end.
+            source: Of a receive, tells whose it is.
+            inputs: What the profiler shows the shapes of.
+            finish: What else remains to be done at the end.
         """
         self._sequence += 1
         record = self.flight.begin(what, self._sequence, results)
         if torch.autograd._profiler_enabled():
-            with torch.profiler.record_function(f"storm::{what}"):
+            shown = results if inputs is None else inputs
+            with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):
                 begun = self._order.begin(begin, staged.moments())
         else:
             begun = self._order.begin(begin, staged.moments())
         work = StormWork(what, begun, results, staged, finish, record, source)
+        work.go_on()
         if self._together is not None:
             self._together.append(work)
         return work

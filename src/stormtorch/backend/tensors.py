@@ -38,7 +38,7 @@ class Staged:
             return target
         else:
             dense = torch.empty(target.shape, dtype=dtype)
-        self._copies.append((tensor.detach(), dense))
+        self._copy_later(tensor.detach(), dense)
         return dense
 
     def update(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -47,11 +47,12 @@ class Staged:
         if target.is_cuda and dtype not in (None, target.dtype):
             narrow = self._given(target).to(dtype)  # there, where it is fast, and less has to travel
             dense = self.read(narrow)
-            self._copies += [(narrow, dense), (target, narrow)]
+            self._copies.append((narrow, dense))
+            self._copy_later(target, narrow)
             return dense
         dense = self.read(tensor, dtype)
         if dense.data_ptr() != target.data_ptr() or not target.is_contiguous() or dense.dtype != target.dtype:
-            self._copies.append((target, dense))
+            self._copy_later(target, dense)
         return dense
 
     def moments(self) -> list[torch.cuda.Event]:
@@ -90,6 +91,15 @@ class Staged:
         for visit in self._all_visits():
             stack.enter_context(visit.stream())
         return stack
+
+    def _copy_later(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
+            # Said here and not by the copy at the end, when the peers have taken part already.
+            raise RuntimeError(
+                f"storm: {self._what} cannot write into an expanded tensor, in which one number in memory stands for "
+                "several; clone() it first"
+            )
+        self._copies.append((target, values))
 
     def _all_visits(self) -> list[Visit]:
         return [*self._visits.values(), *(visit for part in self._parts for visit in part._all_visits())]

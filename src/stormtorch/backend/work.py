@@ -1,5 +1,6 @@
 """A collective under way, as torch.distributed sees it."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stormtorch.backend.order import Started
 from stormtorch.backend.pool import run_soon
 from stormtorch.backend.tensors import Staged
-from stormtorch.collectives import Pending
 from stormtorch.errors import ExchangeTimeout
 
-Begun = Sequence[Pending] | futures.Future[list[Pending]]
+Begun = Sequence[Started] | futures.Future[Sequence[Started]]
 """The exchanges of a collective, or the promise of them where it has yet to begin."""
 
 
@@ -29,7 +30,7 @@ class StormWork(dist.Work):
         staged: Staged,
         finish: Callable[[], None] | None = None,
         failed: Callable[[BaseException], None] | None = None,
-        source: int = -1,
+        source: Callable[[], int | None] | None = None,
     ) -> None:
         super().__init__()
         self.what = what
@@ -51,16 +52,39 @@ class StormWork(dist.Work):
             StormError: It did not end well; the message names rank, peer, operation and what is missing.
         """
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        with self._lock:
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise ExchangeTimeout(f"{self.what}: not done after {seconds:g} s of waiting")
+        try:
             if not self._done:
                 self._run(seconds)
             if self._error is not None:
                 raise self._error
+        finally:
+            self._lock.release()
         self.staged.join()
         return True
 
+    def go_on(self) -> None:
+        """Has a thread of the pool wait for what would otherwise stand still until the user does.
+
+        Ranks may wait for several collectives in different orders: each would stand between two exchanges of the one
+        that the other waits for.
+        """
+        if isinstance(self._begun, futures.Future):
+            self._begun.add_done_callback(lambda begun: None if begun.exception() else self._go_on(begun.result()))
+        else:
+            self._go_on(self._begun)
+
+    def _go_on(self, started: Sequence[Started]) -> None:
+        if any(each.exchanges > 1 for each in started):
+            run_soon(self._wait_quietly)
+
+    def _wait_quietly(self) -> None:
+        with self.staged.on_streams(), contextlib.suppress(Exception):  # `wait` raises it again
+            self.wait()
+
     def _run(self, seconds: float | None) -> None:
-        pending: Sequence[Pending] = ()
+        pending: Sequence[Started] = ()
         try:
             pending = self._begun.result(seconds) if isinstance(self._begun, futures.Future) else self._begun
             for each in pending:
@@ -119,8 +143,9 @@ class StormWork(dist.Work):
         return self._results
 
     def source_rank(self) -> int:
-        """Of a receive from anybody, whose it was."""
-        return self._source
+        """Of a receive that has ended, whose it was; -1 otherwise."""
+        found = None if self._source is None else self._source()
+        return -1 if found is None else found
 
     _source_rank = source_rank
 

@@ -48,13 +48,15 @@ def all_reduce(
     if group.size == 1:
         return group.start(nothing())
     if not ops.on_arrival(tensor, op):
-        return group.start(_by_torch(group, flat, op, group.reserve(2), timeout_s))
+        if _direct_pays(group, size(flat)):
+            return group.start(_direct_by_torch(group, flat, op, group.reserve(), timeout_s))
+        return group.start(_by_torch(group, flat, op, group.reserve(2), timeout_s), 2)
     if reliability.exact == share.exact and _direct_pays(group, size(flat)):
         return group.start(_direct(group, flat, op, group.reserve(), reliability, timeout_s))
     piece = _PIECE_BYTES // flat.element_size()
     pieces = [flat[first : first + piece] for first in range(0, flat.numel(), piece)] or [flat]
     names = [group.reserve() for _ in pieces]
-    return group.start(_in_two_stages(group, pieces, op, names, reliability, share, timeout_s))
+    return group.start(_in_two_stages(group, pieces, op, names, reliability, share, timeout_s), len(pieces))
 
 
 def _mode(reliability: Reliability) -> ReduceMode:
@@ -142,8 +144,23 @@ def _scale_what_is_missing(flat: torch.Tensor, span: tuple[int, int], mask: torc
         shard[chunk * per_chunk : (chunk + 1) * per_chunk] *= group.size
 
 
+def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
+    """Any dtype and operation: everyone gets everyone's contribution, and torch reduces them in rank order."""
+    ranks, others = group.ranks, group.others()
+    placed = [flat if peer == group.rank else torch.empty_like(flat) for peer in range(group.size)]
+    yield Plan(
+        "all_reduce",
+        *name,
+        [Send(ranks[peer], flat.data_ptr(), size(flat)) for peer in others],
+        [Receive(ranks[peer], placed[peer].data_ptr(), size(flat)) for peer in others],
+        timeout_s=timeout_s,
+        keep=(flat, *placed),
+    )
+    ops.fold(placed, op, flat)
+
+
 def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
-    """Any dtype and operation: contributions are placed side by side, and torch reduces them in rank order."""
+    """The same for larger ones: each rank reduces a part and shares it."""
     channel, seq = name
     element, ranks, others = flat.element_size(), group.ranks, group.others()
     cuts = shards(flat.numel(), element, group.size)

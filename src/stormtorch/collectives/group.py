@@ -15,9 +15,13 @@ def nothing() -> Steps:
 
 
 class Pending:
-    """A collective under way. The tensors given to it are the caller's again when `wait` returns."""
+    """A collective under way. The tensors given to it are the caller's again when `wait` returns.
 
-    def __init__(self, transport: Transport, steps: Steps) -> None:
+    One of several exchanges, one after the other, goes on to the next only while somebody waits or looks.
+    """
+
+    def __init__(self, transport: Transport, steps: Steps, exchanges: int = 1) -> None:
+        self.exchanges = exchanges
         self._transport = transport
         self._steps = steps
         self._arrivals: list[Arrival] = []
@@ -77,9 +81,9 @@ class Group:
         self.size = len(self.ranks)
         self._channel = (name, *self.ranks)
 
-    def start(self, steps: Steps) -> Pending:
-        """Begins a collective."""
-        return Pending(self.transport, steps)
+    def start(self, steps: Steps, exchanges: int = 1) -> Pending:
+        """Begins a collective of so many exchanges."""
+        return Pending(self.transport, steps, exchanges)
 
     def reserve(self, count: int = 1) -> tuple[int, int]:
         """The group's channel and the first of `count` sequence numbers."""

@@ -34,8 +34,20 @@ _FOLDS: dict[Op, Callable[..., torch.Tensor]] = {
 }
 
 
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+REDUCIBLE = {
+    torch.bool,
+    *_INTEGERS,
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
+"""The types there is arithmetic for. All others, as float8, can be moved but not reduced."""
+
+
 def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
     """Raises ValueError where the operation does not exist for the tensor, or may not lose."""
+    if tensor.dtype not in REDUCIBLE:
+        raise ValueError(f"{op.name} of {tensor.dtype} does not exist: convert it first, as to float32")
     if op in (Op.BAND, Op.BOR, Op.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{op.name} needs integers or booleans, got {tensor.dtype}")
     if op is Op.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
