@@ -174,8 +174,11 @@ void Core::leave(Nanos) {
 }
 
 bool Core::gone() const {
-    return std::all_of(peers_.begin(), peers_.end(),
-                       [](const auto& peer) { return !peer || peer->left || peer->told || peer->silent; });
+    // Nobody waits for an answer of one that others call silent.
+    const auto lost = [&](const Peer& peer) { return lost_ == Blame{peer.rank, Status::peer_silent}; };
+    return std::all_of(peers_.begin(), peers_.end(), [&](const auto& peer) {
+        return !peer || peer->left || peer->told || peer->silent || lost(*peer);
+    });
 }
 
 Exchange* Core::find(std::uint32_t channel, std::uint32_t seq) {

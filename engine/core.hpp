@@ -70,7 +70,7 @@ public:
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
-    // Tells every peer that we are leaving. `gone` is true when all have heard it or have left themselves.
+    // Tells every peer that we are leaving. `gone` is true when all have heard it, have left themselves or are lost.
     void leave(Nanos now);
     [[nodiscard]] bool gone() const;
 

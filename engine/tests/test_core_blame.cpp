@@ -91,6 +91,12 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
                 check_blame(outcome, 1, Status::peer_silent);
                 told += outcome.status == Status::peer_failed ? 1 : 0;
             }
+            // And nobody waits for the dead to hear a goodbye.
+            for (std::uint16_t rank = 0; rank < world; ++rank) {
+                if (rank != 1) job.net.leave(rank);
+            }
+            job.net.run(10 * millisecond);
+            for (std::uint16_t rank = 0; rank < world; ++rank) CHECK(rank == 1 || job.net.core(rank).gone());
             // Where one needs what another makes of all contributions.
             if (reducing) CHECK(told > 0);
         }
