@@ -235,12 +235,15 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
 
 
 def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
-    network = SimNetwork(5, options=QUICK, seed=23)
+    network = SimNetwork(6, options=QUICK, seed=23)
     network.set_dark(2, True)
 
     def work(transport: Transport) -> tuple[str, int | None]:
+        if transport.rank == 5:
+            return "", None
+        compute(transport, 0.01 * (1 + transport.rank))  # the first to begin is the first to notice
         try:
-            all_reduce(Group(transport), torch.ones(500_000)).wait()
+            all_reduce(Group(transport, range(5)), torch.ones(500_000)).wait()
         except StormError as error:
             return f"{type(error).__name__}: {error}", error.culprit
         return "no error", None
@@ -251,6 +254,7 @@ def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
     for rank in (0, 1, 3, 4):
         assert re.match(f"({told})|({found})".format(rank, rank), said[rank][0]), said[rank]
         assert said[rank][1] == 2
+    assert sum("PeerFailed" in text for text, _ in said) == 3, said
 
 
 @pytest.mark.parametrize("why", ["cancelled", "left", "late"])
