@@ -56,7 +56,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
         case Kind::ping: peer.in.report_now(); break;
-        case Kind::bye: take_bye(peer, *payload, now); break;
+        case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed: take_failed(peer, *header, now); break;
     }
     // What was not taken is reported as lost, and so comes again.
@@ -106,7 +106,7 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     if (header.message_bytes != message->cut.bytes) {
         exchange.outcome.expected_bytes = message->cut.bytes;
         exchange.outcome.announced_bytes = header.message_bytes;
-        fail(exchange, Status::size_mismatch, peer.rank, message->cut.bytes - message->arrived_bytes, now);
+        fail(exchange, Status::size_mismatch, peer.rank, message->cut.bytes - message->arrived_bytes);
         return;
     }
     if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
@@ -177,7 +177,7 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
         // A receiver that is ahead of us (if there is no room to remember it, it will ask again), or that asks in vain.
         if (!is_over(header.channel, header.seq)) {
             (void)pool_.keep(header, {});
-        } else if (ended_badly(header)) {
+        } else if (blame_for(header)) {
             answer_for_ended(peer, header);
         } else {
             // It ended well for us, so whatever is missing there was allowed to be.
@@ -209,25 +209,36 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
     }
 }
 
-void Core::take_bye(Peer& peer, std::span<const std::byte> body, Nanos now) {
+void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now) {
+    const std::optional<Blame> blame = parse_blame(header, config_.world);
+    if (!blame) {
+        ++counters_.malformed;
+        return;
+    }
     // The last report tells apart what it received before it left and what it never will.
     take_report(peer, body, now);
     peer.left = true;
+    peer.left_for = *blame;
     peer.in.report_now();
     peer.out.abandon([](const Flight&) {});
     std::vector<std::uint64_t> concerned;
     for (const auto& [key, exchange] : active_) concerned.push_back(key);
     for (const std::uint64_t key : concerned) {
         Exchange& exchange = *active_.at(key);
-        abandon_peer(exchange, peer, Status::peer_left, now);
+        abandon_peer(exchange, peer, Status::peer_left, *blame, now);
         open_gates(exchange);
         finish_if_done(exchange, now);
     }
 }
 
 void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
+    const std::optional<Blame> blame = parse_blame(header, config_.world);
+    if (!blame) {
+        ++counters_.malformed;
+        return;
+    }
     if (Exchange* exchange = find(header.channel, header.seq)) {
-        abandon_peer(*exchange, peer, Status::peer_failed, now);
+        abandon_peer(*exchange, peer, Status::peer_failed, *blame, now);
         open_gates(*exchange);
         finish_if_done(*exchange, now);
     } else if (!is_over(header.channel, header.seq)) {
@@ -236,11 +247,11 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 }
 
 // The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
-void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now) {
+void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame, Nanos now) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
         if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
-            fail(exchange, status, peer.rank, message.unacked_bytes(), now);
+            fail(exchange, status, peer.rank, message.unacked_bytes(), blame);
         } else {
             release(message);
         }
@@ -250,19 +261,21 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now
         if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false, now);
         } else {
-            fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, blame);
         }
     }
 }
 
-bool Core::ended_badly(const Header& header) const {
+Blame Core::blame_for(const Header& header) const {
     const std::uint64_t key = exchange_key(header.channel, header.seq);
-    return std::find(failed_.begin(), failed_.end(), key) != failed_.end();
+    const auto found =
+        std::find_if(failed_.begin(), failed_.end(), [&](const auto& each) { return each.first == key; });
+    return found == failed_.end() ? Blame{} : found->second;
 }
 
 void Core::answer_for_ended(Peer& peer, const Header& header) {
-    if (ended_badly(header)) {
-        control(peer, {.kind = Kind::failed, .channel = header.channel, .seq = header.seq});
+    if (const Blame blame = blame_for(header)) {
+        control(peer, {.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .blame = blame});
     } else {
         const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
         control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});

@@ -210,6 +210,8 @@ NB_MODULE(_engine, m) {
     nb::class_<Outcome>(m, "Outcome")
         .def_ro("status", &Outcome::status)
         .def_ro("peer", &Outcome::peer)
+        .def_prop_ro("culprit", [](const Outcome& o) { return o.blame.culprit; })
+        .def_prop_ro("cause", [](const Outcome& o) { return o.blame.cause; })
         .def_ro("missing_bytes", &Outcome::missing_bytes)
         .def_ro("expected_bytes", &Outcome::expected_bytes)
         .def_ro("announced_bytes", &Outcome::announced_bytes)

@@ -110,7 +110,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         Peer& peer = *peers_[message.peer];
         if (peer.silent) control(peer, {.kind = Kind::ping});  // it heals when it answers
         if (peer.left && !exchange.lossy(message.second_stage)) {
-            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes, now);
+            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes, peer.left_for);
         } else if (peer.left || (peer.silent && exchange.lossy(message.second_stage))) {
             release(message);
         } else {
@@ -131,7 +131,8 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         } else if (entry.header.kind == Kind::ready) {
             obey(exchange, peer, entry.header);
         } else if (entry.header.kind == Kind::failed) {
-            abandon_peer(exchange, peer, Status::peer_failed, now);
+            // It was found good before it was kept.
+            abandon_peer(exchange, peer, Status::peer_failed, *parse_blame(entry.header, config_.world), now);
         } else {
             deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
         }
@@ -143,7 +144,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         Peer& peer = *peers_[message.peer];
         const bool lossy = exchange.lossy(message.second_stage);
         if (peer.left && !lossy) {
-            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+            fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, peer.left_for);
         } else if (peer.left || (peer.silent && lossy)) {
             close(exchange, message, false, now);
         } else {
@@ -168,13 +169,16 @@ void Core::cancel(std::uint64_t id, Nanos now) {
 
 void Core::leave(Nanos) {
     for (auto& peer : peers_) {
-        if (peer && !peer->left) control(*peer, {.kind = Kind::bye});
+        if (peer && !peer->left) control(*peer, {.kind = Kind::bye, .blame = lost_});
     }
 }
 
 bool Core::gone() const {
-    return std::all_of(peers_.begin(), peers_.end(),
-                       [](const auto& peer) { return !peer || peer->left || peer->told || peer->silent; });
+    // Nobody waits for an answer of one that others call silent.
+    const auto lost = [&](const Peer& peer) { return lost_ == Blame{peer.rank, Status::peer_silent}; };
+    return std::all_of(peers_.begin(), peers_.end(), [&](const auto& peer) {
+        return !peer || peer->left || peer->told || peer->silent || lost(*peer);
+    });
 }
 
 Exchange* Core::find(std::uint32_t channel, std::uint32_t seq) {

@@ -70,7 +70,7 @@ public:
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
-    // Tells every peer that we are leaving. `gone` is true when all have heard it or have left themselves.
+    // Tells every peer that we are leaving. `gone` is true when all have heard it, have left themselves or are lost.
     void leave(Nanos now);
     [[nodiscard]] bool gone() const;
 
@@ -106,6 +106,7 @@ private:
         Kind kind{};
         std::uint8_t flags{};
         std::uint32_t channel{}, seq{};
+        Blame blame{};
         bool operator==(const Control&) const = default;
     };
     // Which sequence numbers of a channel were posted: all below `next`, less those passed over.
@@ -130,11 +131,12 @@ private:
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header);
-    void take_bye(Peer& peer, std::span<const std::byte> body, Nanos now);
+    void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
-    [[nodiscard]] bool ended_badly(const Header& header) const;
+    // Why that exchange failed here; empty if it did not, or too long ago.
+    [[nodiscard]] Blame blame_for(const Header& header) const;
     void answer_for_ended(Peer& peer, const Header& header);
-    void abandon_peer(Exchange& exchange, Peer& peer, Status status, Nanos now);
+    void abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame, Nanos now);
     [[nodiscard]] Exchange* find(std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] bool is_over(std::uint32_t channel, std::uint32_t seq) const;
 
@@ -166,7 +168,10 @@ private:
     void open_gates(Exchange& exchange);
     void finish_if_done(Exchange& exchange, Nanos now);
     void finish(Exchange& exchange, Status status, Nanos now);
-    void fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos now);
+    // Without a blame, the peer is to blame.
+    void fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Blame blame = {});
+    void fail_late(Exchange& exchange, Nanos now);
+    void remember(const Exchange& exchange);
     void tick_peer(Peer& peer, Nanos now);
     void tick_receives(Exchange& exchange, Nanos now);
     void tick_sends(Exchange& exchange, Nanos now);
@@ -191,8 +196,10 @@ private:
     std::unordered_map<std::uint64_t, std::unique_ptr<Exchange>> active_;  // by channel and seq
     std::unordered_map<std::uint64_t, std::uint64_t> key_of_;              // id to key
     std::unordered_map<std::uint32_t, Posted> posted_;                     // by channel
-    std::deque<std::uint64_t> failed_;  // keys of the latest exchanges that ended badly, for peers that still ask
-    bool again_{};                      // transmit has more to look at although a peer had nothing to send
+    // Keys of the latest exchanges that ended badly and whose fault it was, for peers that still ask.
+    std::deque<std::pair<std::uint64_t, Blame>> failed_;
+    Blame lost_;    // whose fault the first error was that has not healed: what a goodbye says
+    bool again_{};  // transmit has more to look at although a peer had nothing to send
     std::vector<std::unique_ptr<Exchange>> leaving_;  // ended, but a batch still points into their buffers
     std::deque<Finished> finished_;
     std::vector<Slot> slots_;

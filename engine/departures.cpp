@@ -67,6 +67,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.flags = flight.flags = what.flags;
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
+        flight.blame = what.blame;
+        if (what.kind == Kind::bye || what.kind == Kind::failed) write_blame(what.blame, header);
         if (what.kind == Kind::bye)
             body_bytes = write_report(peer.in.make_report(credit_bytes(&peer), overflow_, now, true), body);
         flight.settled = peer.silent;  // nobody waits for an answer of the silent
@@ -359,7 +361,11 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
         }
     } else if (flight.kind == Kind::end || flight.kind == Kind::done || flight.kind == Kind::bye ||
                flight.kind == Kind::failed) {
-        control(peer, {.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
+        control(peer, {.kind = flight.kind,
+                       .flags = flight.flags,
+                       .channel = flight.channel,
+                       .seq = flight.seq,
+                       .blame = flight.blame});
     }
 }
 

@@ -52,20 +52,58 @@ void Core::finish_if_done(Exchange& exchange, Nanos now) {
     }
 }
 
-void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Nanos) {
+void Core::fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Blame blame) {
     if (exchange.outcome.status != Status::running) return;
     exchange.outcome.status = status;
     exchange.outcome.peer = peer;
     exchange.outcome.missing_bytes = missing_bytes;
+    exchange.outcome.blame = blame ? blame : Blame{peer, status};
+}
+
+// Time is up. Named is who is most likely to hold up all others: of those that something is missing of, a peer that has
+// missed several questions, else one whose contribution is missing, as what comes second may wait for a third.
+void Core::fail_late(Exchange& exchange, Nanos now) {
+    const Nanos asked_since = 3 * std::min(longest_ask, config_.silence / 16), pinged_since = config_.silence / 2;
+    int strongest = 0;
+    std::uint16_t whom = 0;
+    std::uint64_t missing_bytes = 0;
+    const auto suspect = [&](std::uint16_t peer, int weight, Nanos since, std::uint64_t bytes) {
+        if (peers_[peer]->last_heard + since < now) weight += 4;
+        if (weight <= strongest) return;
+        strongest = weight;
+        whom = peer;
+        missing_bytes = bytes;
+    };
+    for (const Incoming& message : exchange.receives) {
+        if (message.closed) continue;
+        suspect(message.peer, message.second_stage ? 2 : 3, asked_since, message.cut.bytes - message.arrived_bytes);
+    }
+    for (const Outgoing& message : exchange.sends) {
+        if (!message.released) suspect(message.peer, 1, pinged_since, message.unacked_bytes());
+    }
+    if (strongest > 0) fail(exchange, Status::timed_out, whom, missing_bytes);
+}
+
+// An exchange that ended: what peers that ask for it later are told, and what our goodbye will say.
+void Core::remember(const Exchange& exchange) {
+    const Outcome& outcome = exchange.outcome;
+    if (outcome.status != Status::ok) {
+        failed_.emplace_back(exchange_key(exchange.channel, exchange.seq), outcome.blame);
+        if (failed_.size() > most_failed) failed_.pop_front();
+        if (!lost_ && outcome.status != Status::closed) lost_ = outcome.blame;
+    } else if (lost_ && exchange.with(lost_.culprit)) {
+        lost_ = {};
+    }
 }
 
 void Core::finish(Exchange& exchange, Status status, Nanos now) {
     for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
+    if (status == Status::closed) exchange.outcome.blame = {config_.rank, status};
     exchange.conclude(status, now);
+    remember(exchange);
     if (status != Status::ok) {
-        failed_.push_back(exchange_key(exchange.channel, exchange.seq));
-        if (failed_.size() > most_failed) failed_.pop_front();
-        const Control notice{.kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq};
+        const Control notice{
+            .kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq, .blame = exchange.outcome.blame};
         for (const Outgoing& message : exchange.sends) control(*peers_[message.peer], notice);
         for (const Incoming& message : exchange.receives) control(*peers_[message.peer], notice);
     }
@@ -125,16 +163,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     }
     tick_receives(exchange, now);
     tick_sends(exchange, now);
-    if (now >= exchange.timeout_at) {
-        for (const Incoming& message : exchange.receives) {
-            if (!message.closed) {
-                fail(exchange, Status::timed_out, message.peer, message.cut.bytes - message.arrived_bytes, now);
-            }
-        }
-        for (const Outgoing& message : exchange.sends) {
-            if (!message.released) fail(exchange, Status::timed_out, message.peer, message.unacked_bytes(), now);
-        }
-    }
+    if (now >= exchange.timeout_at) fail_late(exchange, now);
     open_gates(exchange);
     finish_if_done(exchange, now);
 }
@@ -150,7 +179,7 @@ void Core::tick_receives(Exchange& exchange, Nanos now) {
             if (exchange.lossy(message.second_stage)) {
                 close(exchange, message, false, now);
             } else {
-                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes, now);
+                fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes);
             }
         } else if (now >= message.ask_at) {
             message.ask_every = std::min(2 * message.ask_every, std::min(longest_ask, config_.silence / 16));
@@ -170,7 +199,7 @@ void Core::tick_sends(Exchange& exchange, Nanos now) {
         if (now >= silent_at(exchange, peer)) {
             peer.silent = peer.forsaken = true;
             if (!exchange.lossy(message.second_stage)) {
-                fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes(), now);
+                fail(exchange, Status::peer_silent, peer.rank, message.unacked_bytes());
             } else {
                 release(message);
             }

@@ -111,6 +111,11 @@ bool Exchange::waits_for(std::uint16_t peer) const {
                        [&](const Incoming& m) { return m.peer == peer && !m.closed; });
 }
 
+bool Exchange::with(std::uint16_t peer) const {
+    const auto of_peer = [&](const auto& message) { return message.peer == peer; };
+    return std::any_of(sends.begin(), sends.end(), of_peer) || std::any_of(receives.begin(), receives.end(), of_peer);
+}
+
 bool Exchange::finished() const {
     return std::all_of(receives.begin(), receives.end(), [](const Incoming& m) { return m.closed; }) &&
            std::all_of(sends.begin(), sends.end(), [](const Outgoing& m) { return m.released; });

@@ -15,6 +15,7 @@
 #include "bitmap.hpp"
 #include "clock.hpp"
 #include "reduction.hpp"
+#include "wire.hpp"
 
 namespace storm {
 
@@ -48,8 +49,6 @@ struct ExchangeSpec {
     Nanos timeout_at{never};  // absolute; passing it is an error, not a loss
 };
 
-enum class Status : std::uint8_t { running, ok, timed_out, peer_silent, peer_left, peer_failed, size_mismatch, closed };
-
 // What one message brought.
 struct Arrival {
     std::uint16_t peer{};
@@ -61,7 +60,8 @@ struct Arrival {
 
 struct Outcome {
     Status status{Status::running};
-    std::uint16_t peer{};                               // whom an error names
+    std::uint16_t peer{};                               // with whom the error was met
+    Blame blame;                                        // whose fault it was: that peer's, or as the peer tells
     std::uint64_t missing_bytes{};                      // what that peer owed, or had not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};                           // chunks that we sent again
@@ -187,6 +187,8 @@ public:
     }
     [[nodiscard]] bool finished() const;
     [[nodiscard]] bool waits_for(std::uint16_t peer) const;
+    // Whether a message goes to the peer or comes from it.
+    [[nodiscard]] bool with(std::uint16_t peer) const;
     // Fills the arrivals of `outcome`.
     void conclude(Status status, Nanos now);
     // New final chunks since the last call: the second stage has more to send.

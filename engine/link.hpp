@@ -27,6 +27,7 @@ struct Flight {
     std::uint32_t slot{}, generation{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
+    Blame blame{};
 };
 
 // The least of what was seen in the last ten to twenty seconds: routes change, and clocks drift apart.

@@ -34,6 +34,7 @@ struct Core::Peer {
     bool silent{};                  // nothing heard for too long; heals by itself
     bool forsaken{};                // fell silent just now: what is in flight to it is lost
     bool left{};                    // said goodbye
+    Blame left_for{};               // because of this, if it said so
     bool told{};                    // knows that we leave
     bool refused{};                 // the pool turned something of it away
 

@@ -54,6 +54,28 @@ void write_header(const Header& header, std::span<std::byte, header_bytes> out) 
     store(at + 28, header.message_bytes);
 }
 
+std::optional<Blame> parse_blame(const Header& header, std::uint16_t world) {
+    if (header.message_bytes > static_cast<std::uint32_t>(Status::closed)) return std::nullopt;
+    const Blame blame{static_cast<std::uint16_t>(header.chunk), static_cast<Status>(header.message_bytes)};
+    switch (blame.cause) {
+        case Status::running:
+            return header.kind == Kind::bye && header.chunk == 0 ? std::optional(blame) : std::nullopt;
+        case Status::timed_out:
+        case Status::peer_silent:
+        case Status::peer_left:
+        case Status::size_mismatch:
+        case Status::closed: return header.chunk < world ? std::optional(blame) : std::nullopt;
+        case Status::ok:
+        case Status::peer_failed: break;
+    }
+    return std::nullopt;
+}
+
+void write_blame(const Blame& blame, Header& header) {
+    header.chunk = blame.culprit;
+    header.message_bytes = static_cast<std::uint32_t>(blame.cause);
+}
+
 std::optional<Report> parse_report(std::span<const std::byte> body) {
     if (body.size() < Report::fixed_bytes) return std::nullopt;
     Report report;

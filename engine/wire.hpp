@@ -40,9 +40,12 @@ enum class Kind : std::uint8_t {
     end = 5,     // the first pass of a lossy message is over
     done = 6,    // this message is closed here: stop sending it
     ping = 7,    // report at once
-    bye = 8,     // this endpoint is leaving; carries a last report
-    failed = 9,  // the exchange ended badly here: nobody should wait for us in it
+    bye = 8,     // this endpoint is leaving; carries a last report, and whose fault it is if it does so after an error
+    failed = 9,  // the exchange ended badly here, and whose fault it was: nobody should wait for us in it
 };
+
+// How an exchange ended. The numbers travel in `failed` and `bye`.
+enum class Status : std::uint8_t { running, ok, timed_out, peer_silent, peer_left, peer_failed, size_mismatch, closed };
 
 // Flags. `second_stage` is of `data`, `end`, `done` and `wait`; `sealed` of all.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
@@ -71,6 +74,19 @@ inline constexpr std::size_t check_offset = 4;
 // Bytes come from strangers: malformed input is an empty result, never a throw.
 [[nodiscard]] std::optional<Header> parse_header(std::span<const std::byte> datagram);
 void write_header(const Header& header, std::span<std::byte, header_bytes> out);
+
+// Whose fault an error was and of what kind: the first cause, which whoever hears of it passes on.
+struct Blame {
+    std::uint16_t culprit{};
+    Status cause{Status::running};  // never `ok` or `peer_failed`; `running` where nobody is to blame
+
+    [[nodiscard]] explicit operator bool() const { return cause != Status::running; }
+    bool operator==(const Blame&) const = default;
+};
+
+// Of `failed` and `bye`: the culprit stands where `data` has the chunk, the cause where it has the length.
+[[nodiscard]] std::optional<Blame> parse_blame(const Header& header, std::uint16_t world);
+void write_blame(const Blame& blame, Header& header);
 
 // What a receiver knows of a link. Bit i of `arrived` says that packet `largest - i` arrived.
 struct Report {

@@ -218,6 +218,29 @@ def test_missing_ranks_are_named_and_the_last_operations_are_written_down(tmp_pa
     assert '"operation": "barrier"' in records[0].read_text()
 
 
+def one_missing_job(member: Member) -> str:
+    dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world)
+    group: Any = dist.distributed_c10d._get_default_group()
+    group.monitored_barrier(timedelta(seconds=20))
+    text = ""
+    if member.rank != 2:
+        try:
+            group.monitored_barrier(timedelta(seconds=1))
+        except stormtorch.StormError as error:
+            text = str(error)
+        member.store.set(f"over/{member.rank}", "1")
+    member.store.get("over/0")
+    member.store.get("over/1")
+    dist.destroy_process_group()
+    return text
+
+
+def test_monitored_barrier_names_the_one_rank_that_does_not_come() -> None:
+    texts = run_ranks(one_missing_job, 3, (), timeout_s=60)
+    assert texts[0] == "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms"
+    assert texts[1].startswith("rank 1: receive"), texts  # it came, and learns that it was in vain
+
+
 def options_job(member: Member, what: str) -> None:
     options: Any = stormtorch.Options(key=b"0123456789abcdef") if what == "key" else object()
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world, pg_options=options)

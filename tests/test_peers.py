@@ -232,3 +232,54 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
         assert took < 2.0
     assert issubclass(SizeMismatch, StormError)
     assert issubclass(PeerFailed, StormError)
+
+
+def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
+    network = SimNetwork(6, options=QUICK, seed=23)
+    network.set_dark(2, True)
+
+    def work(transport: Transport) -> tuple[str, int | None]:
+        if transport.rank == 5:
+            return "", None
+        compute(transport, 0.01 * (1 + transport.rank))  # the first to begin is the first to notice
+        try:
+            all_reduce(Group(transport, range(5)), torch.ones(500_000)).wait()
+        except StormError as error:
+            return f"{type(error).__name__}: {error}", error.culprit
+        return "no error", None
+
+    said = network.run(work)
+    told = "PeerFailed: rank {}: all_reduce .*rank [0134] gave it up because nothing was heard of rank 2, "
+    found = "PeerSilent: rank {}: all_reduce .*nothing was heard of rank 2 for 0.3 s, "
+    for rank in (0, 1, 3, 4):
+        assert re.match(f"({told})|({found})".format(rank, rank), said[rank][0]), said[rank]
+        assert said[rank][1] == 2
+    assert sum("PeerFailed" in text for text, _ in said) == 3, said
+
+
+@pytest.mark.parametrize("why", ["cancelled", "left", "late"])
+def test_whoever_is_told_of_an_error_is_told_its_cause(why: str) -> None:
+    def work(transport: UdpTransport) -> str:
+        group, tensor = Group(transport), torch.ones(200_000)
+        if transport.rank == 1:
+            time.sleep(0.2 if why == "left" else 1.0)
+            return ""
+        pending = all_reduce(group, tensor, timeout_s=0.4 if why == "late" and transport.rank == 0 else 20.0)
+        if why == "cancelled" and transport.rank == 0:
+            time.sleep(0.2)
+            pending._exchange.cancel()  # type: ignore[union-attr]
+        said = outcome_of(pending.wait)
+        time.sleep(1.0)
+        return said
+
+    said = local_world(3, work)
+    patterns = {
+        "cancelled": ("Closed: rank 0: .*was cancelled", "rank 0 gave it up because rank 0 cancelled it"),
+        "left": ("rank 1 closed its transport", "rank 1 closed its transport"),
+        "late": (
+            r"Timed out after 0\.4 s, waiting for rank 1",
+            "PeerFailed: .*rank 0 gave it up because it timed out, waiting for rank 1",
+        ),
+    }[why]
+    assert re.search(patterns[0], said[0]), said
+    assert re.search(patterns[1], said[2]), said

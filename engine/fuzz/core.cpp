@@ -409,6 +409,7 @@ private:
         }
         // A lie may end an exchange or fill it with lies, but only the liar's part of it.
         if (outcome.status != Status::ok) {
+            REQUIRE(outcome.blame && outcome.blame.culprit < world_ && outcome.blame.cause != Status::peer_failed);
             REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent ||
                     outcome.status == Status::peer_failed);
             return;

@@ -33,6 +33,12 @@ void check_header(const Header& header, std::span<const std::byte> bytes) {
     write_header(header, written);
     require(std::equal(written.begin(), written.end(), bytes.begin()));
     require(widen_number(header.number, 0) == header.number);
+    if (const auto blame = parse_blame(header, 4)) {
+        require(blame->culprit < 4 && (*blame || header.kind == Kind::bye));
+        Header same = header;
+        write_blame(*blame, same);
+        require(same == header);
+    }
     for (const std::uint64_t expected : {std::uint64_t{1}, std::uint64_t{header.seq} << 16, ~std::uint64_t{0} >> 1}) {
         const std::uint64_t number = widen_number(header.number, expected);
         require(static_cast<std::uint32_t>(number) == header.number);

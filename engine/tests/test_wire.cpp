@@ -188,3 +188,23 @@ TEST(number_survives_its_low_half_wherever_it_is_within_half_a_turn) {
         }
     }
 }
+
+TEST(blame_comes_back_as_it_was_written_and_others_are_refused) {
+    constexpr std::uint16_t world = 300;
+    for (const Kind kind : {Kind::failed, Kind::bye}) {
+        std::size_t accepted = 0;
+        for (std::uint32_t culprit = 0; culprit < 2 * world; ++culprit) {
+            for (std::uint32_t cause = 0; cause < 600; ++cause) {
+                const Header header{.kind = kind, .chunk = culprit, .message_bytes = cause};
+                const auto blame = parse_blame(header, world);
+                if (!blame) continue;
+                ++accepted;
+                Header same{.kind = kind};
+                write_blame(*blame, same);
+                CHECK(same == header);
+            }
+        }
+        // Five causes, and a goodbye may name none.
+        CHECK_EQUAL(accepted, 5U * world + (kind == Kind::bye ? 1U : 0U));
+    }
+}

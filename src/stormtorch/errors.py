@@ -4,17 +4,20 @@
 class StormError(RuntimeError):
     """Base of all errors that stormtorch raises about the network."""
 
+    culprit: int | None = None
+    """Rank in the transport whose fault it was, as far as is known: the first cause, whoever told of it."""
+
 
 class PeerSilent(StormError):
     """A peer was not heard of for `silence_s` while an exact exchange needed it."""
 
 
 class PeerLeft(StormError):
-    """A peer closed its transport while an exact exchange needed it."""
+    """A peer closed its transport while an exact exchange needed it, perhaps because of an error that it met itself."""
 
 
 class PeerFailed(StormError):
-    """A peer ended the same exact exchange with an error; its own message says why."""
+    """A peer ended the same exact exchange with an error, and told why."""
 
 
 class ExchangeTimeout(StormError, TimeoutError):

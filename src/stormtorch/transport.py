@@ -210,32 +210,51 @@ class Transport(Protocol):
 
 
 def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None) -> Arrival:
-    """The arrival of an exchange that ended well, or the error that says what did not."""
-    status = outcome.status
-    if status == _engine.Status.OK:
+    """The arrival of an exchange that ended well, or the error that says what did not and whose fault it was."""
+    if outcome.status == _engine.Status.OK:
         return Arrival(outcome, rank)
     where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
+    error = _error(outcome, where, silence_s, timeout_s)
+    error.culprit = outcome.culprit
+    raise error
+
+
+def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: float | None) -> StormError:
+    status, peer = outcome.status, f"rank {outcome.peer}"
     missing = f"{outcome.missing_bytes} bytes missing"
     if status == _engine.Status.PEER_SILENT:
-        raise PeerSilent(
-            f"{where}: nothing was heard of rank {outcome.peer} for {silence_s:g} s, {missing}. "
+        return PeerSilent(
+            f"{where}: nothing was heard of {peer} for {silence_s:g} s, {missing}. "
             "Is it alive and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
         )
     if status == _engine.Status.PEER_LEFT:
-        raise PeerLeft(f"{where}: rank {outcome.peer} closed its transport before this was done, {missing}.")
+        by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
+        why = "before this was done" if by_itself else _why(outcome)
+        return PeerLeft(f"{where}: {peer} closed its transport {why}, {missing}.")
     if status == _engine.Status.PEER_FAILED:
-        raise PeerFailed(f"{where}: rank {outcome.peer} gave it up, {missing}. Its own error says why.")
+        return PeerFailed(f"{where}: {peer} gave it up {_why(outcome)}, {missing}.")
     if status == _engine.Status.TIMED_OUT:
-        raise ExchangeTimeout(
-            f"{where}: Timed out after {timeout_s or 0.0:g} s, waiting for rank {outcome.peer}, {missing}. "
+        return ExchangeTimeout(
+            f"{where}: Timed out after {timeout_s or 0.0:g} s, waiting for {peer}, {missing}. "
             "Has every rank called it? Raise timeout_s if it may take longer."
         )
     if status == _engine.Status.SIZE_MISMATCH:
-        raise SizeMismatch(
-            f"{where}: rank {outcome.peer} sends {outcome.announced_bytes} bytes where "
-            f"{outcome.expected_bytes} are expected. "
+        return SizeMismatch(
+            f"{where}: {peer} sends {outcome.announced_bytes} bytes where {outcome.expected_bytes} are expected. "
             "Every rank must pass tensors that agree in size and dtype."
         )
     if status == _engine.Status.CLOSED:
-        raise Closed(f"{where}: was cancelled.")
-    raise StormError(f"{where}: ended with {status}")
+        return Closed(f"{where}: was cancelled.")
+    return StormError(f"{where}: ended with {status}")
+
+
+def _why(outcome: _engine.Outcome) -> str:
+    """What another rank says of the first cause. How long it waited is its own setting and not known here."""
+    culprit = f"rank {outcome.culprit}"
+    return {
+        _engine.Status.PEER_SILENT: f"because nothing was heard of {culprit}",
+        _engine.Status.PEER_LEFT: f"because {culprit} closed its transport",
+        _engine.Status.TIMED_OUT: f"because it timed out, waiting for {culprit}",
+        _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than is expected",
+        _engine.Status.CLOSED: f"because {culprit} cancelled it",
+    }[outcome.cause]

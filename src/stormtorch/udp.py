@@ -27,8 +27,9 @@ class UdpExchange:
         return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
 
     def done(self) -> bool:
-        """Whether it has ended."""
-        return self._outcome is not None or self._transport.endpoint.ended(self._id)
+        """Whether it has ended, if only with its transport."""
+        transport = self._transport
+        return self._outcome is not None or transport.closed or transport.endpoint.ended(self._id)
 
     def __del__(self) -> None:
         if self._outcome is None:
@@ -62,6 +63,7 @@ class UdpTransport:
         self.silence_s = silence_s
         self.timeout_s = timeout_s
         self.channels = Channels()
+        self.closed = False
         self._linger_s = linger_s
         # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
         self._plans: dict[int, Plan] = {}
@@ -111,9 +113,14 @@ class UdpTransport:
         """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
         return self.endpoint.link(peer)
 
-    def close(self) -> None:
-        """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket."""
-        self.endpoint.close(self._linger_s)
+    def close(self, linger_s: float | None = None) -> None:
+        """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket.
+
+        Args:
+            linger_s: How long to wait for that; None is what the options say, 0 says it once and goes.
+        """
+        self.closed = True
+        self.endpoint.close(self._linger_s if linger_s is None else linger_s)
         self._plans.clear()
 
     def __enter__(self) -> "UdpTransport":

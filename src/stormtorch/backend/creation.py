@@ -37,14 +37,17 @@ class Shared:
             self._users -= 1
             last = self._users == 0
         if last:
-            self.close()
+            self._close(None)
 
-    def close(self) -> None:
-        """Ends whatever runs on it."""
+    def abort(self) -> None:
+        """Ends whatever runs on it, at once: peers may be dead, and are not waited for."""
+        self._close(0.0)
+
+    def _close(self, linger_s: float | None) -> None:
         global _job
         if _job is self:
             _job = None
-        self.transport.close()
+        self.transport.close(linger_s)
 
 
 _job: Shared | None = None
@@ -69,7 +72,7 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
             _job = shared
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id)
-    return StormProcessGroup(group, how.store, how.timeout, shared.enter, shared.leave, shared.close)
+    return StormProcessGroup(group, how.store, how.timeout, shared.enter, shared.leave, shared.abort)
 
 
 def _connect(store: Store, rank: int, size: int, options: Options | None, timeout_s: float) -> UdpTransport:

@@ -23,7 +23,7 @@ from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.errors import ExchangeTimeout, StormError
+from stormtorch.errors import Closed, ExchangeTimeout, StormError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -393,6 +393,8 @@ class StormProcessGroup(Identity):
             for peer in [peer for peer, pending in waiting.items() if pending.done()]:
                 try:
                     waiting[peer].wait()
+                except Closed:
+                    raise
                 except StormError:
                     give_up_at = 0.0
                 else:
