@@ -38,7 +38,7 @@ class DdpSettings:
     hosts: int = 4
     """Ranks, each a process of this machine, or on a host of its own in a lab."""
     params: float = 25.0
-    """Of the model, in millions; about, as its width is a multiple of 16."""
+    """Of the model, in millions; about, as its width is a multiple of 8."""
     tokens: int = 16
     """That each rank learns from in a step: few, so that computing does not hide what communication costs."""
     iters: int = 20

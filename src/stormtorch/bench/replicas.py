@@ -25,7 +25,6 @@ from stormtorch.udp import UdpTransport
 NO_SYNC = "no_sync"
 """The name of the replica that computes but does not communicate."""
 _LAYERS, _HEADS, _VOCABULARY = 8, 8, 256
-_WIDTH_STEP = 16
 _LEARNING_RATE = 1e-3
 
 
@@ -34,7 +33,10 @@ def transformer(params_m: float) -> nn.Module:
 
     Of each layer's 12 width^2, attention has matrices of 3 and of 1, the rest two of 4; biases and norms are tiny.
     """
-    width = max(round(math.sqrt(params_m * 1e6 / (12 * _LAYERS)) / _WIDTH_STEP), 1) * _WIDTH_STEP
+    # a width^2 + b width parameters, but for a few.
+    a, b = 12 * _LAYERS, 13 * _LAYERS + 2 * _VOCABULARY
+    exact = (math.sqrt(b * b + 4 * a * params_m * 1e6) - b) / (2 * a)
+    width = max(round(exact / _HEADS), 1) * _HEADS
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = [
