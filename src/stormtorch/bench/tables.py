@@ -80,16 +80,17 @@ def ddp_table(report: "DdpReport") -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in report.results:
         above = ">" if result.median_is_bound else ""
-        # Against a gloo that was given up, ratios are bounds; its own is 1 by definition.
-        bound = result.gloo_gave_up and not result.median_is_bound
+        # Of two medians that are only known to be larger, the ratio says nothing.
+        known = not (result.gloo_gave_up and result.median_is_bound)
+        below = "<" if result.gloo_gave_up else ""
         table.add_row(
             result.backend,
             above + time_text(result.median_s),
             (">" if result.gave_up else "") + time_text(result.worst_s),
             f"{result.rounds}",
             above + signed_time_text(result.adds_s),
-            "-" if result.over_gloo is None else ("<" if bound else "") + ratio_text(result.over_gloo),
-            "-" if result.speedup is None else (">" if bound else "") + ratio_text(result.speedup),
+            (above or below) + ratio_text(result.over_gloo) if result.over_gloo and known else "-",
+            _opposite(above or below) + ratio_text(result.speedup) if result.speedup and known else "-",
             "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived),
             f"{result.cpu_s:.2f}",
         )
@@ -97,6 +98,10 @@ def ddp_table(report: "DdpReport") -> Table:
     if conditions["line_s"] is not None:
         table.add_row("line", time_text(conditions["line_s"]), style="dim")
     return table
+
+
+def _opposite(bound: str) -> str:
+    return bound.translate(str.maketrans("<>", "><"))
 
 
 def network_text(requested: dict[str, Any]) -> str:
