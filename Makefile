@@ -57,21 +57,25 @@ setup: .venv/.installed  ## make .venv and build stormtorch into it (the other v
 demo: setup  ## see it work
 	$(BIN)/stormtorch demo
 
-bench: setup  ## measure all-reduce and latency beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
+bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
 	@set -e; for hosts in 2 4; do \
 		$(BIN)/stormtorch bench allreduce --hosts $$hosts --mb 25,100 \
 			--json $(BENCH_OUT)/allreduce-$$hosts-hosts.json --plot $(BENCH_OUT)/allreduce-$$hosts-hosts.png; \
 		$(BIN)/stormtorch bench latency --hosts $$hosts --json $(BENCH_OUT)/latency-$$hosts-hosts.json; \
+		$(BIN)/stormtorch bench ddp --hosts $$hosts \
+			--json $(BENCH_OUT)/ddp-$$hosts-hosts.json --plot $(BENCH_OUT)/ddp-$$hosts-hosts.png; \
 	done
 
-# With root, or where users may make namespaces. Bounded: about twelve minutes on two cores, most of them TCP's.
+# With root, or where users may make namespaces. Bounded: about seventeen minutes on two cores, most of them TCP's.
 BENCH_LAB = $(BIN)/stormtorch bench allreduce --hosts 4 --iters 10
-bench-lab: setup  ## measure all-reduce beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
+bench-lab: setup  ## measure all-reduce and DDP beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
 	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
 	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
 	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience 20; \
 	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
 	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
+	$(BIN)/stormtorch bench ddp --hosts 4 --rate 400mbit --loss 0.1 --iters 10 --patience 60 \
+		--json $(BENCH_OUT)/lab-ddp-400mbit-loss10.json --plot $(BENCH_OUT)/lab-ddp-400mbit-loss10.png; \
 	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
 		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json

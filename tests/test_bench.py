@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
-from stormtorch.bench.backends import BACKENDS, Copies, Counters
+from stormtorch.bench.backends import BACKENDS, Copies
 from stormtorch.bench.conditions import write_json
 from stormtorch.bench.display import crowding_text, loss_text, share_text, size_text, time_text
 from stormtorch.bench.failed import RankFailed
@@ -20,7 +20,7 @@ from stormtorch.bench.pattern import Pattern
 from stormtorch.bench.plot import check_plot, plot_allreduce
 from stormtorch.bench.ranks import Member, run_ranks
 from stormtorch.bench.results import AllReduceReport
-from stormtorch.bench.samples import Log, Sample, median, merge, percentile
+from stormtorch.bench.samples import Counters, Log, Sample, median, merge, percentile
 from stormtorch.bench.settings import BadSetting
 from stormtorch.bench.tables import allreduce_table
 from stormtorch.demo import DemoSettings, run_demo, sentences

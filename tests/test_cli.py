@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stormtorch import __version__, cli
-from stormtorch.bench import commands
+from stormtorch.bench import arguments
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.manners import MANNERS
 from test_bench import ranks_left
@@ -27,7 +27,15 @@ def call(*arguments: str) -> tuple[int, str]:
 
 def test_version_and_help_answer() -> None:
     assert call("--version") == (0, f"stormtorch {__version__}\n")
-    for command in ((), ("bench",), ("demo",), ("bench", "allreduce"), ("bench", "sweep"), ("bench", "latency")):
+    for command in (
+        (),
+        ("bench",),
+        ("demo",),
+        ("bench", "allreduce"),
+        ("bench", "ddp"),
+        ("bench", "sweep"),
+        ("bench", "latency"),
+    ):
         code, text = call(*command, "--help")
         assert code == 0
         assert "Usage" in text
@@ -36,10 +44,10 @@ def test_version_and_help_answer() -> None:
 
 
 def test_what_help_lists_is_what_exists() -> None:
-    assert tuple(commands._BACKENDS.split(",")) == BACKENDS
-    assert tuple(commands._LAB_BACKENDS.split(",")) == LAB_DEFAULT
-    assert tuple(commands._MANNERS.split(",")) == MANNERS
-    assert [each.value for each in commands.Dtype] == list(DTYPES)
+    assert tuple(arguments.BACKENDS.split(",")) == BACKENDS
+    assert tuple(arguments.LAB_BACKENDS.split(",")) == LAB_DEFAULT
+    assert tuple(arguments.MANNERS.split(",")) == MANNERS
+    assert [each.value for each in arguments.Dtype] == list(DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,11 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
 @pytest.mark.parametrize(
     "command",
     [
+        ("bench", "ddp", "--params", "0"),
+        ("bench", "ddp", "--tokens", "0"),
+        ("bench", "ddp", "--backends", "gloo-bbr"),
+        ("bench", "ddp", "--loss", "2"),
+        ("bench", "ddp", "--plot", "out.xyz"),
         ("bench", "latency", "--idle-s", "0"),
         ("bench", "sweep", "--rates", "400mbit,fast"),
         ("bench", "sweep", "--losses", "0.1,2"),

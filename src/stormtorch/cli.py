@@ -52,6 +52,8 @@ def stormtorch(
 
       stormtorch bench latency                         small ones, and what idling costs
 
+      stormtorch bench ddp                             training steps, beside gloo
+
       stormtorch lab run --loss 0.1 -- python train.py    hosts with a bad network between them
 
     `stormtorch COMMAND --help` tells more about each.

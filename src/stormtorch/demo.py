@@ -7,12 +7,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from stormtorch.bench.backends import BACKENDS, Counters
+from stormtorch.bench.backends import BACKENDS, Backend, Storm, open_backends
 from stormtorch.bench.display import Advance, ignore_progress, loss_text, new_table, share_text, size_text, time_text
 from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.bench.rounds import Stage, in_turn
-from stormtorch.bench.samples import Log, Sample, median, merge
+from stormtorch.bench.samples import Counters, Log, Sample, median, merge
 from stormtorch.bench.settings import check_between
+from stormtorch.bench.stage import Stage, in_turn
 from stormtorch.faults import faults
 
 
@@ -109,25 +109,32 @@ def tell_story(member: Member, settings: DemoSettings) -> RankStory:
     story = RankStory()
     own, total = _contributions(member, settings)
     work = torch.empty_like(own)
-    with Stage(member, BACKENDS) as stage, faults(loss=settings.loss, seed=settings.seed):
-        for backend in stage.backends:  # connections and caches warm up
-            stage.timed(backend, work.copy_(own), 0)
+    backends = open_backends(BACKENDS, member)
+    storms = [backend for backend in backends if isinstance(backend, Storm)]
+    with Stage(member, backends) as stage, faults(loss=settings.loss, seed=settings.seed):
+
+        def timed(backend: Backend, round_index: int) -> Sample:
+            tensor = work.copy_(own)
+            return stage.timed(backend, lambda: backend.all_reduce(tensor), tensor.nbytes, round_index)
+
+        for backend in backends:  # connections and caches warm up
+            timed(backend, 0)
         begin = time.monotonic()
         for round_index in range(settings.rounds):
             if not stage.everywhere(time.monotonic() - begin < settings.limit_s or round_index == 0):
                 break
             took: dict[str, float] = {}
-            for backend in in_turn(stage.backends, round_index):
-                sample, _ = stage.timed(backend, work.copy_(own), round_index)
+            for backend in in_turn(backends, round_index):
+                sample = timed(backend, round_index)
                 story.log.samples.append(sample)
                 took[backend.name] = sample.seconds
                 _judge(story, backend.name, work, total)
             if member.rank == 0:
                 times = ", ".join(f"{name} {time_text(took[name])}" for name in BACKENDS)
                 member.tell((times, round_index + 1))
-        exact = stage.storms[0]
+        exact = storms[0]
         story.link_loss = {peer: exact.transport.link(peer)[1] for peer in range(member.world) if peer != member.rank}
-        story.counters = {storm.name: storm.counters() for storm in stage.storms}
+        story.counters = {storm.name: Counters.of(storm.transport) for storm in storms}
     return story
 
 

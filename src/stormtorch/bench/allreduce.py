@@ -8,18 +8,17 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_BACKENDS, Copies, Counters
+from stormtorch.bench.backends import BACKENDS, DTYPES, Copies
 from stormtorch.bench.conditions import surroundings
-from stormtorch.bench.display import Advance, ignore_progress, size_text
-from stormtorch.bench.ranks import run_ranks
+from stormtorch.bench.display import Advance, ignore_progress
 from stormtorch.bench.results import AllReduceReport, summarize
-from stormtorch.bench.rounds import BARRIER, TIMES, Cue, Schedule, run_rounds
-from stormtorch.bench.samples import Log, merge
+from stormtorch.bench.rounds import Schedule, run_rounds
+from stormtorch.bench.samples import Counters, Log, merge
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.lab.access import checked_tcp
+from stormtorch.bench.stage import BARRIER, ORDER, TIMES
+from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
-from stormtorch.lab.measured import Measured
 
 LINE_IDEAL = (
     "computed: 2(n-1)/n x bytes x 8 / rate, what every rank must send and receive, at the rate of its line with "
@@ -65,7 +64,7 @@ class AllReduceSettings:
             raise BadSetting("mb", "must name each size only once")
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        self._check_backends()
+        check_backends(self.backends, self.network)
         # Nearer to 1, exact transfers hardly end.
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
@@ -77,12 +76,6 @@ class AllReduceSettings:
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
 
-    def _check_backends(self) -> None:
-        check_subset("backends", self.backends, LAB_BACKENDS)
-        for name in self.backends:
-            if self.network is None and name not in BACKENDS:
-                raise BadSetting("backends", f"knows {name} only in a lab; here {', '.join(BACKENDS)}")
-
 
 def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
     """Measures, and returns when all ranks are gone.
@@ -91,59 +84,16 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
         stormtorch.bench.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
-    if settings.network is None:
-        return _run_on_loopback(settings, advance)
-    with open_lab(settings.hosts, settings.network, settings.backends) as lab:
-        return run_in_lab(lab, settings, advance)
-
-
-def open_lab(hosts: int, network: Conditions, backends: tuple[str, ...]) -> Lab:
-    """The lab for that, without loss at first; for a `with` statement."""
-    for name in backends:
-        if name not in BACKENDS:
-            checked_tcp(name.removeprefix("gloo-"))
-    return Lab(hosts, network.changed(loss=0.0), management=True)
-
-
-def run_in_lab(lab: Lab, settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
-    """Measures in a lab whose other conditions are as asked for; the loss begins when all results were checked."""
-    assert settings.network is not None
-    loss = settings.network.loss
+    if settings.network is not None:
+        with open_lab(settings.hosts, settings.network, settings.backends) as lab:
+            return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
-    lab.set(loss=0.0)
-    counts: list[Measured] = []
-
-    def obey(cue: Cue) -> None:
-        if cue is Cue.LOSE:
-            lab.set(loss=loss)
-        elif cue is Cue.COUNT and not counts:
-            lab.reset()
-        elif cue is Cue.READ:
-            counts.append(lab.measured())
-
-    log = _run(settings, advance, lab, obey)
-    measured = counts[-1]
-    conditions |= {
-        "network": f"lab: {lab.kind}",
-        "lab_made_by": lab.access.name,
-        "ideal": LINE_IDEAL,
-        "requested": lab.conditions.to_json(),
-        "measured": measured.to_json(),
-        "loss_measured": measured.loss,
-        "overflow_measured": measured.overflow,
-        "patience_s": settings.patience_s,
-    }
-    if lab.conditions.tcp is not None:
-        conditions["tcp_congestion_control"] = lab.conditions.tcp
-    return _report(settings, conditions, log)
-
-
-def _run_on_loopback(settings: AllReduceSettings, advance: Advance) -> AllReduceReport:
-    conditions = _requested(settings) | surroundings()
-    log = _run(settings, advance)
+    logs, where = run_here(
+        run_rounds, settings.hosts, (_schedule(settings),), timeout_s=settings.timeout_s, advance=advance
+    )
+    log = merge(logs)
     lossy = [counters for counters in log.counters.values() if counters.seen]
-    conditions |= {
-        "network": "loopback",
+    conditions |= where | {
         "ideal": Copies.MEANING,
         "faults_requested": settings.faults,
         "faults_apply_to": [name for name in settings.backends if name != "gloo"] if settings.faults else [],
@@ -153,8 +103,26 @@ def _run_on_loopback(settings: AllReduceSettings, advance: Advance) -> AllReduce
     return _report(settings, conditions, log)
 
 
-def _run(settings: AllReduceSettings, advance: Advance, lab: Lab | None = None, obey: Any = None) -> Log:
-    schedule = Schedule(
+def run_allreduce_in(lab: Lab, settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
+    """Measures in a lab whose other conditions are as asked for; the loss begins when all results were checked."""
+    assert settings.network is not None
+    conditions = _requested(settings) | surroundings()
+    logs, where = run_in_lab(
+        run_rounds,
+        lab,
+        settings.network,
+        settings.hosts,
+        (_schedule(settings),),
+        timeout_s=settings.timeout_s,
+        advance=advance,
+    )
+    conditions |= where | {"ideal": LINE_IDEAL, "patience_s": settings.patience_s}
+    return _report(settings, conditions, merge(logs))
+
+
+def _schedule(settings: AllReduceSettings) -> Schedule:
+    lab = settings.network is not None
+    return Schedule(
         backends=settings.backends,
         sizes_bytes=tuple(round(size * 1e6) for size in settings.mb),
         iters=settings.iters,
@@ -163,22 +131,9 @@ def _run(settings: AllReduceSettings, advance: Advance, lab: Lab | None = None, 
         seed=settings.seed,
         dtype=settings.dtype,
         datagram_bytes=settings.datagram_bytes,
-        ideal=lab is None,
-        patience_s=settings.patience_s if lab is not None else None,
-        lab=lab is not None,
-    )
-    done = 0
-
-    def listen(_rank: int, what: object) -> None:
-        nonlocal done
-        if isinstance(what, Cue):
-            obey(what)
-        elif isinstance(what, tuple):
-            done += 1
-            advance(f"{size_text(what[0])} on {settings.hosts} {'ranks' if lab is None else 'hosts'}", done)
-
-    return merge(
-        run_ranks(run_rounds, settings.hosts, (schedule,), timeout_s=settings.timeout_s, listen=listen, lab=lab)
+        ideal=not lab,
+        patience_s=settings.patience_s if lab else None,
+        lab=lab,
     )
 
 
@@ -193,7 +148,7 @@ def _requested(settings: AllReduceSettings) -> dict[str, Any]:
         "datagram_bytes": settings.datagram_bytes,
         "times": TIMES,
         "barrier": BARRIER,
-        "order": "every round calls every backend once; each round begins with another one",
+        "order": ORDER,
     }
 
 

@@ -3,20 +3,19 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from stormtorch.bench.ranks import Member
-from stormtorch.bench.tcp import streams
+from stormtorch.bench.samples import Delivery
+from stormtorch.bench.tcp import opened_by
 from stormtorch.collectives import Group, all_reduce
 from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch.rendezvous import connect
-from stormtorch.transport import Arrival
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """The names that can be asked for."""
@@ -48,8 +47,10 @@ class Backend(Protocol):
     name: str
     exact: bool
     """Whether its results are exact whatever the network does."""
+    limit_s: float | None
+    """A call over TCP that takes longer raises `TooSlow`; others always end by themselves."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+    def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
         ...
 
@@ -64,19 +65,14 @@ class Storm:
     def __init__(self, name: str, member: Member, options: Options, reliability: Reliability) -> None:
         self.name = name
         self.exact = reliability.exact
+        self.limit_s: float | None = None
         self.transport = connect(member.store, member.rank, member.world, options, prefix=name)
         self.group = Group(self.transport)
         self._reliability = reliability
 
-    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+    def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
-        return all_reduce(self.group, tensor, reliability=self._reliability).wait()
-
-    def counters(self) -> "Counters":
-        """What the engine has counted so far."""
-        health = self.transport.health()
-        faults: dict[str, Any] = health["faults"]
-        return Counters(lost=faults["lost"], seen=faults["seen"], kernel_drops=health["overflow"])
+        return Delivery.of(all_reduce(self.group, tensor, reliability=self._reliability).wait())
 
     def close(self) -> None:
         """Frees everything."""
@@ -88,31 +84,18 @@ class Gloo:
 
     exact = True
 
-    def __init__(self, name: str, member: Member, limit_s: float | None = None) -> None:
+    def __init__(self, name: str, member: Member) -> None:
         self.name = name
-        self.limit_s = limit_s
-        """A call that takes longer raises TooSlow."""
-        before = streams()
-        self._group = gloo_group(member, name)
-        self._group.barrier().wait()  # by now, everybody is connected
-        self._streams = streams() - before
-        chosen = name.removeprefix("gloo").removeprefix("-")
-        if chosen:
-            for stream in self._streams:
-                stream.choose(chosen)
-        found = {stream.congestion_control() for stream in self._streams}
-        self.tcp = "/".join(sorted(found))
-        """The congestion control of its connections, as the kernel tells."""
-        if chosen and found != {chosen}:
-            raise RuntimeError(f"{name} has connections with congestion control {self.tcp or 'unknown'}, not {chosen}")
+        self.limit_s: float | None = None
+        self._group, self.connections = opened_by(lambda: _met(gloo_group(member, name)), chosen_tcp(name))
 
-    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+    def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
         begin = time.monotonic()
         work = self._group.allreduce([tensor])
         if self.limit_s is None:
             work.wait()
-            return ()
+            return Delivery()
         try:
             work.wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
@@ -120,12 +103,11 @@ class Gloo:
                 raise  # a failure of another kind
             _ABANDONED.append(self._group)
             raise TooSlow(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
-        return ()
+        return Delivery()
 
     def close(self) -> None:
         """Ends its connections: a call that was given up would go on and disturb others."""
-        for stream in self._streams:
-            stream.cut()
+        self.connections.cut()
 
 
 class Copies:
@@ -144,10 +126,11 @@ class Copies:
     )
 
     def __init__(self, world: int) -> None:
+        self.limit_s: float | None = None
         self._share = 2 * (world - 1) / world
         self._buffer = torch.empty(_IN_FLIGHT_BYTES, dtype=torch.uint8)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Sequence[Arrival]:
+    def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Copies as many bytes of `tensor` as an all-reduce has to move; its values stay as they are."""
         raw = tensor.view(torch.uint8)
         left = round(raw.numel() * self._share)
@@ -158,44 +141,32 @@ class Copies:
                 buffer.copy_(piece)
                 piece.copy_(buffer)
                 left -= piece.numel()
-        return ()
+        return Delivery()
 
     def close(self) -> None:
         """Frees everything."""
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Datagrams, as the engine counts them."""
-
-    lost: int = 0
-    """Lost by fault injection."""
-    seen: int = 0
-    """That fault injection had in its hands."""
-    kernel_drops: int = 0
-    """That the kernel threw away because a socket's buffer was full."""
-
-    def __add__(self, other: "Counters") -> "Counters":
-        return Counters(self.lost + other.lost, self.seen + other.seen, self.kernel_drops + other.kernel_drops)
-
-    def __sub__(self, other: "Counters") -> "Counters":
-        return Counters(self.lost - other.lost, self.seen - other.seen, self.kernel_drops - other.kernel_drops)
-
-    @property
-    def loss(self) -> float:
-        """The fraction that fault injection lost; 0 of nothing."""
-        return self.lost / self.seen if self.seen else 0.0
+def chosen_tcp(name: str) -> str | None:
+    """The congestion control that a backend's name asks for; None leaves the system's."""
+    return name.removeprefix("gloo").removeprefix("-") or None
 
 
-def open_backend(name: str, member: Member, datagram_bytes: int | None, limit_s: float | None = None) -> Backend:
-    """Connects the backend of that name, one of `LAB_BACKENDS`; all ranks call this together.
+def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
+    """Connects the backends of those names, of `LAB_BACKENDS`; all ranks call this together."""
+    return [_open_backend(name, member, datagram_bytes) for name in names]
 
-    A call of a TCP backend that takes longer than `limit_s` raises TooSlow.
-    """
+
+def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Backend:
     if name.startswith("gloo"):
-        return Gloo(name, member, limit_s)
+        return Gloo(name, member)
     options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
+
+
+def _met(group: "GlooGroup") -> "GlooGroup":
+    group.barrier().wait()  # by now, everybody is connected
+    return group
 
 
 class GlooGroup(Protocol):

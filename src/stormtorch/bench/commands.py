@@ -1,57 +1,41 @@
 """The commands of `stormtorch bench`: they check what was typed, show progress and tables; others do the work."""
 
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from stormtorch.console import check_file, friendly_errors, names, numbers
-
-if TYPE_CHECKING:
-    from stormtorch.lab.conditions import Conditions
+from stormtorch.bench.arguments import (
+    BACKENDS,
+    LAB_BACKENDS,
+    LAB_WARMUP,
+    MANNERS,
+    Backends,
+    BackendsAnywhere,
+    Burst,
+    Delay,
+    Dtype,
+    Hosts,
+    Jitter,
+    Json,
+    Loss,
+    Patience,
+    Plot,
+    Queue,
+    Rate,
+    Seed,
+    Tcp,
+    Timeout,
+    Warmup,
+    WarmupAnywhere,
+    backends_of,
+    check_outputs,
+    network_of,
+    warmup_of,
+)
+from stormtorch.console import friendly_errors, names, numbers
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-
-# Declared here, so that --help answers without importing torch; a test compares them with the real ones.
-_BACKENDS = "storm,storm-lossy,gloo"
-_LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
-_MANNERS = "all-to-all,incast,tcp,low,step"
-_WARMUP, _LAB_WARMUP = 3, 1
-
-
-class Dtype(StrEnum):
-    """What can be summed."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-_LAB = "In a lab"
-Hosts = Annotated[int, typer.Option(help="Ranks, each a process of this machine: 2 to 64.")]
-Warmup = Annotated[int, typer.Option(help="Rounds before the timed ones; their results are checked.")]
-Backends = Annotated[str, typer.Option(help="Which to compare, separated by commas.")]
-Json = Annotated[Path | None, typer.Option(help="Write conditions and results to this file.", dir_okay=False)]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw the times into this .png, .svg or .pdf; needs matplotlib.", dir_okay=False)
-]
-Timeout = Annotated[float, typer.Option(help="Give up after so many seconds in all.")]
-Burst = Annotated[float | None, typer.Option(help="Mean length of a run of losses.", rich_help_panel=_LAB)]
-Queue = Annotated[
-    str | None,
-    typer.Option(help="What may wait at each end of a line.", rich_help_panel=_LAB, show_default="512kb"),
-]
-Patience = Annotated[
-    float,
-    typer.Option(
-        "--patience-s",
-        "--patience",
-        help="Give up a TCP call after so many seconds; who has used as many sits out the other rounds.",
-        rich_help_panel=_LAB,
-    ),
-]
 
 
 @app.command()
@@ -59,26 +43,13 @@ def allreduce(
     hosts: Hosts = 2,
     mb: Annotated[str, typer.Option(help="Sizes of the tensor in MB (10^6 bytes), separated by commas.")] = "25",
     iters: Annotated[int, typer.Option(help="Timed rounds per size.")] = 20,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            help="Rounds before the timed ones; their results are checked.",
-            show_default=f"{_WARMUP}; in a lab {_LAB_WARMUP}",
-        ),
-    ] = None,
-    backends: Annotated[
-        str | None,
-        typer.Option(
-            help="Which to compare, separated by commas. In a lab there are also gloo-bbr and gloo-cubic, by TCP's "
-            "congestion control.",
-            show_default=f"{_BACKENDS}; in a lab {_LAB_BACKENDS}",
-        ),
-    ] = None,
+    warmup: WarmupAnywhere = None,
+    backends: BackendsAnywhere = None,
     faults: Annotated[
         float,
         typer.Option(help="On loopback: fraction of storm's datagrams to lose, 0 to 0.9. gloo cannot feel it."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the loss.")] = 0,
+    seed: Seed = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the tensor.")] = Dtype.float32,
     datagram_bytes: Annotated[
         int | None,
@@ -87,22 +58,13 @@ def allreduce(
     json: Json = None,
     plot: Plot = None,
     timeout_s: Timeout = 600.0,
-    rate: Annotated[
-        str | None, typer.Option(help="Of each host's line, such as 400mbit.", rich_help_panel=_LAB)
-    ] = None,
-    loss: Annotated[
-        float | None, typer.Option(help="Fraction of all packets to lose, TCP's as well: 0 to 1.", rich_help_panel=_LAB)
-    ] = None,
+    rate: Rate = None,
+    loss: Loss = None,
     burst: Burst = None,
-    delay: Annotated[
-        str | None,
-        typer.Option(help="From host to host, one way, such as 20ms: a round trip takes twice.", rich_help_panel=_LAB),
-    ] = None,
-    jitter: Annotated[str | None, typer.Option(help="Up to so much more delay.", rich_help_panel=_LAB)] = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
     queue: Queue = None,
-    tcp: Annotated[
-        str | None, typer.Option(help="Congestion control that plain gloo meets.", rich_help_panel=_LAB)
-    ] = None,
+    tcp: Tcp = None,
     patience_s: Patience = 30.0,
 ) -> None:
     """Time the all-reduce of large tensors, beside gloo.
@@ -126,16 +88,16 @@ def allreduce(
     with friendly_errors():
         from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
         from stormtorch.bench.display import progress_bar
-        from stormtorch.bench.plot import check_plot, plot_allreduce
+        from stormtorch.bench.plot import plot_allreduce
         from stormtorch.bench.tables import allreduce_table
 
-        network = _network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
+        network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = AllReduceSettings(
             hosts=hosts,
             mb=numbers("mb", mb),
             iters=iters,
-            warmup=warmup if warmup is not None else _WARMUP if network is None else _LAB_WARMUP,
-            backends=names(backends or (_BACKENDS if network is None else _LAB_BACKENDS)),
+            warmup=warmup_of(warmup, network),
+            backends=backends_of(backends, network),
             network=network,
             faults=faults,
             seed=seed,
@@ -144,10 +106,7 @@ def allreduce(
             patience_s=patience_s,
             timeout_s=timeout_s,
         )
-        check_file("json", json)
-        if plot is not None:
-            check_plot(plot)
-            check_file("plot", plot)
+        check_outputs(json, plot)
         with progress_bar(iters * len(settings.mb), f"starting {hosts} processes") as advance:
             report = run_allreduce(settings, advance)
         Console().print(allreduce_table(report))
@@ -157,16 +116,73 @@ def allreduce(
             plot_allreduce(report, plot)
 
 
-def _network(seed: int, **conditions: str | float | None) -> "Conditions | None":
-    """None where no condition was given: that is loopback."""
-    from stormtorch.lab.conditions import BadCondition, Conditions
+@app.command()
+def ddp(
+    hosts: Hosts = 4,
+    params: Annotated[float, typer.Option(help="Of the model, in millions: 0.01 to 1000, about.")] = 25.0,
+    tokens: Annotated[
+        int, typer.Option(help="That each rank learns from in a step; more of them hide more of the communication.")
+    ] = 16,
+    iters: Annotated[int, typer.Option(help="Timed rounds.")] = 20,
+    warmup: WarmupAnywhere = None,
+    backends: BackendsAnywhere = None,
+    seed: Seed = 0,
+    json: Json = None,
+    plot: Plot = None,
+    timeout_s: Timeout = 600.0,
+    rate: Rate = None,
+    loss: Loss = None,
+    burst: Burst = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
+    queue: Queue = None,
+    tcp: Tcp = None,
+    patience_s: Patience = 30.0,
+) -> None:
+    """Time a training step under DistributedDataParallel, beside gloo.
 
-    given = {name: value for name, value in conditions.items() if value is not None}
-    if not given:
-        return None
-    if "burst" in given and "loss" not in given:
-        raise BadCondition("burst", "needs a --loss that comes in bursts")
-    return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # it checks them all
+    A small transformer with few tokens, so that a step is mostly communication; each backend has a copy.
+    storm is exact; storm-lossy is storm with the hook of LossyGradients; no_sync is a step without communication.
+    On loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
+    The backends take turns within every round; a time is that of the slowest rank.
+    Gradients are checked: exact ones against the mean, all of them for being the same on every rank.
+
+    [bold]Examples[/bold]
+
+      stormtorch bench ddp
+
+      stormtorch bench ddp --hosts 4 --params 25 --json ddp.json --plot ddp.png
+
+      stormtorch bench ddp --rate 400mbit --loss 0.1 --iters 5
+
+      stormtorch bench ddp --rate 1gbit --loss 0.01 --backends storm,gloo-bbr --params 100
+    """
+    with friendly_errors():
+        from stormtorch.bench.ddp import DdpSettings, run_ddp
+        from stormtorch.bench.display import progress_bar
+        from stormtorch.bench.plot import plot_ddp
+        from stormtorch.bench.tables import ddp_table
+
+        network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
+        settings = DdpSettings(
+            hosts=hosts,
+            params=params,
+            tokens=tokens,
+            iters=iters,
+            warmup=warmup_of(warmup, network),
+            backends=backends_of(backends, network),
+            network=network,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+        check_outputs(json, plot)
+        with progress_bar(iters, f"starting {hosts} processes") as advance:
+            report = run_ddp(settings, advance)
+        Console().print(ddp_table(report))
+        if json is not None:
+            report.write(json)
+        if plot is not None:
+            plot_ddp(report, plot)
 
 
 @app.command()
@@ -182,9 +198,9 @@ def sweep(
     mb: Annotated[float | None, typer.Option(help="Size of the tensor in MB, in place of --ideal-s.")] = None,
     ideal_s: Annotated[float, typer.Option(help="A tensor so large that its ideal takes so many seconds.")] = 0.6,
     iters: Annotated[int, typer.Option(help="Timed rounds per point.")] = 5,
-    warmup: Warmup = _LAB_WARMUP,
-    backends: Backends = _LAB_BACKENDS,
-    seed: Annotated[int, typer.Option(help="Of the loss.")] = 0,
+    warmup: Warmup = LAB_WARMUP,
+    backends: Backends = LAB_BACKENDS,
+    seed: Seed = 0,
     patience_s: Patience = 30.0,
     json: Json = None,
     plot: Plot = None,
@@ -205,7 +221,6 @@ def sweep(
     """
     with friendly_errors():
         from stormtorch.bench.display import progress_bar
-        from stormtorch.bench.plot import check_plot
         from stormtorch.bench.plot_sweep import plot_sweep
         from stormtorch.bench.sweep import SweepReport, SweepSettings, run_sweep
         from stormtorch.bench.tables import sweep_table
@@ -226,10 +241,7 @@ def sweep(
             patience_s=patience_s,
             timeout_s=timeout_s,
         )
-        check_file("json", json)
-        if plot is not None:
-            check_plot(plot)
-            check_file("plot", plot)
+        check_outputs(json, plot)
         report = SweepReport.begin(settings)
         try:
             with progress_bar(iters * len(settings.points()), "making a lab") as advance:
@@ -249,7 +261,7 @@ def latency(
     hosts: Hosts = 2,
     iters: Annotated[int, typer.Option(help="Timed rounds per size.")] = 200,
     warmup: Warmup = 20,
-    backends: Backends = _BACKENDS,
+    backends: Backends = BACKENDS,
     idle_s: Annotated[float, typer.Option(help="Seconds to watch an idle transport.")] = 3.0,
     json: Json = None,
     timeout_s: Timeout = 600.0,
@@ -271,7 +283,7 @@ def latency(
         settings = LatencySettings(
             hosts=hosts, iters=iters, warmup=warmup, backends=names(backends), idle_s=idle_s, timeout_s=timeout_s
         )
-        check_file("json", json)
+        check_outputs(json)
         with progress_bar(iters * len(SIZES_BYTES), f"starting {hosts} processes") as advance:
             report = run_latency(settings, advance)
         Console().print(latency_table(report))
@@ -281,7 +293,7 @@ def latency(
 
 @app.command()
 def manners(
-    only: Annotated[str, typer.Option(help="Which to look at, separated by commas.")] = _MANNERS,
+    only: Annotated[str, typer.Option(help="Which to look at, separated by commas.")] = MANNERS,
     rate: Annotated[str, typer.Option(help="Of each host's line; the engine is not told.")] = "200mbit",
     queue: Annotated[str, typer.Option(help="What may wait at each end of a line.")] = "256kb",
     delay: Annotated[str, typer.Option(help="From host to host, one way.")] = "0ms",
@@ -308,7 +320,7 @@ def manners(
         settings = MannersSettings(
             only=names(only), rate=rate, queue=queue, delay=delay, hosts=hosts, tcp=names(tcp), timeout_s=timeout_s
         )
-        check_file("json", json)
+        check_outputs(json)
         with progress_bar(len(settings.only), "making a lab") as advance:
             report = run_manners(settings, advance)
         Console().print(manners_table(report))

@@ -69,6 +69,11 @@ def time_text(seconds: float) -> str:
     return f"{_three_digits(seconds)} s"
 
 
+def signed_time_text(seconds: float) -> str:
+    """The same of a difference, which noise may turn round: "-12.0 ms"."""
+    return ("-" if seconds < 0 else "") + time_text(abs(seconds))
+
+
 def ratio_text(value: float) -> str:
     """A ratio with three digits or more: "0.97", "12.3"."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"

@@ -11,10 +11,12 @@ from rich.table import Table
 from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
 from stormtorch.bench.conditions import surroundings, write_json
 from stormtorch.bench.display import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
-from stormtorch.bench.ranks import LOOPBACK, Member, run_ranks
-from stormtorch.bench.rounds import BARRIER, TIMES, Schedule, run_rounds
+from stormtorch.bench.ranks import LOOPBACK, Member
+from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.bench.samples import Log, median, merge, percentile
 from stormtorch.bench.settings import check_between, check_subset
+from stormtorch.bench.stage import BARRIER, TIMES
+from stormtorch.bench.venue import run_here
 from stormtorch.collectives import Group, barrier
 from stormtorch.options import Options
 from stormtorch.reliability import EXACT
@@ -99,7 +101,6 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "warmup": settings.warmup,
         "backends": list(settings.backends),
         "dtype": "float32",
-        "network": "loopback",
         "rate": None,
         "loss_requested": 0.0,
         "times": TIMES,
@@ -107,15 +108,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "idle_s": settings.idle_s,
         "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
     } | surroundings()
-    done = 0
-
-    def listen(_rank: int, what: object) -> None:
-        nonlocal done
-        done += 1
-        assert isinstance(what, tuple)
-        advance(f"{size_text(what[0])} on {settings.hosts} ranks", done)
-
-    ranks = run_ranks(_rank_latency, settings.hosts, (settings,), timeout_s=settings.timeout_s, listen=listen)
+    ranks, where = run_here(_rank_latency, settings.hosts, (settings,), timeout_s=settings.timeout_s, advance=advance)
     log = merge([rank.log for rank in ranks])
     results = []
     for size in SIZES_BYTES:
@@ -137,7 +130,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         for kind in ranks[0].empty_s
     }
     idle = {kind: 100 * max(rank.idle_cpu[kind] for rank in ranks) for kind in ranks[0].idle_cpu}
-    return LatencyReport(conditions, results, empty_s, idle)
+    return LatencyReport(conditions | where, results, empty_s, idle)
 
 
 def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:

@@ -1,12 +1,15 @@
-"""A picture of an all-reduce benchmark: every round a dot, every median a line."""
+"""Pictures of benchmarks beside gloo: every round a dot, every median a line."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.bench.settings import BadSetting
 
 if TYPE_CHECKING:
-    from stormtorch.bench.results import AllReduceReport
+    from stormtorch.bench.ddp import DdpReport
+    from stormtorch.bench.results import AllReduceReport, BackendResult
 
 COLOURS = {
     "storm": "#d9480f",
@@ -31,48 +34,77 @@ def check_plot(path: Path) -> None:
 
 def plot_allreduce(report: "AllReduceReport", path: Path) -> None:
     """Draws one panel per size into `path`; its ending chooses the format."""
+    conditions = report.conditions
+    panels = []
+    for mb in conditions["mb"]:
+        results = [result for result in report.results if result.mb == mb]
+        ideal_s = next((result.ideal_s for result in results), None)
+        panels.append(_Panel(f"{mb:g} MB", results, {} if ideal_s is None else {"ideal": ideal_s}))
+    title = f"all-reduce, {conditions['hosts']} ranks, {_where(conditions)}, {conditions['dtype']}"
+    _draw(panels, conditions, title, path)
+
+
+def plot_ddp(report: "DdpReport", path: Path) -> None:
+    """Draws the steps of all backends into `path`; its ending chooses the format."""
+    conditions = report.conditions
+    floors = {"no_sync": conditions["no_sync_s"], "line": conditions["line_s"]}
+    panel = _Panel("", report.results, {name: floor for name, floor in floors.items() if floor is not None})
+    title = (
+        f"a step of {conditions['params'] / 1e6:.3g} M parameters\nunder DDP, {conditions['hosts']} ranks, "
+        f"{_where(conditions)}"
+    )
+    _draw([panel], conditions, title, path)
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    results: "Sequence[BackendResult]"
+    floors_s: dict[str, float]
+    """Times that nobody can be expected to stay below, by name."""
+
+
+def _draw(panels: list[_Panel], conditions: dict[str, Any], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    conditions = report.conditions
-    sizes: list[float] = conditions["mb"]
     backends: list[str] = conditions["backends"]
-    figure = Figure(figsize=(2.4 + 0.8 * len(sizes) * (1 + len(backends)), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
-    for panel, mb in zip(panels, sizes, strict=True):
-        results = [result for result in report.results if result.mb == mb]
-        for result in results:
+    figure = Figure(figsize=(2.4 + 0.8 * len(panels) * (1 + len(backends)), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for result in panel.results:
             position = backends.index(result.backend)
             times_ms = [1e3 * seconds for seconds in result.times_s]
             colour = COLOURS[result.backend]
             # Rounds from left to right, so that drift and spikes show.
             across = [position - 0.3 + 0.6 * (i + 0.5) / len(times_ms) for i in range(len(times_ms))]
-            panel.bar(position, 1e3 * result.median_s, width=0.7, color=colour, alpha=0.25)
-            panel.scatter(across, times_ms, s=10, color=colour, linewidths=0)
-            panel.hlines(1e3 * result.median_s, position - 0.35, position + 0.35, color=colour, linewidth=2)
+            axis.bar(position, 1e3 * result.median_s, width=0.7, color=colour, alpha=0.25)
+            axis.scatter(across, times_ms, s=10, color=colour, linewidths=0)
+            axis.hlines(1e3 * result.median_s, position - 0.35, position + 0.35, color=colour, linewidth=2)
             if result.gave_up:
-                panel.annotate("not done", (across[-1], times_ms[-1]), fontsize=8, ha="right", va="bottom")
-        ideal_s = next((result.ideal_s for result in results), None)
-        if ideal_s is not None:
-            panel.axhline(1e3 * ideal_s, color="black", linestyle=":", linewidth=1)
-            panel.text(len(backends) - 0.5, 1e3 * ideal_s, "ideal", ha="right", va="bottom", fontsize=8)
-        panel.set_xlim(-0.5, len(backends) - 0.5)
-        panel.set_xticks(range(len(backends)), [name.replace("-", "\n") for name in backends])
-        panel.set_ylim(bottom=0)
-        panel.set_title(f"{mb:g} MB")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("slowest rank of a round, ms (bar: median)")
-    figure.suptitle(_title(conditions), fontsize=11)
+                axis.annotate("not done", (across[-1], times_ms[-1]), fontsize=8, ha="right", va="bottom")
+        for name, floor_s in panel.floors_s.items():
+            axis.axhline(1e3 * floor_s, color="black", linestyle=":", linewidth=1)
+            axis.text(len(backends) - 0.5, 1e3 * floor_s, name, ha="right", va="bottom", fontsize=8)
+        axis.set_xlim(-0.5, len(backends) - 0.5)
+        axis.set_xticks(range(len(backends)), [name.replace("-", "\n") for name in backends])
+        axis.set_ylim(bottom=0)
+        axis.set_title(panel.title)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("slowest rank of a round, ms (bar: median)")
+    figure.suptitle(title + _loss_line(conditions), fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _title(conditions: dict[str, Any]) -> str:
+def _where(conditions: dict[str, Any]) -> str:
     from stormtorch.bench.tables import network_text
 
-    lost = f"{100 * conditions['loss_measured']:.1f} %"
-    if "requested" in conditions:
-        where, loss = network_text(conditions["requested"]), f"\n{lost} of all backends' packets lost"
-    else:
-        where, loss = "loopback", f"\n{lost} of the storm backends' datagrams lost, none of gloo's"
-    title = f"all-reduce, {conditions['hosts']} ranks, {where}, {conditions['dtype']}"
-    return title + (loss if conditions["loss_measured"] else "")
+    return network_text(conditions["requested"]) if "requested" in conditions else "loopback"
+
+
+def _loss_line(conditions: dict[str, Any]) -> str:
+    lost = conditions.get("loss_measured")
+    if not lost:
+        return ""
+    whose = "all backends' packets" if "requested" in conditions else "the storm backends' datagrams"
+    return f"\n{100 * lost:.1f} % of {whose} lost" + ("" if "requested" in conditions else ", none of gloo's")

@@ -1,9 +1,9 @@
-"""What an all-reduce benchmark found out: one result per backend and size, and the report of all of them."""
+"""What benchmarks found out: one result per backend, and the report of all of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from stormtorch.bench.backends import Copies
 from stormtorch.bench.conditions import write_json
@@ -11,28 +11,21 @@ from stormtorch.bench.samples import Log, Sample, median, percentile
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceResult:
-    """One backend at one size, over all timed rounds."""
+class BackendResult:
+    """One backend over all timed rounds."""
 
     backend: str
-    mb: float
     median_s: float
     p99_s: float
     worst_s: float
     worst_over_median: float
     """The tail: 1 where every round takes the same time."""
-    ideal_s: float | None
-    """None where nothing sets a limit that could be known."""
     rounds: int
     """Timed; fewer than asked for where patience ran out."""
     gave_up: bool
     """The last call did not end: it counts with the time it was waited for, which is less than it needs."""
     arrived: float
     """Fraction of the chunks, mean over ranks and rounds."""
-    repaired: float
-    """Chunks sent again in a round, by all ranks."""
-    cpu_s_per_gb: float
-    """CPU seconds of all ranks per 10^9 bytes of tensor."""
     loss_measured: float | None
     """Fraction of the datagrams that fault injection lost; None where it has no hands in."""
     tcp: str | None
@@ -44,18 +37,34 @@ class AllReduceResult:
         """Whether the median is only known to be larger, as it rests on a call that did not end."""
         return self.gave_up and self.rounds <= 2
 
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceResult(BackendResult):
+    """All-reduces of one size."""
+
+    mb: float
+    ideal_s: float | None
+    """None where nothing sets a limit that could be known."""
+    repaired: float
+    """Chunks sent again in a round, by all ranks."""
+    cpu_s_per_gb: float
+    """CPU seconds of all ranks per 10^9 bytes of tensor."""
+
     @property
     def over_ideal(self) -> float | None:
         """How many times as long as ideal."""
         return self.median_s / self.ideal_s if self.ideal_s else None
 
 
+Result = TypeVar("Result", bound=BackendResult)
+
+
 @dataclass(frozen=True)
-class AllReduceReport:
+class Report(Generic[Result]):
     """What came out, under which conditions."""
 
     conditions: dict[str, Any]
-    results: list[AllReduceResult]
+    results: list[Result]
     calls: list[Sample]
     """Every timed call, in order; not part of the JSON."""
 
@@ -66,6 +75,9 @@ class AllReduceReport:
     def write(self, path: Path) -> None:
         """As JSON; makes missing folders."""
         write_json(path, self.to_json())
+
+
+AllReduceReport: TypeAlias = Report[AllReduceResult]
 
 
 def ideal_s(hosts: int, size_bytes: float, rate_bits: float) -> float:
@@ -97,23 +109,29 @@ def summarize(
 
 
 def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float | None) -> AllReduceResult:
+    return AllReduceResult(
+        mb=mb,
+        ideal_s=ideal,
+        repaired=sum(sample.repaired for sample in samples) / len(samples),
+        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / sum(sample.bytes for sample in samples) * 1e9,
+        **statistics(log, name, samples),
+    )
+
+
+def statistics(log: Log, name: str, samples: list[Sample]) -> dict[str, Any]:
+    """What every `BackendResult` holds."""
     times_s = [sample.seconds for sample in samples]
     counters = log.counters.get((name, samples[0].bytes))
-    gigabytes = sum(sample.bytes for sample in samples) / 1e9
-    return AllReduceResult(
-        backend=name,
-        mb=mb,
-        median_s=median(times_s),
-        p99_s=percentile(times_s, 99),
-        worst_s=max(times_s),
-        worst_over_median=max(times_s) / median(times_s),
-        ideal_s=ideal,
-        rounds=len(samples),
-        gave_up=samples[-1].gave_up,
-        arrived=sum(sample.arrived for sample in samples) / len(samples),
-        repaired=sum(sample.repaired for sample in samples) / len(samples),
-        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / gigabytes,
-        loss_measured=counters.loss if counters is not None and counters.seen else None,
-        tcp=log.tcp.get(name),
-        times_s=times_s,
-    )
+    return {
+        "backend": name,
+        "median_s": median(times_s),
+        "p99_s": percentile(times_s, 99),
+        "worst_s": max(times_s),
+        "worst_over_median": max(times_s) / median(times_s),
+        "rounds": len(samples),
+        "gave_up": samples[-1].gave_up,
+        "arrived": sum(sample.arrived for sample in samples) / len(samples),
+        "loss_measured": counters.loss if counters is not None and counters.seen else None,
+        "tcp": log.tcp.get(name),
+        "times_s": times_s,
+    }

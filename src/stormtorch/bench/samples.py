@@ -5,7 +5,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stormtorch.bench.backends import Counters
+from stormtorch.transport import Arrival
+from stormtorch.udp import UdpTransport
+
+
+class Delivery(NamedTuple):
+    """What a call brought."""
+
+    arrived: float = 1.0
+    """Fraction of the chunks that arrived."""
+    repaired: int = 0
+    """Chunks sent again."""
+
+    @classmethod
+    def of(cls, arrivals: Sequence[Arrival]) -> "Delivery":
+        """The mean of what arrived over all exchanges of a call, and all that was sent again."""
+        if not arrivals:
+            return cls()
+        arrived = sum(arrival.arrived for arrival in arrivals) / len(arrivals)
+        return cls(arrived, sum(arrival.repaired for arrival in arrivals))
 
 
 class Sample(NamedTuple):
@@ -23,6 +41,36 @@ class Sample(NamedTuple):
     """Chunks sent again."""
     gave_up: bool = False
     """The call did not end; `seconds` is how long it was waited for."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Datagrams, as the engine counts them."""
+
+    lost: int = 0
+    """Lost by fault injection."""
+    seen: int = 0
+    """That fault injection had in its hands."""
+    kernel_drops: int = 0
+    """That the kernel threw away because a socket's buffer was full."""
+
+    @classmethod
+    def of(cls, transport: UdpTransport) -> "Counters":
+        """What the engine has counted so far."""
+        health = transport.health()
+        faults = health["faults"]
+        return cls(lost=faults["lost"], seen=faults["seen"], kernel_drops=health["overflow"])
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(self.lost + other.lost, self.seen + other.seen, self.kernel_drops + other.kernel_drops)
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return Counters(self.lost - other.lost, self.seen - other.seen, self.kernel_drops - other.kernel_drops)
+
+    @property
+    def loss(self) -> float:
+        """The fraction that fault injection lost; 0 of nothing."""
+        return self.lost / self.seen if self.seen else 0.0
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stormtorch.bench.allreduce import LINE_IDEAL, AllReduceSettings, open_lab, run_in_lab
+from stormtorch.bench.allreduce import LINE_IDEAL, AllReduceSettings, run_allreduce_in
 from stormtorch.bench.backends import LAB_DEFAULT
 from stormtorch.bench.conditions import surroundings, write_json
 from stormtorch.bench.display import Advance, ignore_progress
 from stormtorch.bench.failed import RankFailed
 from stormtorch.bench.results import AllReduceResult, ideal_bytes
-from stormtorch.bench.rounds import BARRIER, TIMES
 from stormtorch.bench.settings import BadSetting, check_between
+from stormtorch.bench.stage import BARRIER, TIMES
 from stormtorch.bench.tables import condition_text
+from stormtorch.bench.venue import open_lab
 from stormtorch.lab.access import LabError, LabUnavailable
 from stormtorch.lab.conditions import BadCondition, Conditions
 from stormtorch.lab.lab import Lab
@@ -149,7 +150,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
                 if lab is None or lab.conditions.changed(loss=0.0) != point.network.changed(loss=0.0):
                     labs.close()
                     lab = labs.enter_context(open_lab(settings.hosts, point.network, settings.backends))
-                report = run_in_lab(lab, point, _behind(advance, what, index * settings.iters))
+                report = run_allreduce_in(lab, point, _behind(advance, what, index * settings.iters))
             except LabUnavailable:
                 raise
             except (RankFailed, LabError) as error:

@@ -1,4 +1,4 @@
-"""Tables of all-reduce benchmarks."""
+"""Tables of benchmarks beside gloo."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from stormtorch.bench.display import (
     rate_text,
     ratio_text,
     share_text,
+    signed_time_text,
     size_text,
     time_text,
 )
@@ -18,6 +19,7 @@ from stormtorch.bench.results import AllReduceReport, AllReduceResult
 from stormtorch.bench.samples import median
 
 if TYPE_CHECKING:
+    from stormtorch.bench.ddp import DdpReport
     from stormtorch.bench.sweep import SweepReport
 
 
@@ -54,6 +56,52 @@ def allreduce_table(report: AllReduceReport) -> Table:
             table.add_row("", "ideal", time_text(rows[0].ideal_s), style="dim")
         table.add_section()
     return table
+
+
+def ddp_table(report: "DdpReport") -> Table:
+    """One row per backend."""
+    conditions = report.conditions
+    in_lab = "requested" in conditions
+    title = (
+        f"a step of {conditions['params'] / 1e6:.3g} M parameters under DDP, {conditions['hosts']} ranks, "
+        f"{network_text(conditions['requested']) if in_lab else 'loopback'}"
+    )
+    times = (
+        _round_text(conditions) if in_lab else f"{conditions['iters']} interleaved rounds; times are the slowest rank's"
+    )
+    caption = (
+        f"{_loss_sentence(conditions['requested'], conditions['measured'])} " if in_lab else ""
+    ) + f"{times}; adds: what communication adds to a step without any, no_sync; speed-up: gloo's median over this one."
+    if not in_lab:
+        caption += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+    table = new_table(title, caption + _drops_text(conditions))
+    table.add_column("backend", no_wrap=True)
+    for heading in ("median", "worst", "rounds", "adds", "x\ngloo", "speed-\nup", "arrived", "CPU\ns"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in report.results:
+        above = ">" if result.median_is_bound else ""
+        # Of two medians that are only known to be larger, the ratio says nothing.
+        known = not (result.gloo_gave_up and result.median_is_bound)
+        below = "<" if result.gloo_gave_up else ""
+        table.add_row(
+            result.backend,
+            above + time_text(result.median_s),
+            (">" if result.gave_up else "") + time_text(result.worst_s),
+            f"{result.rounds}",
+            above + signed_time_text(result.adds_s),
+            (above or below) + ratio_text(result.over_gloo) if result.over_gloo and known else "-",
+            _opposite(above or below) + ratio_text(result.speedup) if result.speedup and known else "-",
+            "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived),
+            f"{result.cpu_s:.2f}",
+        )
+    table.add_row("no_sync", time_text(conditions["no_sync_s"]), style="dim")
+    if conditions["line_s"] is not None:
+        table.add_row("line", time_text(conditions["line_s"]), style="dim")
+    return table
+
+
+def _opposite(bound: str) -> str:
+    return bound.translate(str.maketrans("<>", "><"))
 
 
 def network_text(requested: dict[str, Any]) -> str:
@@ -135,13 +183,19 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
 
 def _lab_caption(conditions: dict[str, Any]) -> str:
     text = (
-        f"{_loss_sentence(conditions['requested'], conditions['measured'])} Interleaved rounds, {conditions['iters']} "
-        "asked for; times are the slowest rank's; x: ratio of medians, below 1 is faster, > where a call did not end "
-        f"within {conditions['patience_s']:g} s. "
+        f"{_loss_sentence(conditions['requested'], conditions['measured'])} {_round_text(conditions)}; "
+        "x: ratio of medians, below 1 is faster. "
     )
     if conditions["requested"]["rate_bits_per_s"] is not None:
         text += "Ideal: what each rank must send, at the rate of its line."
     return text.rstrip() + _drops_text(conditions)
+
+
+def _round_text(conditions: dict[str, Any]) -> str:
+    return (
+        f"Interleaved rounds, {conditions['iters']} asked for; times are the slowest rank's, > where a call did not "
+        f"end within {conditions['patience_s']:g} s"
+    )
 
 
 def _loss_sentence(requested: dict[str, Any], measured: dict[str, Any]) -> str:

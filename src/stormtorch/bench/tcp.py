@@ -3,7 +3,11 @@
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Opened = TypeVar("Opened")
 
 _NAME_BYTES = 16
 
@@ -64,3 +68,36 @@ def streams() -> set[Stream]:
                     stream.getpeername()  # fails where nobody is at the other end
                     found.add(Stream(int(name), identity))
     return found
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Those that one group has opened."""
+
+    streams: frozenset[Stream]
+    congestion_control: str
+    """As the kernel tells."""
+
+    def cut(self) -> None:
+        """Ends them: a call that was given up would go on and disturb others."""
+        for stream in self.streams:
+            stream.cut()
+
+
+def opened_by(connect: Callable[[], Opened], congestion_control: str | None) -> tuple[Opened, Connections]:
+    """What `connect` returns, and the connections it has made, with that congestion control; None leaves the system's.
+
+    Raises:
+        RuntimeError: The kernel did not obey.
+    """
+    before = streams()
+    opened = connect()
+    made = frozenset(streams() - before)
+    if congestion_control is not None:
+        for stream in made:
+            stream.choose(congestion_control)
+    found = {stream.congestion_control() for stream in made}
+    text = "/".join(sorted(found))
+    if congestion_control is not None and found != {congestion_control}:
+        raise RuntimeError(f"TCP has congestion control {text or 'unknown'}, not {congestion_control}")
+    return opened, Connections(made, text)

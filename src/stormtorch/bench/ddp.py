@@ -1,0 +1,235 @@
+"""A training step under DistributedDataParallel beside gloo, in interleaved rounds: on loopback, or in a lab.
+
+report = run_ddp(DdpSettings(hosts=4))
+report = run_ddp(DdpSettings(hosts=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
+report.write(Path("ddp.json"))
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from stormtorch.bench.backends import BACKENDS
+from stormtorch.bench.conditions import surroundings
+from stormtorch.bench.display import Advance, ignore_progress
+from stormtorch.bench.ranks import Member
+from stormtorch.bench.replicas import NO_SYNC, GlooReplica, Replica, StormReplica, close_groups, open_replicas
+from stormtorch.bench.results import BackendResult, Report, ideal_s, statistics
+from stormtorch.bench.samples import Counters, Log, Sample, median, merge
+from stormtorch.bench.settings import check_between
+from stormtorch.bench.stage import BARRIER, ORDER, TIMES, Call, Cue, Stage, Turns
+from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.lab.conditions import Conditions
+
+STEP = (
+    "zero_grad, forward, backward with DistributedDataParallel's default buckets (gradient_as_bucket_view=True), and "
+    "the update by SGD; one torch thread per rank"
+)
+MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
+# Sums of other orders differ by the rounding of a few additions.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpSettings:
+    """What to measure."""
+
+    hosts: int = 4
+    """Ranks, each a process of this machine, or on a host of its own in a lab."""
+    params: float = 25.0
+    """Of the model, in millions; about, as its width is a multiple of 8."""
+    tokens: int = 16
+    """That each rank learns from in a step: few, so that computing does not hide what communication costs."""
+    iters: int = 20
+    """Timed rounds."""
+    warmup: int = 3
+    """Rounds before them that are checked but not counted."""
+    backends: tuple[str, ...] = BACKENDS
+    network: Conditions | None = None
+    """Of the lab, where loss is real and meets all backends; None is loopback."""
+    patience_s: float = 30.0
+    """In a lab: a step over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
+    others."""
+    timeout_s: float = 600.0
+    """For everything."""
+
+    def __post_init__(self) -> None:
+        check_between("hosts", self.hosts, 2, 64)
+        check_between("params", self.params, 0.01, 1000)
+        check_between("tokens", self.tokens, 1, 100_000)
+        check_between("iters", self.iters, 1, 1_000_000)
+        check_between("warmup", self.warmup, 0, 1_000_000)
+        check_backends(self.backends, self.network)
+        check_between("patience_s", self.patience_s, 0.1, 1e5)
+        check_between("timeout_s", self.timeout_s, 1, 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(BackendResult):
+    """One backend's steps."""
+
+    adds_s: float
+    """What communication adds to a step: the median beyond that of a step without any."""
+    over_gloo: float | None
+    """Median over that of the first gloo; None without one."""
+    speedup: float | None
+    """Its inverse."""
+    gloo_gave_up: bool
+    """No step of that gloo's median has ended: `speedup` is a lower bound, `over_gloo` an upper one."""
+    cpu_s: float
+    """CPU seconds of all ranks in a step, on average."""
+
+
+DdpReport: TypeAlias = Report[StepResult]
+
+
+def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpReport:
+    """Measures, and returns when all ranks are gone.
+
+    Raises:
+        stormtorch.bench.failed.RankFailed: A rank failed, had wrong gradients, or did not end in time.
+        stormtorch.lab.LabError: The lab failed, or none can be made here.
+    """
+    conditions = {
+        "hosts": settings.hosts,
+        "params_asked": settings.params * 1e6,
+        "tokens": settings.tokens,
+        "iters": settings.iters,
+        "warmup": settings.warmup,
+        "backends": list(settings.backends),
+        "model": MODEL,
+        "step": STEP,
+        "times": TIMES,
+        "barrier": BARRIER,
+        "order": ORDER,
+    } | surroundings()
+    if settings.network is None:
+        logs, where = run_here(_rank_steps, settings.hosts, (settings,), timeout_s=settings.timeout_s, advance=advance)
+    else:
+        with open_lab(settings.hosts, settings.network, settings.backends) as lab:
+            logs, where = run_in_lab(
+                _rank_steps,
+                lab,
+                settings.network,
+                settings.hosts,
+                (settings,),
+                timeout_s=settings.timeout_s,
+                advance=advance,
+            )
+        where["patience_s"] = settings.patience_s
+    return _report(settings, conditions | where, merge(logs))
+
+
+def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpReport:
+    by_name: dict[str, list[Sample]] = {}
+    for sample in log.samples:
+        by_name.setdefault(sample.backend, []).append(sample)
+    size_bytes = log.samples[0].bytes
+    no_sync_s = median([sample.seconds for sample in by_name[NO_SYNC]])
+    rate_bits = None if settings.network is None else settings.network.rate_bits
+    conditions |= {
+        "params": size_bytes // 4,
+        "no_sync_s": no_sync_s,
+        "line_s": None if rate_bits is None else ideal_s(settings.hosts, size_bytes, rate_bits),
+        "kernel_drops": sum(counters.kernel_drops for counters in log.counters.values()),
+        "chunk_bytes": log.chunk_bytes,
+    }
+    gloo = next((name for name in settings.backends if name.startswith("gloo") and name in by_name), None)
+    peer = None if gloo is None else BackendResult(**statistics(log, gloo, by_name[gloo]))
+    results = []
+    for name in settings.backends:
+        samples = by_name.get(name)
+        if not samples:
+            continue
+        found = statistics(log, name, samples)
+        results.append(
+            StepResult(
+                adds_s=found["median_s"] - no_sync_s,
+                over_gloo=found["median_s"] / peer.median_s if peer else None,
+                speedup=peer.median_s / found["median_s"] if peer else None,
+                gloo_gave_up=peer is not None and peer.median_is_bound,
+                cpu_s=sum(sample.cpu_s for sample in samples) / len(samples),
+                **found,
+            )
+        )
+    return DdpReport(conditions, results, log.samples)
+
+
+# --- on every rank -------------------------------------------------------------------------------------------------
+
+
+def _rank_steps(member: Member, settings: DdpSettings) -> Log:
+    lab = settings.network is not None
+    replicas = open_replicas(settings.backends, member, settings.params, settings.tokens)
+    storms = [replica for replica in replicas if isinstance(replica, StormReplica)]
+    log = Log(
+        [],
+        chunk_bytes=storms[0].transport.chunk_bytes if storms else None,
+        tcp={each.name: each.connections.congestion_control for each in replicas if isinstance(each, GlooReplica)},
+    )
+    with Stage(member, replicas, patience_s=settings.patience_s if lab else None, lab=lab) as stage:
+        size_bytes = _check_without_loss(stage, log)
+        stage.cue(Cue.LOSE)
+        turns = Turns(stage, size_bytes, _prepared)
+        for round_index in range(settings.warmup):
+            for replica, sample in turns.round(round_index):
+                if sample.gave_up:
+                    log.samples.append(sample)  # there will be no other
+                elif replica.name != NO_SYNC:
+                    _check_alike(stage, replica)
+        before = {storm.name: Counters.of(storm.transport) for storm in storms}
+        stage.cue(Cue.COUNT)
+        turns = Turns(stage, size_bytes, _prepared)
+        for round_index in range(settings.iters):
+            log.samples.extend(sample for _, sample in turns.round(round_index))
+            if member.rank == 0:
+                member.tell(f"{size_bytes / 4e6:.3g} M parameters")
+        stage.cue(Cue.READ)
+        for storm in storms:
+            log.counters[storm.name, size_bytes] = Counters.of(storm.transport) - before[storm.name]
+    close_groups()
+    return log
+
+
+def _prepared(replica: Replica) -> Call:
+    return replica.step
+
+
+def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
+    """The first step of all, from the same weights: every replica must end with the mean. Returns the bytes of it."""
+    *replicas, local = stage.contenders
+    local.step()
+    mean = [gradient.clone() for gradient in local.gradients()]
+    for gradient in mean:
+        stage.control.allreduce([gradient]).wait()
+        gradient /= stage.member.world
+    size_bytes = sum(gradient.nbytes for gradient in mean)
+    for replica in replicas:
+        sample = stage.timed(replica, replica.step, size_bytes, 0)
+        if sample.gave_up:
+            log.samples.append(sample)  # there will be no other
+            continue
+        _check_alike(stage, replica)
+        # Where a line has a rate, its queue may overflow while a backend finds out about it.
+        if sample.arrived == 1.0:
+            _check_mean(replica, mean)
+    return size_bytes
+
+
+def _check_alike(stage: Stage[Replica], replica: Replica) -> None:
+    """Raises RuntimeError unless all ranks have the same gradients, bit for bit."""
+    own = torch.stack([gradient.view(torch.int32).sum(dtype=torch.int64) for gradient in replica.gradients()])
+    total = own.clone()
+    stage.control.allreduce([total]).wait()
+    different = int((total != own * stage.member.world).sum())
+    if not stage.everywhere(different == 0):
+        raise RuntimeError(f"{replica.name}: {different} of {own.numel()} gradients differ between ranks")
+
+
+def _check_mean(replica: Replica, mean: list[torch.Tensor]) -> None:
+    """Raises RuntimeError unless the gradients are the mean over the ranks."""
+    for index, (gradient, expected) in enumerate(zip(replica.gradients(), mean, strict=True)):
+        furthest = float((gradient - expected).abs().max())
+        if not furthest <= _TOLERANCE * float(expected.abs().max()):
+            raise RuntimeError(f"{replica.name}: gradient {index} is not the mean over the ranks, off by {furthest:g}")
