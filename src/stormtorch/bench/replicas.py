@@ -95,9 +95,9 @@ class StormReplica(Replica):
 
     def step(self) -> Delivery:
         """See `Replica`."""
-        buckets, arrived = self._state.buckets, self._state.arrived_sum
+        buckets, arrived = self._state.reductions, self._state.arrived_sum
         delivery = super().step()
-        buckets = self._state.buckets - buckets
+        buckets = self._state.reductions - buckets
         return Delivery((self._state.arrived_sum - arrived) / buckets) if buckets else delivery
 
     def close(self) -> None:
