@@ -15,17 +15,24 @@ Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std:
       pending_(chunks_, static_cast<std::uint16_t>(contributors)),
       count_(chunks_, spec.mode == Reduce::copy ? std::uint16_t{0} : std::uint16_t{1}) {
     final_.reserve(chunks_);
-    if (spec_.mode == Reduce::in_order && contributors_ > 1) waiting_.resize(std::size_t{chunks_} * contributors_);
+    if (spec_.mode == Reduce::in_order) {
+        sums_.resize(chunks_);
+        if (contributors_ > 1) waiting_.resize(std::size_t{chunks_} * contributors_);
+    }
     if (spec_.mode == Reduce::arrived && spec_.out_dtype != Dtype::float32) {
         wide_sum_ = std::make_unique_for_overwrite<float[]>(first_element(chunks_ - 1) + elements(chunks_ - 1));
     }
     if (contributors_ == 0) {
-        for (std::uint32_t chunk = 0; chunk < chunks_; ++chunk) finish(chunk, 0, nullptr);
+        for (std::uint32_t chunk = 0; chunk < chunks_; ++chunk) {
+            if (spec_.mode == Reduce::in_order) fold(chunk, 0, nullptr);
+            finish(chunk);
+        }
     }
 }
 
 Reduction::~Reduction() {
     for (auto& block : waiting_) blocks_.give_back(std::move(block));
+    for (Sum& sum : sums_) blocks_.give_back(std::move(sum.early));
 }
 
 void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload) {
@@ -45,27 +52,35 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             break;
         }
         case Reduce::in_order:
-            // The last to arrive is summed where the kernel put it; the others wait in blocks.
-            if (pending_[chunk] > 1) {
+            // Whose turn it is, is summed where the kernel put it; the others wait in blocks.
+            if (is_next(chunk, contributor) || pending_[chunk] == 1) {
+                fold(chunk, contributor, payload.data());
+            } else if (!payload.empty()) {
                 auto block = blocks_.take();
-                if (!payload.empty()) std::memcpy(block.get(), payload.data(), payload.size());
+                std::memcpy(block.get(), payload.data(), payload.size());
                 waiting_[std::size_t{chunk} * contributors_ + contributor] = std::move(block);
             }
             break;
     }
-    settle(chunk, contributor, payload.data());
+    settle(chunk);
 }
 
-void Reduction::give_up(std::uint32_t contributor, std::uint32_t chunk) { settle(chunk, contributor, nullptr); }
-
-void Reduction::settle(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload) {
-    if (--pending_[chunk] == 0) finish(chunk, contributor, payload);
+void Reduction::give_up(std::uint32_t contributor, std::uint32_t chunk) {
+    if (spec_.mode == Reduce::in_order) {
+        if (absent_.empty()) absent_.resize(std::size_t{chunks_} * contributors_);
+        absent_[std::size_t{chunk} * contributors_ + contributor] = true;
+        if (is_next(chunk, contributor) || pending_[chunk] == 1) fold(chunk, contributor, nullptr);
+    }
+    settle(chunk);
 }
 
-void Reduction::finish(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload) {
-    const std::size_t count = spec_.mode == Reduce::copy ? 0 : elements(chunk);
-    if (count > 0 && spec_.mode == Reduce::in_order) finish_in_order(chunk, last, last_payload);
-    if (count > 0 && spec_.mode == Reduce::arrived) {
+void Reduction::settle(std::uint32_t chunk) {
+    if (--pending_[chunk] == 0) finish(chunk);
+}
+
+void Reduction::finish(std::uint32_t chunk) {
+    const std::size_t count = spec_.mode == Reduce::arrived ? elements(chunk) : 0;
+    if (count > 0) {
         float* sum = sum_at(chunk);
         if (count_[chunk] == 1) widen(spec_.wire, spec_.own + chunk * chunk_bytes_, count, sum);
         const float factor = scale(count_[chunk]);
@@ -78,24 +93,51 @@ void Reduction::finish(std::uint32_t chunk, std::uint32_t last, const std::byte*
     final_.push_back(chunk);
 }
 
-void Reduction::finish_in_order(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload) {
+bool Reduction::is_next(std::uint32_t chunk, std::uint32_t contributor) const {
+    // A sum of halves is rounded once, at the end: its terms are kept until all are there.
+    if (spec_.wire != Dtype::float32) return false;
+    const std::uint32_t terms = sums_[chunk].terms, own = spec_.own_position;
+    // Our own term is always there, so it is never waited for.
+    const std::uint32_t next = terms == own ? terms + 1 : terms;
+    return next == (contributor < own ? contributor : contributor + 1);
+}
+
+// Adds all terms up to the first that is not there; `payload` is the contributor's, if it has one.
+void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload) {
+    const std::size_t count = elements(chunk);
+    if (count == 0) return;
+    Sum& sum = sums_[chunk];
+    const std::uint32_t own = spec_.own_position, first = sum.terms;
+    auto* waiting = waiting_.empty() ? nullptr : &waiting_[std::size_t{chunk} * contributors_];
     inputs_.clear();
-    for (std::uint32_t i = 0; i <= contributors_; ++i) {
-        if (i == spec_.own_position) inputs_.push_back(spec_.own + chunk * chunk_bytes_);
-        if (i == contributors_) break;
-        const std::byte* input = nullptr;
-        if (last_payload != nullptr && i == last) {
-            input = last_payload;
-        } else if (!waiting_.empty()) {
-            input = waiting_[std::size_t{chunk} * contributors_ + i].get();
+    if (sum.early) inputs_.push_back(sum.early.get());
+    if (first > own) inputs_.push_back(out_at(chunk));
+    for (; sum.terms <= contributors_; ++sum.terms) {
+        if (sum.terms == own) {
+            inputs_.push_back(spec_.own + chunk * chunk_bytes_);
+            continue;
         }
-        if (input != nullptr) inputs_.push_back(input);
+        const std::uint32_t each = sum.terms < own ? sum.terms : sum.terms - 1;
+        if (payload != nullptr && each == contributor) {
+            inputs_.push_back(payload);
+        } else if (waiting != nullptr && waiting[each]) {
+            inputs_.push_back(waiting[each].get());
+        } else if (absent_.empty() || !absent_[std::size_t{chunk} * contributors_ + each]) {
+            break;
+        }
     }
-    sum_in_order(spec_.wire, inputs_, elements(chunk), scale(static_cast<std::uint32_t>(inputs_.size())),
-                 spec_.out_dtype, out_at(chunk));
-    if (waiting_.empty()) return;
-    for (std::uint32_t i = 0; i < contributors_; ++i) {
-        blocks_.give_back(std::move(waiting_[std::size_t{chunk} * contributors_ + i]));
+    const bool complete = sum.terms > contributors_;
+    const float factor = complete ? scale(count_[chunk]) : 1.0F;
+    if (sum.terms > own) {
+        sum_in_order(spec_.wire, inputs_, count, factor, spec_.out_dtype, out_at(chunk));
+        blocks_.give_back(std::move(sum.early));
+    } else if (!inputs_.empty()) {
+        if (!sum.early) sum.early = blocks_.take();
+        sum_in_order(spec_.wire, inputs_, count, factor, spec_.wire, sum.early.get());
+    }
+    if (waiting == nullptr) return;
+    for (std::uint32_t term = first; term < sum.terms; ++term) {
+        if (term != own) blocks_.give_back(std::move(waiting[term < own ? term : term - 1]));
     }
 }
 

@@ -52,9 +52,10 @@ public:
 private:
     [[nodiscard]] std::size_t wire_bytes(std::uint32_t chunk) const;
     [[nodiscard]] std::size_t elements(std::uint32_t chunk) const { return elements_in(spec_.wire, wire_bytes(chunk)); }
-    void finish(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
-    void finish_in_order(std::uint32_t chunk, std::uint32_t last, const std::byte* last_payload);
-    void settle(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload);
+    void finish(std::uint32_t chunk);
+    void settle(std::uint32_t chunk);
+    [[nodiscard]] bool is_next(std::uint32_t chunk, std::uint32_t contributor) const;
+    void fold(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload);
     [[nodiscard]] std::size_t first_element(std::uint32_t chunk) const {
         return chunk * elements_in(spec_.wire, chunk_bytes_);
     }
@@ -69,9 +70,16 @@ private:
     Blocks& blocks_;
     std::vector<std::uint16_t> pending_;  // contributors not settled yet, per chunk
     std::vector<std::uint16_t> count_;    // copies in the sum, per chunk
-    std::vector<std::unique_ptr<std::byte[]>>
-        waiting_;                        // in_order: copies that wait for the rest, [chunk][contributor]
-    std::unique_ptr<float[]> wide_sum_;  // arrived: float32 sums where `out` is narrower
+    // in_order: how many terms of a chunk the sum has so far, in the order of summation. It stands in `out` once our own
+    // contribution, whose memory that may be, is in it; before, in a block.
+    struct Sum {
+        std::uint32_t terms{};
+        std::unique_ptr<std::byte[]> early;
+    };
+    std::vector<Sum> sums_;
+    std::vector<std::unique_ptr<std::byte[]>> waiting_;  // copies that came before their turn, [chunk][contributor]
+    std::vector<bool> absent_;                           // those that will not come; empty as long as there are none
+    std::unique_ptr<float[]> wide_sum_;                  // arrived: float32 sums where `out` is narrower
     std::vector<const std::byte*> inputs_;
     std::vector<std::uint32_t> final_;
 };

@@ -99,7 +99,6 @@ TEST(chunk_is_final_when_the_last_of_its_contributors_is_settled_and_the_list_ke
     shard.contribute(1, 2);
     shard.contribute(0, 1);
     CHECK(shard.reduction->final_chunks() == (std::vector<std::uint32_t>{2, 1}));
-    CHECK_EQUAL(shard.out[0], -1.0F);  // not final: not written
     shard.reduction->give_up(1, 0);
     CHECK(shard.reduction->final_chunks() == (std::vector<std::uint32_t>{2, 1, 0}));
     CHECK(shard.reduction->counts() == (std::vector<std::uint16_t>{2, 3, 3}));
@@ -226,5 +225,36 @@ TEST(empty_shard_is_one_empty_chunk) {
         for (std::uint32_t i = 0; i < 3; ++i) shard.reduction->contribute(i, 0, {});
         CHECK_EQUAL(shard.reduction->final_chunks().size(), 1U);
         CHECK_EQUAL(shard.reduction->counts()[0], 4U);
+    }
+}
+
+TEST(exact_sum_is_right_for_every_order_of_arrival_and_every_absence) {
+    constexpr std::uint32_t contributors = 3;
+    for (std::uint32_t position = 0; position <= contributors; ++position) {
+        for (std::uint32_t absent = 0; absent < 1U << contributors; ++absent) {
+            std::array<std::uint32_t, contributors> order{0, 1, 2};
+            do {
+                Shard shard(Reduce::in_order, 16, contributors, true, position);
+                for (const std::uint32_t i : order) {
+                    if ((absent >> i & 1U) != 0) {
+                        shard.reduction->give_up(i, 0);
+                    } else {
+                        shard.contribute(i, 0);
+                    }
+                }
+                CHECK_EQUAL(shard.reduction->final_chunks().size(), 1U);
+                for (std::size_t e = 0; e < 16; ++e) {
+                    float sum = 0.0F;
+                    unsigned count = 0;
+                    for (std::uint32_t term = 0; term <= contributors; ++term) {
+                        const std::uint32_t i = term < position ? term : term - 1;
+                        if (term != position && (absent >> i & 1U) != 0) continue;
+                        const float value = term == position ? shard.own[e] : shard.inputs[i][e];
+                        sum = count++ == 0 ? value : sum + value;
+                    }
+                    CHECK_EQUAL(shard.out[e], sum * (1.0F / static_cast<float>(count)));
+                }
+            } while (std::next_permutation(order.begin(), order.end()));
+        }
     }
 }
