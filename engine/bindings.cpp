@@ -116,6 +116,7 @@ CoreConfig make_core_config(std::uint16_t rank, std::uint16_t world, const nb::d
     config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
+    config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
     const auto keys = nb::cast<std::vector<nb::bytes>>(from["keys"]);
     if (!keys.empty()) {
         if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");

@@ -249,9 +249,9 @@ void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header h
     } else {
         std::uint32_t check = 0;
         if (checks == nullptr) {
-            check = seal_.payload_check(payload);
+            check = seal_.data_check(payload);
         } else {
-            if (checks->known.set(header.chunk)) checks->values[header.chunk] = seal_.payload_check(payload);
+            if (checks->known.set(header.chunk)) checks->values[header.chunk] = seal_.data_check(payload);
             check = checks->values[header.chunk];
         }
         seal_.protect(wire_header, check);

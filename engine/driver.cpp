@@ -56,7 +56,7 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     if (core_) throw std::runtime_error("the engine is running already");
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
     socket_.set_peers(std::move(peers));
-    faults_ = std::make_unique<FaultPath>(config.rank);
+    faults_ = std::make_unique<FaultPath>(config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes);
     core_ = std::make_unique<Core>(std::move(config), clock_now());
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll");
     timer_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), "timerfd");

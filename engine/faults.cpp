@@ -191,7 +191,7 @@ void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nano
         ++counters_.duplicated;
     }
     if (fate.corrupted && !datagram.empty()) {
-        const std::size_t bit = fate.corrupt_bit % (datagram.size() * 8);
+        const std::size_t bit = fate.corrupt_bit % (std::min(datagram.size(), corruptible_bytes_) * 8);
         datagram[bit / 8] ^= std::byte{1} << (bit % 8);
         ++counters_.corrupted;
     }

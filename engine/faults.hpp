@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "clock.hpp"
+#include "wire.hpp"
 
 namespace storm {
 
@@ -107,7 +108,9 @@ public:
     static constexpr std::size_t max_held_datagrams = 4096;
     static constexpr std::size_t max_held_bytes = std::size_t{64} << 20;
 
-    explicit FaultPath(std::uint16_t rank) : rank_(rank) {}
+    // What is not checked must not be corrupted either, as nobody would notice: `corruptible_bytes` of each datagram are.
+    explicit FaultPath(std::uint16_t rank, std::size_t corruptible_bytes = max_datagram_bytes)
+        : rank_(rank), corruptible_bytes_(corruptible_bytes) {}
 
     // Null is off. Every change starts the links' fates anew, and whatever the old settings held back is delivered by the
     // next release, in the order of its arrival. The same settings again change nothing. Throws std::invalid_argument, and
@@ -171,6 +174,7 @@ private:
     void release_due(Nanos now, const Sink& deliver);
 
     std::uint16_t rank_;
+    std::size_t corruptible_bytes_;
     std::shared_ptr<const FaultSettings> settings_;
     std::vector<std::unique_ptr<Link>> links_;                 // by source; strangers can make 65,536 at most
     std::list<Held> waiting_;                                  // for later ones; in order of arrival, so of expiry

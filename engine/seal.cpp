@@ -225,7 +225,7 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
         std::array<std::byte, header_bytes> unchecked;
         std::memcpy(unchecked.data(), written.data(), header_bytes);
         write_check(unchecked, 0);
-        const auto check = crc32c(unchecked, payload_check(body));
+        const auto check = crc32c(unchecked, header.kind == Kind::data ? data_check(body) : payload_check(body));
         return check == header.check ? std::optional(body) : std::nullopt;
     }
     if (header.source >= secrets_.peers.size()) return std::nullopt;

@@ -1,7 +1,8 @@
 // Whether a datagram may be believed: CRC32C against accidents, AES-GCM against people.
 //
 // Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's cookie;
-// the other half stands in the header. A stranger off the path must guess both halves: 64 bits.
+// the other half stands in the header. A stranger off the path must guess both halves: 64 bits. Between processes of one
+// machine, data is moved from memory to memory and not checked, as the kernel does not check it either; headers are.
 // With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows.
 #pragma once
 
@@ -50,6 +51,7 @@ private:
 // The secrets of a job as one endpoint holds them.
 struct Secrets {
     std::uint64_t cookie{};
+    bool checks_data{true};  // false: chunks cannot be damaged on their way
     bool sealed{};
     Key own{};               // seals what this endpoint sends
     std::vector<Key> peers;  // opens what peer i sends; empty when not sealed
@@ -71,6 +73,10 @@ public:
     // peers is read once.
     [[nodiscard]] std::uint32_t payload_check(std::span<const std::byte> payload) const {
         return crc32c(payload, static_cast<std::uint32_t>(secrets_.cookie >> 32));
+    }
+    // The same for a chunk of data, which need not be read where it cannot be damaged.
+    [[nodiscard]] std::uint32_t data_check(std::span<const std::byte> payload) const {
+        return payload_check(secrets_.checks_data ? payload : payload.first(0));
     }
     // Unencrypted: fills the check of the header that `header` holds in wire form and clears flag_sealed.
     void protect(std::span<std::byte, header_bytes> header, std::uint32_t payload_check) const;

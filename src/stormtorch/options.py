@@ -49,6 +49,9 @@ class Options:
     key: bytes | None = field(default=None, repr=False)
     """Job key, the same on every rank: seals every datagram by AES-GCM, at the cost of a slower pass over all bytes at
     each end. None checks by CRC32C."""
+    check: bool = False
+    """Check data by CRC32C also where all ranks are on loopback, where the kernel does not check either. Elsewhere it
+    always is."""
     receive_buffer_bytes: int = 8 << 20
     """Asked of the kernel for the socket; its limit is net.core.rmem_max. Divided among the peers as their credit."""
     pool_bytes: int = 64 << 20

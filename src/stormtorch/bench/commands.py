@@ -126,6 +126,10 @@ def ddp(
     iters: Annotated[int, typer.Option(help="Timed rounds.")] = 20,
     warmup: WarmupAnywhere = None,
     backends: BackendsAnywhere = None,
+    wires: Annotated[
+        str, typer.Option(help="What storm-lossy sends: float32, bfloat16, int8; of several, each is measured.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Where the model is: cpu, or cuda, where all ranks share a GPU.")] = "cpu",
     seed: Seed = 0,
     json: Json = None,
     plot: Plot = None,
@@ -156,6 +160,8 @@ def ddp(
       stormtorch bench ddp --rate 400mbit --loss 0.1 --iters 5
 
       stormtorch bench ddp --rate 1gbit --loss 0.01 --backends storm,gloo-bbr --params 100
+
+      stormtorch bench ddp --rate 400mbit --loss 0.1 --wires float32,bfloat16,int8
     """
     with friendly_errors():
         from stormtorch.bench.ddp import DdpSettings, run_ddp
@@ -171,6 +177,8 @@ def ddp(
             iters=iters,
             warmup=warmup_of(warmup, network),
             backends=backends_of(backends, network),
+            wires=names(wires),
+            device=device,
             network=network,
             patience_s=patience_s,
             timeout_s=timeout_s,

@@ -26,6 +26,13 @@ NO_SYNC = "no_sync"
 """The name of the replica that computes but does not communicate."""
 _LAYERS, _HEADS, _VOCABULARY = 8, 8, 256
 _LEARNING_RATE = 1e-3
+WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+"""What a lossy replica may send its gradients as."""
+
+
+def lossy_name(wire: str) -> str:
+    """Of the lossy replica that sends so; the plain one sends float32."""
+    return "storm-lossy" if wire == "float32" else f"storm-lossy-{wire}"
 
 
 def transformer(params_m: float) -> nn.Module:
@@ -54,8 +61,10 @@ class Replica:
     def __init__(self, name: str, model: nn.Module, tokens: torch.Tensor, group: ProcessGroup | None) -> None:
         self.name = name
         self.limit_s: float | None = None
-        self.exact = name != "storm-lossy"
+        self.exact = not name.startswith("storm-lossy")
         """Whether its gradients are exact whatever the network does."""
+        self.wire = name.removeprefix("storm-lossy-") if name.startswith("storm-lossy-") else "float32"
+        """What its gradients travel as."""
         self._tokens = tokens
         # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
         self._model = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
@@ -68,11 +77,13 @@ class Replica:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         self._optimizer.step()
+        if self._tokens.is_cuda:
+            torch.cuda.synchronize()
         return Delivery()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the last step, one per parameter."""
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        """Those of the last step, one per parameter, on the CPU."""
+        return [parameter.grad.cpu() for parameter in self._model.parameters() if parameter.grad is not None]
 
     def close(self) -> None:
         """Ends its connections."""
@@ -89,7 +100,7 @@ class StormReplica(Replica):
         transport = group.group.transport
         assert isinstance(transport, UdpTransport)
         self.transport = transport
-        self._state = LossyGradients(group=group)
+        self._state = LossyGradients(group=group, wire=WIRES[self.wire])
         if not self.exact:
             self._model.register_comm_hook(self._state, lossy_hook)
 
@@ -159,14 +170,15 @@ class LocalReplica(Replica):
             return super().step()
 
 
-def open_replicas(names: Sequence[str], member: Member, params_m: float, tokens: int) -> list[Replica]:
-    """A replica for each of `LAB_BACKENDS` named, and one that does not communicate; all ranks call this together."""
+def open_replicas(names: Sequence[str], member: Member, params_m: float, tokens: int, device: str) -> list[Replica]:
+    """A replica for each of the names, and one that does not communicate; all ranks call this together."""
     # torch wants a default group before it makes others; nothing is sent over it.
     os.environ["GLOO_SOCKET_IFNAME"] = member.control_interface
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
-    model = transformer(params_m)
+    model = transformer(params_m).to(device)
     # Every rank has its own data, as replicas have.
     own = torch.randint(_VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(member.rank))
+    own = own.to(device)
     replicas: list[Replica] = []
     for name in names:
         kind = GlooReplica if name.startswith("gloo") else StormReplica
