@@ -75,6 +75,7 @@ bench-lab: setup  ## measure all-reduce and DDP beside gloo under real loss, in 
 	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
 	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
 	$(BIN)/stormtorch bench ddp --hosts 4 --rate 400mbit --loss 0.1 --iters 10 --patience 60 \
+		--wires float32,bfloat16,int8 \
 		--json $(BENCH_OUT)/lab-ddp-400mbit-loss10.json --plot $(BENCH_OUT)/lab-ddp-400mbit-loss10.png; \
 	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
 		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \

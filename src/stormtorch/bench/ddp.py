@@ -15,13 +15,13 @@ from stormtorch.bench.conditions import surroundings
 from stormtorch.bench.display import Advance, ignore_progress
 from stormtorch.bench.ranks import Member
 from stormtorch.bench.replicas import (
+    LOSSY,
     NO_SYNC,
     WIRES,
     GlooReplica,
     Replica,
     StormReplica,
     close_groups,
-    lossy_name,
     open_replicas,
 )
 from stormtorch.bench.results import BackendResult, Report, ideal_s, statistics
@@ -84,7 +84,7 @@ class DdpSettings:
     @property
     def contenders(self) -> tuple[str, ...]:
         """The backends, with one for each of the wires in place of storm-lossy."""
-        lossy = tuple(lossy_name(wire) for wire in self.wires)
+        lossy = tuple(name for name, wire in LOSSY.items() if wire in self.wires)
         return tuple(name for each in self.backends for name in (lossy if each == "storm-lossy" else (each,)))
 
 

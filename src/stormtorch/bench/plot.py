@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "storm": "#d9480f",
     "storm-lossy": "#f59f00",
-    "storm-lossy-bfloat16": "#82c91e",
+    "storm-lossy-bf16": "#82c91e",
     "storm-lossy-int8": "#12b886",
     "gloo": "#495057",
     "gloo-bbr": "#1c7ed6",

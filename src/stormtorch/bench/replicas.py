@@ -30,9 +30,8 @@ WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int
 """What a lossy replica may send its gradients as."""
 
 
-def lossy_name(wire: str) -> str:
-    """Of the lossy replica that sends so; the plain one sends float32."""
-    return "storm-lossy" if wire == "float32" else f"storm-lossy-{wire}"
+LOSSY = {"storm-lossy": "float32", "storm-lossy-bf16": "bfloat16", "storm-lossy-int8": "int8"}
+"""What the lossy replicas of those names send."""
 
 
 def transformer(params_m: float) -> nn.Module:
@@ -61,9 +60,9 @@ class Replica:
     def __init__(self, name: str, model: nn.Module, tokens: torch.Tensor, group: ProcessGroup | None) -> None:
         self.name = name
         self.limit_s: float | None = None
-        self.exact = not name.startswith("storm-lossy")
+        self.exact = name not in LOSSY
         """Whether its gradients are exact whatever the network does."""
-        self.wire = name.removeprefix("storm-lossy-") if name.startswith("storm-lossy-") else "float32"
+        self.wire = LOSSY.get(name, "float32")
         """What its gradients travel as."""
         self._tokens = tokens
         # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
