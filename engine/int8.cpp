@@ -1,6 +1,7 @@
 #include "int8.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -26,23 +27,42 @@ struct Range {
     bool finite;
 };
 
+// In lanes, each with its own extremes: compilers do not reorder comparisons of floats by themselves.
+constexpr std::size_t lanes = 16;
+
 STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
-    float least = std::numeric_limits<float>::infinity(), most = -least;
-    std::uint32_t bad = 0;
-    for (std::size_t i = 0; i < n; ++i) {
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    std::array<float, lanes> least, most;
+    std::array<std::uint32_t, lanes> exponents{};  // the largest
+    least.fill(infinity);
+    most.fill(-infinity);
+    const auto look = [&](std::size_t i, std::size_t lane) __attribute__((always_inline)) {
         const float value = scale * from[i];
-        least = value < least ? value : least;
-        most = value > most ? value : most;
-        // The exponent of infinities and NaNs.
-        bad |= std::uint32_t{(std::bit_cast<std::uint32_t>(value) & 0x7f800000U) == 0x7f800000U};
+        const std::uint32_t exponent = std::bit_cast<std::uint32_t>(value) & 0x7f800000U;
+        least[lane] = value < least[lane] ? value : least[lane];
+        most[lane] = value > most[lane] ? value : most[lane];
+        exponents[lane] = exponent > exponents[lane] ? exponent : exponents[lane];
+    };
+    std::size_t i = 0;
+    for (; i + lanes <= n; i += lanes) {
+        for (std::size_t lane = 0; lane < lanes; ++lane) look(i + lane, lane);
     }
-    return {least, most, bad == 0};
+    for (; i < n; ++i) look(i, 0);
+    Range range{infinity, -infinity, true};
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+        range.least = std::min(range.least, least[lane]);
+        range.most = std::max(range.most, most[lane]);
+        range.finite &= exponents[lane] != 0x7f800000U;  // that of infinities and NaNs
+    }
+    return range;
 }
 
 STORM_INLINE void encode(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes) {
+    auto* out = reinterpret_cast<std::uint8_t*>(codes);
     for (std::size_t i = 0; i < n; ++i) {
-        const float at = (scale * from[i] - low) * inverse + 0.5F;
-        codes[i] = static_cast<std::byte>(std::clamp(static_cast<int>(at), 0, 255));
+        // Never above 255.5, whatever was rounded on the way, and below 0 only by rounding.
+        const int code = static_cast<int>((scale * from[i] - low) * inverse + 0.5F);
+        out[i] = static_cast<std::uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);
     }
 }
 

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stormtorch import collectives
-from stormtorch.backend.process_group import StormProcessGroup, reduce_operation
+from stormtorch.backend.launching import reduce_operation
+from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending

@@ -5,48 +5,20 @@
 Names and arguments are torch's, old and new, as it calls them from Python and from C++. Everything here is exact.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from stormtorch import collectives
-from stormtorch.backend.anybody import Receives, Taking
-from stormtorch.backend.flight import Flight
+from stormtorch.backend.compiler import keep_from_compiler
 from stormtorch.backend.identity import Identity
-from stormtorch.backend.order import Order
+from stormtorch.backend.launching import Launching, Tensors
+from stormtorch.backend.pairs import Pairs
 from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork
-from stormtorch.collectives import Group, Op, Pending
-from stormtorch.errors import Closed, ExchangeTimeout, StormError
-
-Tensors = Sequence[torch.Tensor]
-
-_OPS = {
-    dist.ReduceOp.SUM: Op.SUM,
-    dist.ReduceOp.AVG: Op.AVG,
-    dist.ReduceOp.PRODUCT: Op.PROD,
-    dist.ReduceOp.MIN: Op.MIN,
-    dist.ReduceOp.MAX: Op.MAX,
-    dist.ReduceOp.BAND: Op.BAND,
-    dist.ReduceOp.BOR: Op.BOR,
-    dist.ReduceOp.BXOR: Op.BXOR,
-}
-_MONITOR_TAG = -7
-_POLL_S = 0.002
-
-
-def reduce_operation(asked: Any) -> Op:
-    """Ours for torch's."""
-    for theirs, ours in _OPS.items():
-        if asked == theirs:
-            return ours
-    raise RuntimeError(f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX or bits")
+from stormtorch.collectives import Op
 
 
 def _root(opts: Any) -> int:
@@ -54,41 +26,8 @@ def _root(opts: Any) -> int:
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
-class StormProcessGroup(Identity):
+class StormProcessGroup(Pairs):
     """Made by torch.distributed; use it through `dist.all_reduce` and the like."""
-
-    def __init__(
-        self,
-        group: Group,
-        store: Store,
-        timeout: timedelta,
-        enter: Callable[[], None],
-        leave: Callable[[], None],
-        close: Callable[[], None],
-    ) -> None:
-        super().__init__(group, store, timeout)
-        self.flight = Flight(group)
-        self._leave, self._close = leave, close
-        self._together: list[StormWork] | None = None
-        self._receives = Receives(group)
-        self._order = Order()
-        self._open = True
-        enter()
-
-    # --- its end ----------------------------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """Leaves; the last group of a job also closes the socket, after telling the peers."""
-        if self._open:
-            self._open = False
-            self._leave()
-
-    def abort(self) -> None:
-        """Ends whatever runs, in all groups of the job: calls that wait raise `Closed`."""
-        self._open = False
-        self._close()
-
-    # --- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> StormWork:
         """Every rank ends with the reduction of all."""
@@ -312,173 +251,6 @@ class StormProcessGroup(Identity):
             inputs=shown,
         )
 
-    # --- one to one -------------------------------------------------------------------------------------------------
-
-    def send(self, tensors: Any, target: int, tag: int) -> StormWork:
-        """To one rank, which receives it."""
-        staged = Staged("send")
-        tensor = one(tensors, "send")
-        given = staged.read(tensor)
-        return self.begin_work(
-            "send",
-            lambda: [collectives.send(self.group, given, target, tag=tag, timeout_s=self._timeout_s)],
-            [tensor],
-            staged,
-        )
-
-    def recv(self, tensors: Any, source: int, tag: int) -> StormWork:
-        """From one rank."""
-        tensor = one(tensors, "recv")
-        staged = Staged("recv")
-        out = staged.write(tensor)
-        return self.begin_work(
-            "recv",
-            lambda: [self._receives.start(out, source, tag, self._timeout_s)],
-            [tensor],
-            staged,
-            source=lambda: source,
-        )
-
-    def recv_anysource(self, tensors: Any, tag: int) -> StormWork:
-        """From whoever sends first."""
-        tensor = one(tensors, "recv")
-        staged = Staged("recv")
-        out = staged.write(tensor)
-        taking: list[Taking] = []
-
-        def begin() -> list[Taking]:
-            taking.append(self._receives.from_anybody(out, tag, self._timeout_s))
-            return taking
-
-        return self.begin_work("recv", begin, [tensor], staged, source=lambda: taking[0].source)
-
-    # --- barriers ---------------------------------------------------------------------------------------------------
-
-    def barrier(self, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Nobody goes on before all have come."""
-        timeout_s = self._timeout(opts, timeout)
-        return self.begin_work(
-            "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")
-        )
-
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that did not come.
-
-        Args:
-            timeout: How long to wait for them, seconds where it is a number; None is the group's.
-            wait_all_ranks: Name all that are missing, not only the first.
-        """
-        asked = self._timeout_s if timeout is None else timeout
-        seconds = asked.total_seconds() if isinstance(asked, timedelta) else float(asked)
-        if self.group.rank == 0 and seconds <= 0:
-            raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
-        self._order.flush()
-        token = torch.zeros(1, dtype=torch.uint8)
-        if self.group.rank != 0:
-            try:
-                for start in (collectives.send, collectives.receive):
-                    start(self.group, token, 0, tag=_MONITOR_TAG, timeout_s=seconds).wait()
-            except StormError as error:
-                raise type(error)(
-                    f"[Rank {self.group.rank}]: Rank {self.group.rank} successfully reached monitoredBarrier, but "
-                    f"received errors while waiting for send/recv from rank 0: {error}"
-                ) from error
-            return
-        waiting = {
-            peer: collectives.receive(self.group, token.clone(), peer, tag=_MONITOR_TAG, timeout_s=seconds + 1.0)
-            for peer in range(1, self.group.size)
-        }
-        give_up_at = time.monotonic() + seconds
-        while waiting and time.monotonic() < give_up_at:
-            for peer in [peer for peer, pending in waiting.items() if pending.done()]:
-                try:
-                    waiting[peer].wait()
-                except Closed:
-                    raise
-                except StormError:
-                    give_up_at = 0.0
-                else:
-                    del waiting[peer]
-            time.sleep(_POLL_S)
-        if waiting:
-            missing = sorted(waiting) if wait_all_ranks else [min(waiting)]
-            names = ", ".join(map(str, missing))
-            raise ExchangeTimeout(
-                f"[Rank 0]: Rank{'s' if len(missing) > 1 else ''} {names} failed to pass monitoredBarrier in "
-                f"{1000 * seconds:.0f} ms"
-            )
-        going = [
-            collectives.send(self.group, token, peer, tag=_MONITOR_TAG, timeout_s=seconds)
-            for peer in range(1, self.group.size)
-        ]
-        for each in going:
-            each.wait()
-
-    # --- several at once --------------------------------------------------------------------------------------------
-
-    def _start_coalescing(self, _device: torch.device) -> None:
-        self._together = []
-
-    def _end_coalescing(self, _device: torch.device) -> StormWork:
-        works, self._together = self._together or [], None
-
-        def wait_for_all() -> None:
-            for work in works:
-                work.wait()
-
-        results = [tensor for work in works for tensor in work.result()]
-        staged = Staged("coalesced")
-        for work in works:
-            staged.include(work.staged)
-        return StormWork("coalesced", [], results, staged, wait_for_all)
-
-    # --- how all of them begin --------------------------------------------------------------------------------------
-
-    def begin_work(
-        self,
-        what: str,
-        begin: Callable[[], Sequence[Pending | Taking]],
-        results: Tensors,
-        staged: Staged,
-        source: Callable[[], int | None] | None = None,
-        inputs: Tensors | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> StormWork:
-        """Begins an operation after those that were asked for before, and notes it.
-
-        Args:
-            what: Its name, for errors, the flight record and the profiler.
-            begin: Starts the exchanges.
-            results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
-            staged: Their stand-ins, and what remains to be copied at the end.
-            source: Of a receive, tells whose it is.
-            inputs: What the profiler shows the shapes of.
-            finish: What else remains to be done at the end.
-        """
-        self._sequence += 1
-        record = self.flight.begin(what, self._sequence, results)
-        if torch.autograd._profiler_enabled():
-            shown = results if inputs is None else inputs
-            with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):
-                begun = self._order.begin(begin, staged.moments())
-        else:
-            begun = self._order.begin(begin, staged.moments())
-        work = StormWork(what, begun, results, staged, finish, record, source)
-        work.go_on()
-        if self._together is not None:
-            self._together.append(work)
-        return work
-
-    def _timeout(self, opts: Any, timeout: Any) -> float:
-        asked = timeout if timeout is not None else getattr(opts, "timeout", None)
-        if isinstance(asked, timedelta) and asked > timedelta(0):
-            return asked.total_seconds()
-        return self._timeout_s
-
-    def _reducing(self, opts: Any, timeout: Any) -> tuple[Op, float]:
-        asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return reduce_operation(asked), self._timeout(opts, timeout)
-
 
 def one_list(lists: Sequence[Tensors], what: str) -> Tensors:
     """The only list of lists of tensors."""
@@ -487,12 +259,5 @@ def one_list(lists: Sequence[Tensors], what: str) -> Tensors:
     return lists[0]
 
 
-def _keep_from_compiler(cls: type) -> None:
-    """torch.compile must call these, not look into them."""
-    for name, value in list(vars(cls).items()):
-        if callable(value) and not name.startswith("__"):
-            setattr(cls, name, torch._disable_dynamo(value))
-
-
-_keep_from_compiler(Identity)
-_keep_from_compiler(StormProcessGroup)
+for part in (Identity, Launching, Pairs, StormProcessGroup):
+    keep_from_compiler(part)

@@ -1,0 +1,139 @@
+# mypy: disable-error-code="override, assignment, attr-defined"
+"""How a process group begins its work, and how it ends: what all of torch.distributed's calls have in common."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from stormtorch.backend.anybody import Receives
+from stormtorch.backend.flight import Flight
+from stormtorch.backend.identity import Identity
+from stormtorch.backend.order import Begin, Order
+from stormtorch.backend.tensors import Staged
+from stormtorch.backend.work import StormWork
+from stormtorch.collectives import Group, Op
+
+Tensors = Sequence[torch.Tensor]
+
+_OPS = {
+    dist.ReduceOp.SUM: Op.SUM,
+    dist.ReduceOp.AVG: Op.AVG,
+    dist.ReduceOp.PRODUCT: Op.PROD,
+    dist.ReduceOp.MIN: Op.MIN,
+    dist.ReduceOp.MAX: Op.MAX,
+    dist.ReduceOp.BAND: Op.BAND,
+    dist.ReduceOp.BOR: Op.BOR,
+    dist.ReduceOp.BXOR: Op.BXOR,
+}
+
+
+def reduce_operation(asked: Any) -> Op:
+    """Ours for torch's."""
+    for theirs, ours in _OPS.items():
+        if asked == theirs:
+            return ours
+    raise RuntimeError(f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX or bits")
+
+
+class Launching(Identity):
+    """The part of a process group that starts collectives and keeps their order."""
+
+    def __init__(
+        self,
+        group: Group,
+        store: Store,
+        timeout: timedelta,
+        enter: Callable[[], None],
+        leave: Callable[[], None],
+        close: Callable[[], None],
+    ) -> None:
+        super().__init__(group, store, timeout)
+        self.flight = Flight(group)
+        self._leave, self._close = leave, close
+        self._together: list[StormWork] | None = None
+        self._receives = Receives(group)
+        self._order = Order()
+        self._open = True
+        enter()
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leaves; the last group of a job also closes the socket, after telling the peers."""
+        if self._open:
+            self._open = False
+            self._leave()
+
+    def abort(self) -> None:
+        """Ends whatever runs, in all groups of the job: calls that wait raise `Closed`."""
+        self._open = False
+        self._close()
+
+    # --- several at once --------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, _device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, _device: torch.device) -> StormWork:
+        works, self._together = self._together or [], None
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait()
+
+        results = [tensor for work in works for tensor in work.result()]
+        staged = Staged("coalesced")
+        for work in works:
+            staged.include(work.staged)
+        return StormWork("coalesced", [], results, staged, wait_for_all)
+
+    # --- how all of them begin --------------------------------------------------------------------------------------
+
+    def begin_work(
+        self,
+        what: str,
+        begin: Begin,
+        results: Tensors,
+        staged: Staged,
+        source: Callable[[], int | None] | None = None,
+        inputs: Tensors | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> StormWork:
+        """Begins an operation after those that were asked for before, and notes it.
+
+        Args:
+            what: Its name, for errors, the flight record and the profiler.
+            begin: Starts the exchanges.
+            results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
+            staged: Their stand-ins, and what remains to be copied at the end.
+            source: Of a receive, tells whose it is.
+            inputs: What the profiler shows the shapes of.
+            finish: What else remains to be done at the end.
+        """
+        self._sequence += 1
+        record = self.flight.begin(what, self._sequence, results)
+        if torch.autograd._profiler_enabled():
+            shown = results if inputs is None else inputs
+            with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):
+                begun = self._order.begin(begin, staged.moments())
+        else:
+            begun = self._order.begin(begin, staged.moments())
+        work = StormWork(what, begun, results, staged, finish, record, source)
+        work.go_on()
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _timeout(self, opts: Any, timeout: Any) -> float:
+        asked = timeout if timeout is not None else getattr(opts, "timeout", None)
+        if isinstance(asked, timedelta) and asked > timedelta(0):
+            return asked.total_seconds()
+        return self._timeout_s
+
+    def _reducing(self, opts: Any, timeout: Any) -> tuple[Op, float]:
+        asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+        return reduce_operation(asked), self._timeout(opts, timeout)
