@@ -184,6 +184,22 @@ def test_a_corrupted_datagram_never_passes(key: bytes | None) -> None:
             assert found >= 0.9 * health["faults"]["corrupted"]
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_nothing_corrupted_passes_on_loopback_whether_data_is_checked_or_not(check: bool) -> None:
+    def work(transport: UdpTransport) -> dict[str, Any]:
+        for turn in range(30):
+            tensor = values(transport.rank, 100_000, seed=turn)
+            all_reduce(Group(transport), tensor).wait()
+            assert same_bits(tensor, reduced([values(rank, 100_000, seed=turn) for rank in range(2)], Op.SUM))
+        return transport.health()
+
+    # One rank that wants it is enough.
+    options = [OPTIONS, replace(OPTIONS, check=check)]
+    with faults(corrupt=0.2, seed=8):
+        for health in local_world(2, work, options=options):
+            assert health["faults"]["corrupted"] > 10
+
+
 def test_datagrams_of_strangers_are_counted_and_change_nothing() -> None:
     def work(transport: UdpTransport) -> tuple[torch.Tensor, dict[str, Any]]:
         barrier(Group(transport)).wait()

@@ -287,6 +287,32 @@ TEST(every_flipped_bit_and_every_other_length_is_rejected) {
     }
 }
 
+TEST(where_data_is_not_checked_every_bit_of_the_header_and_of_all_other_kinds_still_is) {
+    Secrets trusting = secrets_of(receiver, false);
+    trusting.checks_data = false;
+    Seal seal(std::move(trusting), receiver);
+    for (const Kind kind : {Kind::data, Kind::report}) {
+        const Buffer payload = random_bytes(45, 6);
+        Buffer good(header_bytes + payload.size());
+        const auto header = std::span(good).first<header_bytes>();
+        Header fields = header_of(sender);
+        fields.kind = kind;
+        write_header(fields, header);
+        std::copy(payload.begin(), payload.end(), good.begin() + header_bytes);
+        seal.protect(header, kind == Kind::data ? seal.data_check(payload) : seal.payload_check(payload));
+        CHECK(receive(seal, good) == payload);
+        const std::size_t checked = kind == Kind::data ? header_bytes : good.size();
+        for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
+            Buffer bad = good;
+            bad[bit / 8] ^= static_cast<std::byte>(1U << bit % 8);
+            CHECK_EQUAL(receive(seal, bad).has_value(), bit / 8 >= checked);
+        }
+        // Who checks does not believe who does not, and the other way round.
+        CHECK_EQUAL(accepts(secrets_of(receiver, false), receiver, good), kind != Kind::data);
+    }
+    CHECK(!receive(seal, make_datagram(false, random_bytes(45, 6))).has_value());
+}
+
 TEST(open_survives_a_header_that_is_not_the_datagrams) {
     for (bool sealed : {false, true}) {
         Seal seal(secrets_of(receiver, sealed), receiver);
