@@ -66,6 +66,17 @@ void Core::validate(const ExchangeSpec& spec) const {
                 "a contribution must belong to the first stage and have the size of the reduction");
         }
     }
+    if (spec.reduction) {
+        const ReductionSpec& reduction = *spec.reduction;
+        if (reduction.out_dtype != reduction.wire && reduction.out_dtype != Dtype::float32)
+            throw std::invalid_argument("a reduction is written as what was sent or as float32");
+        if (reduction.wire == Dtype::int8 && reduction.mode == Reduce::in_order)
+            throw std::invalid_argument("int8 has no sum in rank order");
+        const auto contributors =
+            std::count_if(spec.receives.begin(), spec.receives.end(), [](const ReceiveSpec& r) { return r.reduce; });
+        if (reduction.own_position > static_cast<std::size_t>(contributors))
+            throw std::invalid_argument("our own position lies behind all contributors");
+    }
     for (const StageSpec& stage : spec.stages) {
         if (!(stage.budget >= 0.0 && stage.budget <= 1.0)) throw std::invalid_argument("budget must lie in [0, 1]");
     }
@@ -174,8 +185,10 @@ void Core::leave(Nanos) {
 }
 
 bool Core::gone() const {
-    // Nobody waits for an answer of one that others call silent.
-    const auto lost = [&](const Peer& peer) { return lost_ == Blame{peer.rank, Status::peer_silent}; };
+    // Nobody waits for an answer of one that others call silent, unless it has spoken to us since.
+    const auto lost = [&](const Peer& peer) {
+        return lost_ == Blame{peer.rank, Status::peer_silent} && peer.last_heard <= lost_at_;
+    };
     return std::all_of(peers_.begin(), peers_.end(), [&](const auto& peer) {
         return !peer || peer->left || peer->told || peer->silent || lost(*peer);
     });

@@ -172,6 +172,7 @@ private:
     void fail(Exchange& exchange, Status status, std::uint16_t peer, std::uint64_t missing_bytes, Blame blame = {});
     void fail_late(Exchange& exchange, Nanos now);
     void remember(const Exchange& exchange);
+    [[nodiscard]] bool healed_by(const Exchange& exchange) const;
     void tick_peer(Peer& peer, Nanos now);
     void tick_receives(Exchange& exchange, Nanos now);
     void tick_sends(Exchange& exchange, Nanos now);
@@ -198,7 +199,8 @@ private:
     std::unordered_map<std::uint32_t, Posted> posted_;                     // by channel
     // Keys of the latest exchanges that ended badly and whose fault it was, for peers that still ask.
     std::deque<std::pair<std::uint64_t, Blame>> failed_;
-    Blame lost_;    // whose fault the first error was that has not healed: what a goodbye says
+    Blame lost_;  // whose fault the last error was, unless it has healed: what a goodbye says
+    Nanos lost_at_{};
     bool again_{};  // transmit has more to look at although a peer had nothing to send
     std::vector<std::unique_ptr<Exchange>> leaving_;  // ended, but a batch still points into their buffers
     std::deque<Finished> finished_;

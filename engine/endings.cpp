@@ -90,15 +90,29 @@ void Core::remember(const Exchange& exchange) {
     if (outcome.status != Status::ok) {
         failed_.emplace_back(exchange_key(exchange.channel, exchange.seq), outcome.blame);
         if (failed_.size() > most_failed) failed_.pop_front();
-        if (!lost_ && outcome.status != Status::closed) lost_ = outcome.blame;
-    } else if (lost_ && exchange.with(lost_.culprit)) {
+        if (outcome.status == Status::closed) return;
+        // The first of a cascade counts; one much later is another story.
+        if (!lost_ || outcome.ended > lost_at_ + 2 * config_.silence) {
+            lost_ = outcome.blame;
+            lost_at_ = outcome.ended;
+        }
+    } else if (lost_ && healed_by(exchange)) {
         lost_ = {};
     }
 }
 
+// Whether an exchange that ended well says that the last error is over: it began after that, and the culprit was heard of since,
+// or is ourselves, or the others have long gone on without it.
+bool Core::healed_by(const Exchange& exchange) const {
+    const Nanos started = exchange.outcome.started;
+    if (started < lost_at_) return false;
+    if (lost_.culprit == config_.rank || started > lost_at_ + 2 * config_.silence) return true;
+    return exchange.with(lost_.culprit) && peers_[lost_.culprit]->last_heard > lost_at_;
+}
+
 void Core::finish(Exchange& exchange, Status status, Nanos now) {
     for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
-    if (status == Status::closed) exchange.outcome.blame = {config_.rank, status};
+    if (status == Status::closed) exchange.outcome.blame = lost_ ? lost_ : Blame{config_.rank, status};
     exchange.conclude(status, now);
     remember(exchange);
     if (status != Status::ok) {

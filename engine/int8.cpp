@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -60,7 +61,7 @@ STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
 STORM_INLINE void encode(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes) {
     auto* out = reinterpret_cast<std::uint8_t*>(codes);
     for (std::size_t i = 0; i < n; ++i) {
-        // Never above 255.5, whatever was rounded on the way, and below 0 only by rounding.
+        // The caller has seen to it that this is finite and near 0 to 255, which rounding may leave by a little.
         const int code = static_cast<int>((scale * from[i] - low) * inverse + 0.5F);
         out[i] = static_cast<std::uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);
     }
@@ -127,6 +128,12 @@ void each_block(std::size_t elements, const Each& each) {
     }
 }
 
+std::size_t elements_per_chunk(std::size_t chunk_bytes) {
+    const std::size_t each = int8_elements(chunk_bytes);
+    if (each == 0) throw std::invalid_argument("a chunk is too small for int8");
+    return each;
+}
+
 }  // namespace
 
 std::size_t int8_elements(std::size_t chunk_bytes) {
@@ -135,8 +142,7 @@ std::size_t int8_elements(std::size_t chunk_bytes) {
 }
 
 std::size_t int8_bytes(std::size_t elements, std::size_t chunk_bytes) {
-    const std::size_t each = int8_elements(chunk_bytes);
-    if (each == 0) throw std::invalid_argument("a chunk is too small for int8");
+    const std::size_t each = elements_per_chunk(chunk_bytes);
     const std::size_t rest = elements % each;
     const std::size_t blocks = (rest + block_elements - 1) / block_elements;
     return elements / each * chunk_bytes + rest + blocks * sizeof(Grid);
@@ -145,7 +151,7 @@ std::size_t int8_bytes(std::size_t elements, std::size_t chunk_bytes) {
 void int8_encode(const float* from, std::size_t elements, float scale, std::uint64_t seed, std::byte* out) {
     const Loops& by = loops();
     each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
-        const Range range = by.range_of(from + first, n, scale);
+        Range range = by.range_of(from + first, n, scale);
         Grid grid{range.least, range.most / steps - range.least / steps};
         // Too fine a step has no inverse: such a block is as good as constant.
         const bool flat = !(grid.step >= std::numeric_limits<float>::min());
@@ -155,6 +161,9 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
             grid.step = 0.0F;
         } else {
             grid.low -= random_part(seed + first) * grid.step;
+            // Numbers so large that their differences are not finite cannot be told from infinities.
+            range.finite = std::isfinite(range.most - grid.low) && std::isfinite(grid.low + 255.0F * grid.step);
+            if (!range.finite) grid.low = grid.step = std::numeric_limits<float>::quiet_NaN();
         }
         std::memcpy(out + at, &grid, sizeof grid);
         std::byte* codes = out + at + sizeof grid;
@@ -186,14 +195,17 @@ void int8_add(const std::byte* a, std::size_t elements, float* sum) {
 
 void int8_encode_message(const float* from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
                          std::byte* out) {
-    const std::size_t each = int8_elements(chunk_bytes);
+    const std::size_t each = elements_per_chunk(chunk_bytes);
     for (std::size_t first = 0; first < elements; first += each, out += chunk_bytes) {
         int8_encode(from + first, std::min(each, elements - first), 1.0F, mix(seed) + first, out);
+        // A rest too short for a block travels with the others, and must not tell what lay there before.
+        if (elements - first > each && chunk_bytes % block_bytes <= sizeof(Grid))
+            std::memset(out + chunk_bytes / block_bytes * block_bytes, 0, chunk_bytes % block_bytes);
     }
 }
 
 void int8_decode_message(const std::byte* from, std::size_t elements, std::size_t chunk_bytes, float* out) {
-    const std::size_t each = int8_elements(chunk_bytes);
+    const std::size_t each = elements_per_chunk(chunk_bytes);
     for (std::size_t first = 0; first < elements; first += each, from += chunk_bytes) {
         int8_widen(from, std::min(each, elements - first), out + first);
     }

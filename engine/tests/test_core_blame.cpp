@@ -177,6 +177,48 @@ TEST(goodbye_says_nothing_of_errors_that_have_healed_or_were_wished_for) {
     }
 }
 
+TEST(goodbye_still_names_the_dead_after_what_had_begun_before_it_ends_well) {
+    Mortal job(3);
+    OneMessage missed(7), early(8), waiting(9);
+    // Rank 1's part of an exchange has come; then it dies, and another exchange fails for it.
+    job.net.post(1, early.to(0));
+    CHECK(job.watch.wait(0, job.net.post(0, early.from(1))).status == Status::ok);
+    ExchangeSpec begun = exchange_on(10, 0);
+    Buffer got(20'000), sent(20'000);
+    begun.receives.push_back({.peer = 2, .into = got.data(), .bytes = got.size()});
+    const std::uint64_t open = job.net.post(0, begun);
+    job.dead = true;
+    CHECK(job.watch.wait(0, job.net.post(0, missed.from(1))).status == Status::peer_silent);
+    ExchangeSpec other = exchange_on(10, 0);
+    other.sends.push_back({.peer = 0, .data = sent.data(), .bytes = sent.size()});
+    job.net.post(2, other);
+    CHECK(job.watch.wait(0, open).status == Status::ok);
+    const std::uint64_t id2 = job.net.post(2, waiting.from(0));
+    job.net.leave(0);
+    check_blame(job.watch.wait(2, id2, second), 1, Status::peer_silent);
+}
+
+TEST(goodbye_names_the_last_error_not_one_of_long_ago) {
+    Mortal job(4);
+    OneMessage never_sent(7), missed(8), waiting(9);
+    ExchangeSpec late = never_sent.from(3);
+    late.timeout_at = 50 * millisecond;
+    CHECK(job.watch.wait(0, job.net.post(0, late)).status == Status::timed_out);
+    std::vector<OneMessage> later;
+    for (std::uint32_t i = 0; i < 4; ++i) later.emplace_back(20 + i);
+    for (OneMessage& message : later) {
+        const std::uint64_t id = job.net.post(0, message.from(2));
+        job.net.run(second);
+        job.net.post(2, message.to(0));
+        CHECK(job.watch.wait(0, id).status == Status::ok);
+    }
+    job.dead = true;
+    CHECK(job.watch.wait(0, job.net.post(0, missed.from(1))).status == Status::peer_silent);
+    const std::uint64_t id2 = job.net.post(2, waiting.from(0));
+    job.net.leave(0);
+    check_blame(job.watch.wait(2, id2, second), 1, Status::peer_silent);
+}
+
 TEST(blame_survives_loss_and_is_told_to_late_askers) {
     Mortal job(3);
     AllToAll exchange = small_job(3);

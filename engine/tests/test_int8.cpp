@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "check.hpp"
@@ -104,9 +105,19 @@ TEST(int8_keeps_constants_and_tells_what_is_not_a_number) {
     CHECK(decoded(encoded(constant, 1440, 1), 100, 1440) == constant);
     const Floats tiny{0.0F, std::numeric_limits<float>::denorm_min()};
     for (const float value : decoded(encoded(tiny, 1440, 1), 2, 1440)) CHECK(std::abs(value) < 1e-37F);
+    // Differences that are no numbers: nothing that looks like one may come out.
     const float most = std::numeric_limits<float>::max();
-    const Floats wide{-most, most};
-    for (const float value : decoded(encoded(wide, 1440, 1), 2, 1440)) CHECK(std::abs(value) > 0.98F * most);
+    for (const Floats& wide : {Floats{-most, most}, Floats{-0.6F * most, 0.6F * most, 0.0F}, Floats{-most, 0.0F}}) {
+        for (std::uint64_t seed = 0; seed < 20; ++seed) {
+            const Floats back = decoded(encoded(wide, 1440, seed), wide.size(), 1440);
+            for (std::size_t i = 0; i < wide.size(); ++i) {
+                CHECK(std::isnan(back[i]) || std::abs(back[i] - wide[i]) <= 0.01F * most);
+            }
+        }
+    }
+    CHECK(std::isnan(decoded(encoded({-most, most}, 1440, 1), 2, 1440)[0]));
+    const Floats large{-0.4F * most, 0.4F * most};
+    for (const float value : decoded(encoded(large, 1440, 1), 2, 1440)) CHECK(std::isfinite(value));
     for (const float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
                             std::numeric_limits<float>::quiet_NaN()}) {
         Floats values = normal(2048, 5);
@@ -150,4 +161,30 @@ TEST(int8_contributions_make_the_mean_of_what_arrived) {
             CHECK(std::abs(result[i] - expected) < 0.1F);  // two roundings of half a step, 12 / 254
         }
     }
+}
+
+TEST(int8_leaves_nothing_of_what_lay_in_the_buffer_and_refuses_chunks_that_hold_nothing) {
+    constexpr std::size_t chunk_bytes = 1040, elements = 3000;  // 1,032 and 8 that hold nothing
+    const Floats values = normal(elements, 9);
+    std::vector<Bytes> messages;
+    for (const std::byte before : {std::byte{0}, std::byte{0xee}}) {
+        Bytes& out = messages.emplace_back(int8_bytes(elements, chunk_bytes), before);
+        int8_encode_message(values.data(), elements, chunk_bytes, 1, out.data());
+    }
+    CHECK(messages[0] == messages[1]);
+    Bytes out(100);
+    Floats back(4);
+    int refused = 0;
+    for (const bool encodes : {true, false}) {
+        try {
+            if (encodes) {
+                int8_encode_message(values.data(), 4, 8, 1, out.data());
+            } else {
+                int8_decode_message(out.data(), 4, 8, back.data());
+            }
+        } catch (const std::invalid_argument&) {
+            ++refused;
+        }
+    }
+    CHECK_EQUAL(refused, 2);
 }

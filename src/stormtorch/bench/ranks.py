@@ -126,8 +126,8 @@ def run_ranks(
     lines: list[Connection] = []
     # Started on first use otherwise, when it would undo _interrupts_held for the first rank.
     resource_tracker.ensure_running()
-    try:
-        with _site(lab) as site, _pythons(lab, world) as pythons:
+    with _site(lab) as site, _pythons(lab, world) as pythons:
+        try:
             for rank in range(world):
                 line, far_end = context.Pipe()
                 lines.append(line)
@@ -143,11 +143,12 @@ def run_ranks(
                     processes.append(process)
                 far_end.close()
             return _collect(processes, lines, timeout_s, listen)
-    finally:
-        with _interrupts_held():
-            _end(processes)
-            for line in lines:
-                line.close()
+        finally:
+            # While what they are started from still exists: one that has only just begun would complain.
+            with _interrupts_held():
+                _end(processes)
+                for line in lines:
+                    line.close()
 
 
 @contextlib.contextmanager
