@@ -119,8 +119,10 @@ class UdpTransport:
         Args:
             linger_s: How long to wait for that; None is what the options say, 0 says it once and goes.
         """
-        self.closed = True
-        self.endpoint.close(self._linger_s if linger_s is None else linger_s)
+        try:
+            self.endpoint.close(self._linger_s if linger_s is None else linger_s)
+        finally:
+            self.closed = True
         self._plans.clear()
 
     def __enter__(self) -> "UdpTransport":

@@ -1,21 +1,23 @@
 """Receives from whoever sends first, and their order with receives from a known rank.
 
-A receive names its sender to the engine. One from anybody therefore waits for everybody at once; what it does not use
-stands ready for the next receive from that sender.
+A receive names its sender to the engine. One from anybody therefore asks everybody at once; what it does not use stands
+ready for the next receive from that sender, which must have the same number of bytes.
 """
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
 
 from stormtorch.collectives import Group, Pending, receive
-from stormtorch.errors import ExchangeTimeout, StormError
+from stormtorch.errors import ExchangeTimeout, SizeMismatch
 
 _POLL_S = 100e-6
 # Of a receive that may be used much later: its user's time-out counts, not its own.
 _FOREVER_S = 1e6
+Asked = tuple[Pending, torch.Tensor]
 
 
 class Receives:
@@ -23,45 +25,54 @@ class Receives:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._ready: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
+        self._asked: defaultdict[tuple[int, int], deque[Asked]] = defaultdict(deque)
+        self._open: defaultdict[int, int] = defaultdict(int)
+        """By tag, how many receives from anybody have not got theirs."""
         self._lock = threading.Lock()
 
     def start(self, out: torch.Tensor, source: int, tag: int, timeout_s: float) -> "Pending | Taking":
         """Begins a receive from one rank."""
         with self._lock:
-            waiting = self._ready.pop((source, tag), None)
-        if waiting is None:
-            return receive(self._group, out, source, tag=tag, timeout_s=timeout_s)
+            if not self._asked[source, tag]:
+                return receive(self._group, out, source, tag=tag, timeout_s=timeout_s)
+            asked = self._asked[source, tag].popleft()
+        where = f"rank {self._group.rank}: recv"
+        if asked[1].nbytes != out.nbytes:
+            raise SizeMismatch(
+                f"{where}: with tag {tag}, a receive without a source has asked rank {source} for {asked[1].nbytes} "
+                f"bytes before, and this one wants {out.nbytes}. Use another tag where sizes differ."
+            )
         return Taking(
-            lambda: source if _take(waiting, out) else None,
-            f"rank {self._group.rank}: recv: nothing came from rank {source} with tag {tag}",
+            lambda: source if _take(asked, out) else None,
+            f"{where}: nothing came from rank {source}, tag {tag},",
             timeout_s,
         )
 
     def from_anybody(self, out: torch.Tensor, tag: int, timeout_s: float) -> "Taking":
         """Begins a receive from whoever sends first."""
-        self._post(out, tag)
+        with self._lock:
+            self._open[tag] += 1
+            self._ask(out, tag)
         return Taking(
-            lambda: self._first(out, tag),
-            f"rank {self._group.rank}: recv: nobody sent with tag {tag}",
-            timeout_s,
+            lambda: self._first(out, tag), f"rank {self._group.rank}: recv: nobody sent with tag {tag}", timeout_s
         )
 
-    def _post(self, out: torch.Tensor, tag: int) -> None:
-        with self._lock:
-            for source in self._group.others():
-                if (source, tag) not in self._ready:
-                    into = torch.empty_like(out)
-                    pending = receive(self._group, into, source, tag=tag, timeout_s=_FOREVER_S)
-                    self._ready[source, tag] = pending, into
+    def _ask(self, out: torch.Tensor, tag: int) -> None:
+        """Asks everybody for as many messages as are waited for: all of them may come from one."""
+        for source in self._group.others():
+            asked = self._asked[source, tag]
+            while len(asked) < self._open[tag]:
+                into = torch.empty_like(out)
+                asked.append((receive(self._group, into, source, tag=tag, timeout_s=_FOREVER_S), into))
 
     def _first(self, out: torch.Tensor, tag: int) -> int | None:
         """Whose message is there, which then stands in `out`."""
-        self._post(out, tag)  # another receive from anybody may have used some
         with self._lock:
+            self._ask(out, tag)  # a receive from a known rank may have used some
             for source in self._group.others():
-                if _take(self._ready[source, tag], out):
-                    del self._ready[source, tag]
+                if _take(self._asked[source, tag][0], out):
+                    self._asked[source, tag].popleft()
+                    self._open[tag] -= 1
                     return source
         return None
 
@@ -82,7 +93,7 @@ class Taking:
         """Whether it has ended, well or not, so that `wait` does not block."""
         try:
             return self._look() or time.monotonic() >= self._give_up_at
-        except StormError:
+        except Exception:
             return True  # and `wait` will raise it again
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -102,10 +113,11 @@ class Taking:
         return self.ended
 
 
-def _take(waiting: tuple[Pending, torch.Tensor], out: torch.Tensor) -> bool:
-    pending, into = waiting
+def _take(asked: Asked, out: torch.Tensor) -> bool:
+    pending, into = asked
     if not pending.done():
         return False
     pending.wait()
-    out.copy_(into)
+    # Bytes: the receive that asked for them may have had another type.
+    out.view(-1).view(torch.uint8).copy_(into.view(-1).view(torch.uint8))
     return True

@@ -68,8 +68,8 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     if shared is None or not members or options is not None or max(members) >= shared.transport.world:
         # The first group, or one with options of its own: its ranks are the transport's.
         shared = Shared(_connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds()))
-        if not members or _job is None:
-            _job = shared
+        if not members:
+            _job = shared  # ranks of other groups are ranks of this one
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id)
     return StormProcessGroup(group, how.store, how.timeout, shared.enter, shared.leave, shared.abort)

@@ -33,17 +33,18 @@ class Visit:
         self._lane = _lane(device)
         self.device = device
         self._called = torch.cuda.current_stream(device).record_event()
-        self._lane.away.wait_event(self._called)
         self._returned: torch.cuda.Event | None = None
         self._fetches = False
 
     def room(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory for a tensor's values."""
-        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pinned memory that will hold a tensor's values when `fetched` has happened."""
         host = self.room(tensor, tensor.dtype)
+        # What the call itself made of it on the caller's stream, another dtype for instance, comes first too.
+        self._lane.away.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._lane.away):
             host.copy_(tensor, non_blocking=True)
         # Its memory is not given to others before the copy is made.

@@ -16,6 +16,7 @@ from stormtorch.backend.order import Begin, Order
 from stormtorch.backend.tensors import Staged
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op
+from stormtorch.errors import Closed
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,6 +38,25 @@ def reduce_operation(asked: Any) -> Op:
         if asked == theirs:
             return ours
     raise RuntimeError(f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX or bits")
+
+
+class _Part:
+    """A work as a part of another."""
+
+    exchanges = 1
+
+    def __init__(self, work: StormWork) -> None:
+        self._work = work
+
+    @property
+    def ended(self) -> bool:
+        return self._work.ended
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._work.wait(None if timeout_s is None else timedelta(seconds=timeout_s))
 
 
 class Launching(Identity):
@@ -72,6 +92,7 @@ class Launching(Identity):
         """Ends whatever runs, in all groups of the job: calls that wait raise `Closed`."""
         self._open = False
         self._close()
+        self._order.abandon(Closed(f"rank {self.group.rank}: the group was aborted before this had begun."))
 
     # --- several at once --------------------------------------------------------------------------------------------
 
@@ -80,16 +101,11 @@ class Launching(Identity):
 
     def _end_coalescing(self, _device: torch.device) -> StormWork:
         works, self._together = self._together or [], None
-
-        def wait_for_all() -> None:
-            for work in works:
-                work.wait()
-
         results = [tensor for work in works for tensor in work.result()]
         staged = Staged("coalesced")
         for work in works:
             staged.include(work.staged)
-        return StormWork("coalesced", [], results, staged, wait_for_all)
+        return StormWork("coalesced", [_Part(work) for work in works], results, staged)
 
     # --- how all of them begin --------------------------------------------------------------------------------------
 

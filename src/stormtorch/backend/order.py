@@ -1,10 +1,13 @@
 """Collectives begin in the order of the calls, also where the data of one has yet to leave a GPU."""
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
+
+import torch
 
 from stormtorch.backend.pool import run_soon
 
@@ -47,7 +50,8 @@ class Order:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[Future[Sequence[Started]], Callable[[], None]]] = deque()
+        self._beginning: Future[Sequence[Started]] | None = None
         self._draining = False
 
     def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[Sequence[Started]] | Sequence[Started]":
@@ -56,16 +60,20 @@ class Order:
             if not moments and not self._draining:
                 return begin()
             future: Future[Sequence[Started]] = Future()
+            inference = torch.is_inference_mode_enabled()
 
             def task() -> None:
                 try:
                     for moment in moments:
                         moment.synchronize()
-                    future.set_result(begin())
+                    with torch.inference_mode(inference):
+                        started = begin()
                 except BaseException as error:
-                    future.set_exception(error)
+                    self._settle(future, error=error)
+                else:
+                    self._settle(future, started)
 
-            self._queue.append(task)
+            self._queue.append((future, task))
             if not self._draining:
                 self._draining = True
                 run_soon(self._drain)
@@ -76,12 +84,29 @@ class Order:
         with self._lock:
             self._lock.wait_for(lambda: not self._draining)
 
+    def abandon(self, error: Exception) -> None:
+        """What has not begun will not: whoever waits for it gets the error."""
+        with self._lock:
+            waiting = [future for future, _ in self._queue] + ([self._beginning] if self._beginning else [])
+            self._queue.clear()
+        for future in waiting:
+            self._settle(future, error=error)
+
+    def _settle(
+        self, future: "Future[Sequence[Started]]", started: Sequence[Started] = (), error: BaseException | None = None
+    ) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was abandoned, or has just been
+            if error is None:
+                future.set_result(started)
+            else:
+                future.set_exception(error)
+
     def _drain(self) -> None:
         while True:
             with self._lock:
                 if not self._queue:
-                    self._draining = False
+                    self._draining, self._beginning = False, None
                     self._lock.notify_all()
                     return
-                task = self._queue.popleft()
+                self._beginning, task = self._queue.popleft()
             task()

@@ -59,7 +59,7 @@ class Pairs(Launching):
             taking.append(self._receives.from_anybody(out, tag, self._timeout_s))
             return taking
 
-        return self.begin_work("recv", begin, [tensor], staged, source=lambda: taking[0].source)
+        return self.begin_work("recv", begin, [tensor], staged, source=lambda: taking[0].source if taking else None)
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Pairs(Launching):
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         self._order.flush()
-        token = torch.zeros(1, dtype=torch.uint8)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         if self.group.rank != 0:
             try:
                 for start in (collectives.send, collectives.receive):

@@ -37,7 +37,7 @@ class Staged:
         elif target.is_contiguous() and target.data_ptr() == tensor.data_ptr() and target.dtype == dtype:
             return target
         else:
-            dense = torch.empty(target.shape, dtype=dtype)
+            dense = torch.empty(target.shape, dtype=dtype, device="cpu")
         self._copy_later(tensor.detach(), dense)
         return dense
 

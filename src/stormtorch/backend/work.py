@@ -40,6 +40,8 @@ class StormWork(dist.Work):
         self._finish = finish
         self._failed = failed
         self._source = source
+        # A pool's thread does not inherit it.
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -80,18 +82,24 @@ class StormWork(dist.Work):
             run_soon(self._wait_quietly)
 
     def _wait_quietly(self) -> None:
-        with self.staged.on_streams(), contextlib.suppress(Exception):  # `wait` raises it again
+        with self._on_own_streams(), contextlib.suppress(Exception):  # `wait` raises it again
             self.wait()
+
+    def _on_own_streams(self) -> contextlib.AbstractContextManager[object]:
+        for device in self.staged.devices:
+            torch.cuda.set_device(device)  # a thread of the pool begins on GPU 0, and would set up that one too
+        return self.staged.on_streams()
 
     def _run(self, seconds: float | None) -> None:
         pending: Sequence[Started] = ()
         try:
-            pending = self._begun.result(seconds) if isinstance(self._begun, futures.Future) else self._begun
-            for each in pending:
-                each.wait(seconds)
-            self.staged.finish()
-            if self._finish is not None:
-                self._finish()
+            with torch.inference_mode(self._inference):
+                pending = self._begun.result(seconds) if isinstance(self._begun, futures.Future) else self._begun
+                for each in pending:
+                    each.wait(seconds)
+                self.staged.finish()
+                if self._finish is not None:
+                    self._finish()
         except TimeoutError as error:
             if seconds is not None and not (pending and all(each.ended for each in pending)):
                 # Only this waiting took too long; the collective goes on.
@@ -119,7 +127,16 @@ class StormWork(dist.Work):
         finally:
             self._lock.release()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is done, as far as is known without looking."""
+        return self._done
+
     def _ended(self) -> bool:
+        with torch.inference_mode(self._inference):
+            return self._look()
+
+    def _look(self) -> bool:
         if not isinstance(self._begun, futures.Future):
             return all(each.done() for each in self._begun)
         if not self._begun.done():
@@ -160,7 +177,7 @@ class StormWork(dist.Work):
 
     def _complete(self, root: "torch.futures.Future[list[torch.Tensor]]") -> None:
         # On a GPU, whoever waits for the future waits for the stream that it was completed on.
-        with self.staged.on_streams():
+        with self._on_own_streams():
             try:
                 self.wait()
             except BaseException as error:

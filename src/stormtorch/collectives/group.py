@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Sequence
 
-from stormtorch.errors import StormError
 from stormtorch.transport import Arrival, Exchange, Plan, Transport
 
 Steps = Generator[Plan, Arrival, None]
@@ -26,10 +25,13 @@ class Pending:
         self._steps = steps
         self._arrivals: list[Arrival] = []
         self._exchange: Exchange | None = None
+        self._error: Exception | None = None
         self._advance(None)
 
     def wait(self, timeout_s: float | None = None) -> list[Arrival]:
         """Blocks until the collective is done and returns what each of its exchanges brought."""
+        if self._error is not None:
+            raise self._error
         while self._exchange is not None:
             self._step(self._exchange, timeout_s)
         return self._arrivals
@@ -37,21 +39,27 @@ class Pending:
     @property
     def ended(self) -> bool:
         """Whether `wait` would return at once, as far as is known without looking."""
-        return self._exchange is None
+        return self._exchange is None or self._error is not None
 
     def done(self) -> bool:
         """Whether the collective has ended, well or not, so that `wait` does not block; begins what comes next."""
-        while self._exchange is not None and self._exchange.done():
+        while not self.ended and self._exchange is not None and self._exchange.done():
             try:
                 self._step(self._exchange, None)
-            except StormError:
+            except Exception:
                 return True  # and `wait` will raise it again
-        return self._exchange is None
+        return self.ended
 
     def _step(self, exchange: Exchange, timeout_s: float | None) -> None:
-        arrival = exchange.wait(timeout_s)
-        self._arrivals.append(arrival)
-        self._advance(arrival)
+        try:
+            arrival = exchange.wait(timeout_s)
+            self._arrivals.append(arrival)
+            self._advance(arrival)
+        except Exception as error:
+            # Of an exchange that goes on, only the waiting is over.
+            if self._exchange is not exchange or exchange.done():
+                self._error = error
+            raise
 
     def _advance(self, arrival: Arrival | None) -> None:
         self._exchange = None

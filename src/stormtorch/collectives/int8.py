@@ -75,7 +75,7 @@ class _Encoded:
         self.chunk_bytes = group.transport.chunk_bytes
         self.seed = _seed(group, name)
         lengths = [_engine.int8_bytes(each.numel(), self.chunk_bytes) for each in tensors]
-        self.buffer = torch.empty(sum(lengths), dtype=torch.uint8)
+        self.buffer = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         self.spans: list[Span] = []
         at = self.buffer.data_ptr()
         for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
