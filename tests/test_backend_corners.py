@@ -113,7 +113,7 @@ def too_late(member: Member) -> None:
         with pytest.raises(stormtorch.StormError, match="Timed out after 1 s"):
             work.wait(timedelta(seconds=10))
         # It has ended, and says how.
-        assert work.is_completed() and not work.is_success() and "Timed out" in str(work.exception())
+        assert "Timed out" in str(work.exception()) and work.is_completed() and not work.is_success()
     member.store.add("late", 1)
     while member.store.add("late", 0) < member.world:
         time.sleep(0.05)
