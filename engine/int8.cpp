@@ -128,6 +128,14 @@ void each_block(std::size_t elements, const Each& each) {
     }
 }
 
+void decode_blocks(const std::byte* from, std::size_t elements, decltype(Loops::widen) decode, float* sum) {
+    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+        Grid grid;
+        std::memcpy(&grid, from + at, sizeof grid);
+        decode(from + at + sizeof grid, n, grid, sum + first);
+    });
+}
+
 std::size_t elements_per_chunk(std::size_t chunk_bytes) {
     const std::size_t each = int8_elements(chunk_bytes);
     if (each == 0) throw std::invalid_argument("a chunk is too small for int8");
@@ -176,22 +184,10 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
 }
 
 void int8_widen(const std::byte* a, std::size_t elements, float* sum) {
-    const Loops& by = loops();
-    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
-        Grid grid;
-        std::memcpy(&grid, a + at, sizeof grid);
-        by.widen(a + at + sizeof grid, n, grid, sum + first);
-    });
+    decode_blocks(a, elements, loops().widen, sum);
 }
 
-void int8_add(const std::byte* a, std::size_t elements, float* sum) {
-    const Loops& by = loops();
-    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
-        Grid grid;
-        std::memcpy(&grid, a + at, sizeof grid);
-        by.add(a + at + sizeof grid, n, grid, sum + first);
-    });
-}
+void int8_add(const std::byte* a, std::size_t elements, float* sum) { decode_blocks(a, elements, loops().add, sum); }
 
 void int8_encode_message(const float* from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
                          std::byte* out) {

@@ -7,7 +7,7 @@ import torch
 
 from conftest import World, local_world, simulated
 from stormtorch import Reliability
-from stormtorch.collectives import Group, Op, all_reduce_int8, reduce_scatter_int8
+from stormtorch.collectives import Group, Op, all_reduce_int8, reduce, reduce_scatter_int8
 from stormtorch.transport import Transport
 
 LOSSY = Reliability(budget=1.0)
@@ -91,3 +91,17 @@ def test_other_dtypes_and_operations_are_refused() -> None:
             reduce_scatter_int8(group, torch.zeros(3), [torch.zeros(3)], reliability=EXACT)
 
     simulated(2, work)
+
+
+def test_torchs_default_device_is_not_where_buffers_go() -> None:
+    def work(transport: Transport) -> torch.Tensor:
+        tensor, other = contribution(transport.rank, 5000), torch.ones(5000)
+        with torch.device("meta"):  # as a model that is built without memory is
+            all_reduce_int8(Group(transport), tensor, reliability=EXACT).wait()
+            reduce(Group(transport), other, 0).wait()
+        return tensor if transport.rank else other
+
+    results = simulated(2, work)
+    assert float(results[0].sum()) == 10_000.0
+    expected = torch.stack([contribution(rank, 5000) for rank in range(2)]).mean(0)
+    assert torch.allclose(results[1], expected, atol=0.045, rtol=0.0)

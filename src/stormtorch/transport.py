@@ -150,7 +150,11 @@ class Arrival:
         for each in self._outcome.arrivals:
             if each.peer == peer and int(each.second_stage) == stage:
                 packed = torch.frombuffer(bytearray(each.mask), dtype=torch.uint8)
-                bits = packed.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and(1)
+                bits = (
+                    packed.unsqueeze(1)
+                    .bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device="cpu"))
+                    .bitwise_and(1)
+                )
                 return bits.flatten()[: each.chunks].bool()
         raise KeyError(f"rank {self.rank} expected no message from rank {peer} in stage {stage}")
 

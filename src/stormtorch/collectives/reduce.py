@@ -56,7 +56,7 @@ def _on_arrival(
     cuts = shards(flat.numel(), element, group.size)
     spans = [(flat.data_ptr() + first * element, count * element) for first, count in cuts]
     own, length = spans[me]
-    result = flat.narrow(0, *cuts[me]) if me == root else torch.empty(cuts[me][1], dtype=flat.dtype)
+    result = flat.narrow(0, *cuts[me]) if me == root else torch.empty(cuts[me][1], dtype=flat.dtype, device="cpu")
     wire = WIRE_DTYPES[flat.dtype]
     others = group.others()
     yield Plan(
