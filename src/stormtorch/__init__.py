@@ -6,26 +6,51 @@ from typing import TYPE_CHECKING, Any
 from stormtorch.errors import StormError
 from stormtorch.faults import faults
 from stormtorch.options import Options
-from stormtorch.reliability import EXACT, LOSSY, Reliability
+from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
+    from stormtorch.policies import (
+        BoundedDrift,
+        GradientAveraging,
+        Ledger,
+        ModelAveraging,
+        clip_grad_norm_,
+        exact,
+        no_sync,
+        prepare,
+    )
     from stormtorch.rendezvous import connect
 
 __version__ = version("stormtorch")
 
+_BACKEND = ("LossyGradients", "lossy_hook", "lossy_reduce_scatter")
+_POLICIES = (
+    *("BoundedDrift", "GradientAveraging", "Ledger", "ModelAveraging"),
+    *("clip_grad_norm_", "exact", "no_sync", "prepare"),
+)
+
 __all__ = [
     "EXACT",
     "LOSSY",
+    "REPAIRED",
+    "BoundedDrift",
+    "GradientAveraging",
+    "Ledger",
     "LossyGradients",
+    "ModelAveraging",
     "Options",
     "Reliability",
     "StormError",
     "__version__",
+    "clip_grad_norm_",
     "connect",
+    "exact",
     "faults",
     "lossy_hook",
     "lossy_reduce_scatter",
+    "no_sync",
+    "prepare",
 ]
 
 
@@ -35,8 +60,12 @@ def __getattr__(name: str) -> Any:
         from stormtorch.rendezvous import connect
 
         return connect
-    if name in ("LossyGradients", "lossy_hook", "lossy_reduce_scatter"):
+    if name in _BACKEND:
         from stormtorch.backend import lossy
 
         return getattr(lossy, name)
+    if name in _POLICIES:
+        from stormtorch import policies
+
+        return getattr(policies, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,3 +29,6 @@ EXACT = Reliability()
 
 LOSSY = Reliability(budget=1.0)
 """Nothing is sent twice; what was lost stays lost."""
+
+REPAIRED = Reliability(budget=1e-9)
+"""Everything arrives, but a peer that falls silent is done without instead of raising an error."""

@@ -145,6 +145,12 @@ class Arrival:
                 arrived += each.arrived
         return arrived / chunks if chunks else 1.0
 
+    def links(self, *, stage: int = 0) -> dict[int, tuple[int, int]]:
+        """Of each peer, how many chunks of its message there are and how many arrived."""
+        return {
+            each.peer: (each.chunks, each.arrived) for each in self._outcome.arrivals if int(each.second_stage) == stage
+        }
+
     def mask(self, peer: int, *, stage: int = 0) -> torch.Tensor:
         """Which chunks of a peer's message arrived, as booleans."""
         for each in self._outcome.arrivals:

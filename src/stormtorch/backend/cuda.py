@@ -43,6 +43,11 @@ class Visit:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pinned memory that will hold a tensor's values when `fetched` has happened."""
         host = self.room(tensor, tensor.dtype)
+        self.fetch_into(host, tensor)
+        return host
+
+    def fetch_into(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copies a tensor's values to pinned memory; they are there when `fetched` has happened."""
         # What the call itself made of it on the caller's stream, another dtype for instance, comes first too.
         self._lane.away.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._lane.away):
@@ -50,7 +55,6 @@ class Visit:
         # Its memory is not given to others before the copy is made.
         tensor.record_stream(self._lane.away)
         self._fetches = True
-        return host
 
     def fetched(self) -> torch.cuda.Event | None:
         """Happens when all copies to the host are made; None without any."""

@@ -89,6 +89,12 @@ class Group:
         self.size = len(self.ranks)
         self._channel = (name, *self.ranks)
 
+    def turned(self, order: Sequence[int]) -> "Group":
+        """The same ranks in another order, which decides who reduces what; their exchanges are this group's."""
+        other = Group(self.transport, [self.ranks[position] for position in order], name=self.name)
+        other._channel = self._channel
+        return other
+
     def start(self, steps: Steps, exchanges: int = 1) -> Pending:
         """Begins a collective of so many exchanges."""
         return Pending(self.transport, steps, exchanges)

@@ -16,6 +16,13 @@ from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
 Span = tuple[int, int]
+_BLOCK_ELEMENTS, _GRID_BYTES = 1024, 8
+
+
+def chunk_elements(chunk_bytes: int) -> int:
+    """Elements that a whole chunk carries: blocks of codes, each behind its grid, and the last one short."""
+    blocks, rest = divmod(chunk_bytes, _GRID_BYTES + _BLOCK_ELEMENTS)
+    return blocks * _BLOCK_ELEMENTS + max(rest - _GRID_BYTES, 0)
 
 
 def all_reduce_int8(

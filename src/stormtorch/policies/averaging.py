@@ -1,0 +1,170 @@
+"""Policies under which every rank has a model and an optimizer of its own: RPS, and what it warns of."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Op, Pending
+from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.gate import Gate
+from stormtorch.policies.gradients import Gradients
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.links import Links
+from stormtorch.policies.policy import GradientAveraging, ModelAveraging
+from stormtorch.policies.training import Training
+
+
+class _Averaging(Training):
+    """What both have in common: buckets that are averaged in place, over what arrives."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        name: str,
+        policy: ModelAveraging | GradientAveraging,
+    ) -> None:
+        super().__init__(model, optimizer, group, name)
+        self.buckets = self.make_buckets(policy.bucket_mb, whole=False)
+        if any(bucket.on_gpu for bucket in self.buckets):
+            raise ValueError(f"{type(policy).__name__} is for parameters on the CPU; use BoundedDrift on a GPU")
+        self.agree(self.buckets)
+        self._reliability = policy.reliability
+        self._groups = [self.subgroup(f"mean/{bucket.index}") for bucket in self.buckets]
+        self._to_owners, self._back = Links(group.size), Links(group.size)
+        self._pending: dict[int, tuple[Group, Pending]] = {}
+
+    def begin_mean(self, bucket: Bucket, vector: torch.Tensor, group: Group) -> None:
+        """Begins to average a vector of a bucket; where the mean is lost, it stays as it is."""
+        self._pending[bucket.index] = (
+            group,
+            collectives.all_reduce(group, vector, Op.AVG, reliability=self._reliability),
+        )
+
+    def end_mean(self, bucket: Bucket) -> None:
+        """Waits for it."""
+        group, pending = self._pending.pop(bucket.index)
+        for arrival in pending.wait():
+            self._to_owners.add(group, arrival)
+            self._back.add(group, arrival, stage=1)
+
+    def note(self, waited_s: float) -> None:
+        """Completes the row of a step."""
+        row = Row(self.steps, gradients=self._to_owners.fractions(), broadcast=self._back.fractions())
+        row.broadcast_wait_s = waited_s
+        self.ledger.add(row)
+        self._to_owners.clear()
+        self._back.clear()
+
+    def loaded(self) -> None:
+        """Parameters are views of the buckets: nothing else has to follow."""
+
+
+class ModelAveragingTraining(_Averaging):
+    """RPS; arguments as of `Training`, and the policy."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: ModelAveraging
+    ) -> None:
+        super().__init__(model, optimizer, group, name, policy)
+        self.policy = policy
+        for bucket in self.buckets:
+            bucket.release_gradients()
+        self._gate = Gate(model, self.buckets, self.end_mean, self._passed, overlap=True)
+        self._order = torch.Generator(device="cpu").manual_seed(policy.seed)
+        self._exact = self.subgroup("exact")
+
+    def before_step(self, *, closure: bool) -> None:
+        """The optimizer is about to change what may still be on its way."""
+        self._gate.open()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """A local step was made; every so often, models are averaged."""
+        self.steps += 1
+        if self.steps % self.policy.every:
+            return
+        for bucket in reversed(self.buckets):
+            # Which rank averages which block is drawn anew, so that no block depends on one rank's links for long.
+            turned = torch.randperm(self.group.size, generator=self._order, device="cpu").tolist()
+            self.begin_mean(bucket, bucket.flat, self._groups[bucket.index].turned(turned))
+        self._gate.close()
+
+    def _passed(self) -> None:
+        self.note(self._gate.waited_s)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        torch.optim.Optimizer.zero_grad(self.optimizer, set_to_none)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is exchanged in backward anyway."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Every rank gets the mean of all models."""
+        self._gate.open()
+        for bucket in self.buckets:
+            collectives.all_reduce(self._exact, bucket.flat, Op.AVG).wait()
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Within it, the parameters are the mean of all models; afterwards each rank has its own again."""
+        self._gate.open()
+        own = [bucket.flat.clone() for bucket in self.buckets]
+        self.synchronise()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for bucket, values in zip(self.buckets, own, strict=True):
+                    bucket.flat.copy_(values)
+
+
+class GradientAveragingTraining(_Averaging):
+    """What RPS warns of; arguments as of `Training`, and the policy."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: GradientAveraging
+    ) -> None:
+        super().__init__(model, optimizer, group, name, policy)
+        self._gradients = Gradients(self.buckets, self._start, self._finish)
+        self._waited_s = 0.0
+
+    def _start(self, bucket: Bucket) -> None:
+        self.begin_mean(bucket, bucket.grads, self._groups[bucket.index])
+
+    def _finish(self) -> None:
+        began = time.perf_counter()
+        for bucket in self.buckets:
+            self.end_mean(bucket)
+        self._waited_s = time.perf_counter() - began
+
+    def before_step(self, *, closure: bool) -> None:
+        """Gradients are waited for, unless a closure will make them."""
+        if not closure:
+            self._gradients.complete()
+
+    def after_step(self) -> None:
+        """Every rank has applied what it got."""
+        self.steps += 1
+        self.note(self._waited_s)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        self._gradients.clear(set_to_none)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, backward exchanges nothing."""
+        return self._gradients.no_sync()
+
+    def synchronise(self) -> None:
+        """There is no common value: every rank keeps its own."""

@@ -1,0 +1,278 @@
+"""The two-stage protocol: gradients to their owners, parameters from them, nothing sent twice, drift bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch import collectives, theory
+from stormtorch.backend.order import Order
+from stormtorch.collectives import Group, Op
+from stormtorch.policies.broadcast import Broadcast
+from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.gate import Gate
+from stormtorch.policies.gauge import Gauge
+from stormtorch.policies.gradients import Gradients
+from stormtorch.policies.guard import Guard, Smoothed
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.members import Members
+from stormtorch.policies.norms import Norms
+from stormtorch.policies.optimizer import Shards, owns_whole
+from stormtorch.policies.policy import BoundedDrift
+from stormtorch.policies.reduction import Reduction
+from stormtorch.policies.report import Report, Reports
+from stormtorch.policies.training import Training
+from stormtorch.reliability import EXACT, REPAIRED, Reliability
+
+# A measured loss above this would ask for a lead that only noise could have.
+_MOST_LOSS = 0.9
+
+
+class BoundedDriftTraining(Training):
+    """A training under `BoundedDrift`; arguments as of `Training`, and the policy."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: BoundedDrift
+    ) -> None:
+        super().__init__(model, optimizer, group, name)
+        self.policy = policy
+        whole = owns_whole(optimizer, policy.ownership)
+        self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=whole)
+        self.agree(buckets)
+        order = Order()
+        # Where both stages are exact, a rank that is lost ends the job; otherwise it is done without.
+        exact = policy.gradients.exact and policy.broadcast.exact
+        self._certain = EXACT if exact else REPAIRED
+        self._reduction = Reduction(
+            [self.subgroup(f"gradients/{bucket.index}") for bucket in buckets], policy, buckets, order
+        )
+        self._broadcast = Broadcast(
+            [self.subgroup(f"broadcast/{bucket.index}") for bucket in buckets], policy.wire, buckets, order
+        )
+        self._shards = Shards(optimizer, self.parameters, buckets, whole=whole)
+        self._gauge = Gauge(buckets, group.size, group.rank, policy.drift_samples)
+        self._gauge.choose(0)
+        asked = [self._broadcast.chunks_of(owner) if policy.max_lag else 0 for owner in range(group.size)]
+        self._reports = Reports(
+            self.subgroup("reports"), self._certain, len(self.parameters), self._gauge.samples, asked
+        )
+        self._members = Members(group, policy.warn_every, policy.give_up_s)
+        self._guard = Guard(policy.guard, policy.max_lag)
+        self._guarded = False
+        self._loss = Smoothed()
+        self._link_losses = [Smoothed() for _ in range(group.size)]
+        self._lead = 0.0
+        self._serve: list[torch.Tensor | None] = [None] * group.size
+        self._fetch: list[torch.Tensor | None] = [None] * group.size
+        self._row = Row(0)
+        self._norms = Norms(
+            self.subgroup("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()
+        )
+        self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
+        self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
+        self._repair = self.subgroup("exact")
+        self._last_broadcast_exact = True
+
+    # --- stage 1 ----------------------------------------------------------------------------------------------------
+
+    def _start(self, bucket: Bucket) -> None:
+        self._gate.open([bucket.index])  # of parameters that no module has waited for
+        self._reduction.start(bucket)
+
+    def _finish(self) -> None:
+        self._gate.open()
+        began = time.perf_counter()
+        row = self._row = Row(self.steps)
+        samples_S = self._gauge.read()
+        used = self._gradients.used()
+        used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
+        not_finite = not all(_finite(bucket.grads) for bucket in self.buckets)
+        telling = self._reports.begin(
+            self.steps, [self._report_to(peer, samples_S, used_P, not_finite) for peer in range(self.group.size)]
+        )
+        self._reduction.finish()
+        self._norms.forget()
+        telling.wait()
+        reports: dict[int, Report] = {}
+        for peer in range(self.group.size):
+            report = self._reports.read(peer)
+            if report is not None and peer != self.group.rank:
+                reports[peer] = report
+        self._learn(reports, row, samples_S)
+        for report in reports.values():
+            used_P |= report.used_P
+            not_finite |= report.not_finite
+        self._give(used_P, not_finite)
+        row.gradient_wait_s = time.perf_counter() - began
+
+    def _report_to(self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool) -> Report:
+        of_broadcast = None if self._last_broadcast_exact else self._broadcast.links.fraction(peer)
+        of_gradients = self._reduction.links.fraction(peer)
+        most = self.policy.max_lag
+        wanted = torch.empty(0, dtype=torch.bool) if most is None else self._broadcast.too_old(peer, most)
+        self._fetch[peer] = wanted if most is not None and peer != self.group.rank else None
+        return Report(
+            not_finite,
+            self._guard.alarm,
+            -1.0 if of_broadcast is None else 1.0 - of_broadcast,
+            -1.0 if of_gradients is None else 1.0 - of_gradients,
+            self._gauge.update_variance,
+            samples_S,
+            used_P,
+            wanted,
+        )
+
+    def _learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor) -> None:
+        """What the others have met of what this rank sent, and how far replicas are apart."""
+        policy = self.policy
+        row.missing = self._members.hear(set(reports), self.steps, row.events)
+        losses = [report.broadcast_missing for report in reports.values() if report.broadcast_missing >= 0.0]
+        if losses:
+            self._loss.add(sum(losses) / len(losses))
+        for peer, report in reports.items():
+            if report.gradients_missing >= 0.0:
+                self._link_losses[peer].add(report.gradients_missing)
+            self._reduction.losses[peer] = min(self._link_losses[peer].value, _MOST_LOSS)
+        guarded = self._guard.alarm or any(report.alarm for report in reports.values())
+        if guarded != self._guarded:
+            row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
+        self._guarded = guarded
+        for peer in range(self.group.size):
+            heard = reports.get(peer)
+            self._serve[peer] = heard.wanted_C if heard is not None and policy.max_lag else None
+            if heard is None:
+                self._fetch[peer] = None
+        p = min(self._loss.value, _MOST_LOSS)
+        row.loss = p
+        row.pair_drift, row.owner_drift = self._gauge.compare(
+            samples_S, {peer: report.samples_S for peer, report in reports.items()}
+        )
+        variances = [self._gauge.update_variance, *(report.update_variance for report in reports.values())]
+        if self.steps and self._gauge.samples:
+            row.update_variance = sum(variances) / len(variances)
+            row.pair_bound = theory.pair_drift(p) * row.update_variance
+            row.published_bound = theory.pair_drift_published(p) * row.update_variance
+        row.gradients = self._reduction.links.fractions()
+        row.effective_batch = self._reduction.effective_batch
+        row.variance_inflation = self._reduction.variance_inflation
+
+    def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
+        """Gradients to the optimizer, and to the parameters that only other ranks have used."""
+        self._shards.give_gradients(used_P.tolist())
+        self._gradients.show(used_P.tolist())
+        if not_finite:
+            # Wherever it was: every rank must find it, so that all of them skip the step, as GradScaler does.
+            for _, _, stand_in in self._shards.pieces:
+                if stand_in.grad is not None and stand_in.grad.numel():
+                    stand_in.grad.view(-1)[0] = torch.nan
+                    break
+
+    # --- the step, and stage 2 --------------------------------------------------------------------------------------
+
+    def before_step(self, *, closure: bool) -> None:
+        """Gradients are waited for, unless a closure will make them."""
+        if not closure:
+            self._gradients.complete()
+        self._gate.open()
+        p = min(self._loss.value, _MOST_LOSS)
+        self._lead = 0.0 if self._guarded or self.policy.broadcast.exact else self.policy.lead * theory.lead(p)
+        if self._lead:
+            for bucket in self.buckets:
+                bucket.remember()
+        self._gauge.choose(self.steps + 1)
+        self._gauge.before_step()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Parameters go out, those that forward needs first at the head."""
+        row, broadcast = self._row, self._broadcast
+        reliability = self._reliability()
+        self._last_broadcast_exact = self._guarded or reliability.exact
+        broadcast.clear()
+        serve = [None if each is None else broadcast.split(each, self.group.rank) for each in self._serve]
+        fetch = [None if each is None else broadcast.split(each, owner) for owner, each in enumerate(self._fetch)]
+        for bucket in reversed(self.buckets):
+            broadcast.send(
+                bucket,
+                self._lead,
+                reliability,
+                self.steps * self.group.size + self.group.rank,
+                [None if each is None else each[bucket.index] for each in serve],
+                [None if each is None else each[bucket.index] for each in fetch],
+            )
+        self._serve = [None] * self.group.size
+        self._fetch = [None] * self.group.size
+        self._gauge.after_step()
+        row.step, row.lead, row.guarded = self.steps, self._lead, self._guarded
+        self.steps += 1
+        self._gate.close()
+
+    def _reliability(self) -> Reliability:
+        return REPAIRED if self._guarded and not self.policy.broadcast.exact else self.policy.broadcast
+
+    def _passed(self) -> None:
+        """All parameters of a step have arrived, or are lost: its row is complete."""
+        row, self._row = self._row, Row(self.steps)
+        row.broadcast = self._broadcast.links.fractions()
+        row.broadcast_wait_s = self._gate.waited_s
+        row.lag = self._broadcast.lag()
+        row.fetched = self._broadcast.fetched
+        first_pass = self._reduction.links.missing if row.guarded else self._broadcast.links.missing
+        self._guard.watch(first_pass, max(row.lag, default=0))
+        self.ledger.add(row)
+
+    # --- for the user -----------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        self._gradients.clear(set_to_none)
+        self._shards.clear_gradients()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, backward exchanges nothing."""
+        return self._gradients.no_sync()
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Every rank gets the owners' parameters, and the mean of all ranks' floating-point buffers."""
+        self._gate.open()
+        for bucket in self.buckets:
+            rooms = bucket.shards(bucket.host_flat)
+            own = rooms[self.group.rank]
+            if bucket.on_gpu:
+                own.copy_(bucket.own)
+            for arrival in collectives.all_gather(self._repair, rooms, own, reliability=self._certain).wait():
+                self._broadcast.refresh(bucket, self._repair, arrival)
+            if bucket.on_gpu:
+                bucket.flat.copy_(bucket.host_flat)
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point() and buffer.numel():
+                mean = buffer.to("cpu", torch.float32, copy=True).contiguous()
+                collectives.all_reduce(self._repair, mean, Op.AVG, reliability=self._certain).wait()
+                buffer.copy_(mean)
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Masters and stand-ins follow what was loaded."""
+        self._gate.open()
+        for bucket in self.buckets:
+            bucket.adopt()
+
+    def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of the whole optimizer, gathered from all owners."""
+        return self._shards.gather(local, self._repair)
+
+    def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a state dict of the whole optimizer."""
+        local = self._shards.scatter(whole)
+        for bucket in self.buckets:
+            bucket.settle()
+        return local
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite()) if tensor.numel() else True

@@ -1,0 +1,189 @@
+"""When gradients are complete: hooks on the parameters fill buckets, and each starts as soon as it is full."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.norms import Norms
+
+
+class Gradients:
+    """Collects gradients into buckets.
+
+    Every backward that is to be synchronised starts each bucket exactly once, so that all ranks make the same
+    exchanges, also where some of them do not use a parameter.
+
+    Args:
+        buckets: To be filled.
+        start: Called with a bucket whose local gradients are complete.
+        finish: Called when all were started, at the end of backward; everything is reduced when it returns.
+        norms: What the gradients ask for norms over all ranks; None where each rank has all of them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        start: Callable[[Bucket], None],
+        finish: Callable[[], None],
+        norms: Norms | None = None,
+    ) -> None:
+        self.syncing = True
+        self.reduced = False
+        """Whether the gradients that are there now were exchanged."""
+        self._buckets = buckets
+        self._start = start
+        self._finish = finish
+        self._running = False
+        self._awaited: list[set[int]] = [set() for _ in buckets]
+        self._started = [False for _ in buckets]
+        self._carried: dict[int, torch.Tensor] = {}
+        self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
+        self._views: list[list[torch.Tensor]] = []
+        for bucket in buckets:
+            views = list(bucket.grad_views)
+            if norms is not None:
+                views = [norms.gradient(bucket, place) for place in range(len(views))]
+            self._views.append(views)
+            for place, parameter in enumerate(bucket.parameters):
+                before, after = self._hooks(bucket.index, place)
+                parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
+                parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _hooks(self, index: int, place: int) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+        # Python does not see that parameters hold their hooks, so these must not hold the parameters.
+        found = weakref.ref(self)
+
+        def before(_gradient: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None and gradients.reduced:
+                gradients._expect(gradients._buckets[index].parameters[place])
+
+        def after(parameter: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None:
+                gradients._take(gradients._buckets[index], place, parameter)
+
+        return before, after
+
+    def _expect(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._carry()
+
+    def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not self._views[bucket.index][place]:
+            self._place(bucket, place, parameter)
+        if not self.syncing:
+            return
+        if not self._running:
+            self._begin()
+        awaited = self._awaited[bucket.index]
+        awaited.discard(place)
+        if not awaited and not self._started[bucket.index]:
+            self._launch(bucket)
+
+    def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        given = parameter.grad
+        assert given is not None
+        bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+        parameter.grad = self._views[bucket.index][place]
+
+    def _begin(self) -> None:
+        self._running = True
+        self.reduced = False
+        for bucket in self._buckets:
+            self._awaited[bucket.index] = set(range(len(bucket.parameters)))
+            self._started[bucket.index] = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return  # of a backward within a backward, as checkpointing does: the outer one goes on
+        if self._running:
+            self.complete()
+
+    def complete(self) -> None:
+        """Starts what was not started and ends the exchange of gradients, unless that has been done."""
+        if self.reduced:
+            return
+        if not self._running:
+            # No gradient on this rank: the others count on its part all the same.
+            for bucket in self._buckets:
+                self._started[bucket.index] = False
+        self._running = False
+        for bucket in self._buckets:
+            if not self._started[bucket.index]:
+                self._launch(bucket)
+        self._finish()
+        for index, carried in self._carried.items():
+            self._buckets[index].own_grads.add_(carried)
+        self._carried.clear()
+        self.reduced = True
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._started[bucket.index] = True
+        used = self._used[bucket.index]
+        for place, parameter in enumerate(bucket.parameters):
+            used[place] = parameter.grad is not None
+            if not used[place]:
+                bucket.grad_views[place].zero_()
+            elif parameter.grad is not self._views[bucket.index][place]:
+                self._place(bucket, place, parameter)  # it was given by hand
+        self._start(bucket)
+
+    def _carry(self) -> None:
+        """Gradients that were exchanged are about to be added to: the result is kept apart, and what comes is new."""
+        self.reduced = False
+        for bucket in self._buckets:
+            carried = bucket.own_grads.clone()
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is None:
+                    for piece in bucket.pieces():
+                        if piece.parameter == bucket.layout.slots[place].parameter:
+                            bucket.within_own(piece, carried).zero_()
+            earlier = self._carried.get(bucket.index)
+            self._carried[bucket.index] = carried if earlier is None else carried.add_(earlier)
+            bucket.grads.zero_()
+
+    # --- for the user -----------------------------------------------------------------------------------------------
+
+    def used(self) -> dict[int, bool]:
+        """Whether each parameter, by number, has a gradient on this rank."""
+        return {
+            slot.parameter: used
+            for bucket in self._buckets
+            for slot, used in zip(bucket.layout.slots, self._used[bucket.index], strict=True)
+        }
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Parameters that any rank has used have a gradient on every rank, as they do without us."""
+        for bucket in self._buckets:
+            for place, slot in enumerate(bucket.layout.slots):
+                if used[slot.parameter] and bucket.parameters[place].grad is None:
+                    bucket.parameters[place].grad = self._views[bucket.index][place]
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        self.reduced = False
+        self._carried.clear()
+        for bucket in self._buckets:
+            if not set_to_none:
+                bucket.grads.zero_()
+            for parameter in bucket.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients are only added up on each rank; the first backward after it exchanges the sum."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before

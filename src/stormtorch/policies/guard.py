@@ -1,0 +1,58 @@
+"""The convergence guard: exact while the network is worse than the settings allow for."""
+
+# How quickly the measured loss is forgotten: about so many steps.
+_MEMORY = 20
+# Once exact, so for this many steps at least, and until loss is this much below the limit.
+_HOLD = 20
+_RELIEF = 0.9
+
+
+class Smoothed:
+    """A mean of the latest values, right from the first one on."""
+
+    def __init__(self, memory: int = _MEMORY) -> None:
+        self._decay = 1.0 - 1.0 / memory
+        self._sum = self._weight = 0.0
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0
+
+    def add(self, value: float) -> None:
+        """The next one."""
+        self._sum = self._decay * self._sum + (1.0 - self._decay) * value
+        self._weight = self._decay * self._weight + (1.0 - self._decay)
+
+
+class Guard:
+    """One rank's opinion on whether the broadcast should be exact. Where any rank wants it, all do it.
+
+    Args:
+        limit: The loss of the broadcast that is tolerated; None tolerates all.
+        max_lag: The age of a copy that is tolerated.
+    """
+
+    def __init__(self, limit: float | None, max_lag: int | None) -> None:
+        self.alarm = False
+        self._limit = limit
+        self._max_lag = max_lag
+        self._loss = Smoothed()
+        self._since = 0
+
+    def watch(self, loss: float, oldest: int) -> None:
+        """Takes notice of one step.
+
+        Args:
+            loss: Of first passes from all owners: what an exact broadcast repairs counts as lost.
+            oldest: Age of the oldest copy.
+        """
+        if self._limit is None:
+            return
+        self._loss.add(loss)
+        too_old = self._max_lag is not None and oldest > self._max_lag
+        self._since += 1
+        if not self.alarm and (self._loss.value > self._limit or too_old):
+            self.alarm, self._since = True, 0
+        elif self.alarm and self._since >= _HOLD and not too_old and self._loss.value < _RELIEF * self._limit:
+            self.alarm = False

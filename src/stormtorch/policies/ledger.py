@@ -1,0 +1,148 @@
+"""What happened to training, step by step: who got what, how old copies are, how far replicas are apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_MOST_ROWS = 100_000
+
+
+@dataclass
+class Row:
+    """One step as one rank saw it. Fractions are of chunks; a link is named by the peer's rank in the group."""
+
+    step: int
+    gradients: dict[int, float] = field(default_factory=dict)
+    """What arrived here of each peer's gradients."""
+    broadcast: dict[int, float] = field(default_factory=dict)
+    """What arrived here of each owner's parameters."""
+    lag: dict[int, int] = field(default_factory=dict)
+    """How many chunks of others' parameters are so many steps old."""
+    lead: float = 0.0
+    """How many updates this rank's broadcast was ahead."""
+    loss: float = 0.0
+    """Of this rank's broadcast at its receivers, smoothed."""
+    pair_drift: float | None = None
+    """Mean squared difference between this replica and another, over the numbers that neither owns."""
+    owner_drift: float | None = None
+    """The same between this replica and the owners."""
+    update_variance: float | None = None
+    """Mean square of one update, over the same numbers."""
+    pair_bound: float | None = None
+    """What `pair_drift` would be for independent updates at the measured loss: 2p/(1-p^2) times the variance."""
+    published_bound: float | None = None
+    """The same as published: 2p/(1+p)."""
+    effective_batch: float = 1.0
+    """Fraction of the ranks whose gradients are in the mean, over the chunks that this rank owns."""
+    variance_inflation: float = 1.0
+    """By how much the loss of gradients raises the variance of their mean."""
+    bytes_sent: int = 0
+    gradient_wait_s: float = 0.0
+    """Seconds in which the rank had nothing to do but wait for gradients."""
+    broadcast_wait_s: float = 0.0
+    """The same for parameters."""
+    fetched: int = 0
+    """Chunks that would have become too old and were fetched exactly."""
+    guarded: bool = False
+    """Whether the broadcast was exact because the guard wanted it so."""
+    missing: list[int] = field(default_factory=list)
+    """Ranks that nothing was heard of."""
+    events: list[str] = field(default_factory=list)
+    """What else is worth telling."""
+
+    @property
+    def arrived(self) -> float:
+        """The mean over links and stages of what arrived."""
+        links = [*self.gradients.values(), *self.broadcast.values()]
+        return sum(links) / len(links) if links else 1.0
+
+
+class Ledger:
+    """The rows of a job, the latest hundred thousand of them."""
+
+    def __init__(self) -> None:
+        self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
+        """Complete steps, in order. The row of a step is complete when its parameters have arrived."""
+        self._steps = 0
+        self._arrived = 0.0
+        self._file: IO[str] | None = None
+        self._writer: Any = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def add(self, row: Row) -> None:
+        """Takes a complete row, and passes it on to whom `follow` and `to_tensorboard` named."""
+        self.rows.append(row)
+        self._steps += 1
+        self._arrived += row.arrived
+        if self._file is not None:
+            self._file.write(_line(row) + "\n")
+            self._file.flush()
+        if self._writer is not None:
+            _write_scalars(self._writer, row)
+
+    def summary(self) -> dict[str, Any]:
+        """The job in a few numbers: means over all steps, of drift over the rows that are kept."""
+        rows = list(self.rows)
+        return {
+            "steps": self._steps,
+            "arrived": self._arrived / self._steps if self._steps else 1.0,
+            "pair_drift": _mean([row.pair_drift for row in rows]),
+            "owner_drift": _mean([row.owner_drift for row in rows]),
+            "pair_bound": _mean([row.pair_bound for row in rows]),
+            "published_bound": _mean([row.published_bound for row in rows]),
+            "most_lag": max((max(row.lag) for row in rows if row.lag), default=0),
+            "bytes_sent": sum(row.bytes_sent for row in rows),
+            "gradient_wait_s": sum(row.gradient_wait_s for row in rows),
+            "broadcast_wait_s": sum(row.broadcast_wait_s for row in rows),
+            "guarded": sum(row.guarded for row in rows),
+            "events": [event for row in rows for event in row.events],
+        }
+
+    def write(self, path: str | Path) -> None:
+        """All rows so far as JSON lines."""
+        Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
+
+    def follow(self, path: str | Path) -> None:
+        """Writes the rows there from now on, one line each, as they come."""
+        if self._file is not None:
+            self._file.close()
+        self._file = Path(path).open("a")  # noqa: SIM115  # it stays open as long as the ledger
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Gives every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
+        self._writer = writer
+
+
+def _line(row: Row) -> str:
+    return json.dumps({**dataclasses.asdict(row), "arrived": row.arrived})
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _write_scalars(writer: Any, row: Row) -> None:
+    for name, value in dataclasses.asdict(row).items():
+        if isinstance(value, bool | int | float) and name != "step":
+            writer.add_scalar(f"storm/{name}", float(value), row.step)
+    writer.add_scalar("storm/arrived", row.arrived, row.step)
+    for stage, links in (("gradients", row.gradients), ("broadcast", row.broadcast)):
+        for peer, fraction in links.items():
+            writer.add_scalar(f"storm/{stage}/from_{peer}", fraction, row.step)
+    for event in row.events:
+        writer.add_text("storm/events", event, row.step)

@@ -1,0 +1,88 @@
+"""`prepare`, `exact` and `no_sync`: all that a training script has to call."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stormtorch.collectives import Group
+from stormtorch.policies.averaging import GradientAveragingTraining, ModelAveragingTraining
+from stormtorch.policies.bounded_drift import BoundedDriftTraining
+from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.policies.training import Training, is_prepared, training_of
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+# How many trainings a transport has seen: their channels must differ, in the same way on every rank.
+_prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any = None) -> tuple[M, O]:
+    """Makes a model and its optimizer train together with those of the other ranks, over a network that may lose.
+
+    The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
+    the same ones. All ranks call it with the same model and optimizer, and begin with rank 0's parameters. The
+    optimizer gets an attribute `ledger` that tells what happened at every step.
+
+    Args:
+        model: Any module whose parameters are float32, bfloat16 or float16, on the CPU or on CUDA.
+        optimizer: Any optimizer of torch's or yours. Under `BoundedDrift` it works on this rank's shard, and its state
+            exists once in the world.
+        policy: How ranks train together; None is `BoundedDrift()`.
+        group: A group of the backend storm, or a `stormtorch.collectives.Group`; None is torch.distributed's default
+            group.
+
+    Raises:
+        TypeError: The group is on another backend.
+        ValueError: The model or the optimizer cannot be prepared; the message says why.
+    """
+    policy = BoundedDrift() if policy is None else policy
+    if is_prepared(model):
+        raise ValueError("the model is prepared already")
+    ranks = _group(group)
+    number = _prepared.get(ranks.transport, 0)
+    _prepared[ranks.transport] = number + 1
+    name = f"{ranks.name}/training/{number}"
+    training: Training
+    if isinstance(policy, BoundedDrift):
+        training = BoundedDriftTraining(model, optimizer, ranks, name, policy)
+    elif isinstance(policy, ModelAveraging):
+        training = ModelAveragingTraining(model, optimizer, ranks, name, policy)
+    elif isinstance(policy, GradientAveraging):
+        training = GradientAveragingTraining(model, optimizer, ranks, name, policy)
+    else:
+        raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
+    training.take_over()
+    return model, optimizer
+
+
+def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, a prepared model has the values that count: use it to evaluate. All ranks must enter it.
+
+    Under `BoundedDrift` these are the owners' parameters; copies that were stale are so no longer when it ends. Under
+    `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
+    `GradientAveraging` there is no common value: every rank keeps its own.
+    """
+    return training_of(model).exact()
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, backward only adds gradients up; the first one after it exchanges the sum. Also `model.no_sync()`."""
+    return training_of(model).no_sync()
+
+
+def _group(group: Any) -> Group:
+    if isinstance(group, Group):
+        return group
+    given = dist.distributed_c10d._get_default_group() if group is None else group
+    from stormtorch.backend.process_group import StormProcessGroup
+
+    if not isinstance(given, StormProcessGroup):
+        raise TypeError('prepare needs a group of the backend "storm": dist.init_process_group("storm")')
+    return given.group

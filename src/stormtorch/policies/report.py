@@ -1,0 +1,115 @@
+"""What ranks tell each other at every step, beside the gradients: a few numbers, so that nothing waits for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Pending
+from stormtorch.reliability import Reliability
+
+_HEADER = 6
+# Steps are told modulo this, so that a float32 can say them.
+_STEPS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """From one rank to another, about what it has met. P parameters, S samples, C chunks of the receiver's shards."""
+
+    not_finite: bool
+    """Its gradients contain an infinity or a NaN."""
+    alarm: bool
+    """It wants the broadcast to be exact."""
+    broadcast_missing: float
+    """What it did not get of the receiver's last broadcast; negative if there was none, or an exact one."""
+    gradients_missing: float
+    """What it did not get of the receiver's last gradients; negative if there were none."""
+    update_variance: float
+    """Mean square of its own last update."""
+    samples_S: torch.Tensor
+    """Its copy of the numbers that all ranks compare."""
+    used_P: torch.Tensor
+    """Which parameters have a gradient there."""
+    wanted_C: torch.Tensor
+    """Which chunks of the receiver's shards it has to be sent exactly."""
+
+
+class Reports:
+    """Sends a report to every rank and receives one from each.
+
+    Args:
+        group: Who takes part.
+        reliability: Of the exchange.
+        parameters: How many there are.
+        samples: How many numbers are compared.
+        chunks: Of each owner's shards, as far as they may be asked for.
+    """
+
+    def __init__(
+        self, group: Group, reliability: Reliability, parameters: int, samples: int, chunks: Sequence[int]
+    ) -> None:
+        self.group = group
+        self._reliability = reliability
+        self._parameters = parameters
+        self._samples = samples
+        self._chunks = chunks
+        self._sent = [self._room(chunks[peer]) for peer in range(group.size)]
+        self._received = [self._room(chunks[group.rank]) for _ in range(group.size)]
+        self._step = -1
+
+    def begin(self, step: int, reports: Sequence[Report]) -> Pending:
+        """Begins to send one to each rank."""
+        self._step = step % _STEPS
+        for report, message in zip(reports, self._sent, strict=True):
+            self._write(report, message)
+        for message in self._received:
+            message[0] = -1.0
+        return collectives.all_to_all(self.group, self._received, self._sent, reliability=self._reliability)
+
+    def read(self, peer: int) -> Report | None:
+        """What a rank has told, once the exchange has ended; None if it did not arrive."""
+        message = self._received[peer]
+        header = message[:_HEADER].tolist()
+        if header[0] != self._step:
+            return None
+        flags = int(header[1])
+        samples_S = message[_HEADER : _HEADER + self._samples].clone()
+        packed = message[_HEADER + self._samples :].view(torch.uint8)
+        middle = _packed_bytes(self._parameters)
+        used_P = _unpack(packed[:middle], self._parameters)
+        wanted_C = _unpack(packed[middle:], self._chunks[self.group.rank])
+        return Report(bool(flags & 1), bool(flags & 2), header[2], header[3], header[4], samples_S, used_P, wanted_C)
+
+    def _room(self, chunks: int) -> torch.Tensor:
+        packed = _packed_bytes(self._parameters) + _packed_bytes(chunks)
+        return torch.zeros(_HEADER + self._samples + packed // 4, dtype=torch.float32, device="cpu")
+
+    def _write(self, report: Report, message: torch.Tensor) -> None:
+        flags = float(report.not_finite + 2 * report.alarm)
+        numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance, 0.0]
+        message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        message[_HEADER : _HEADER + self._samples] = report.samples_S
+        packed = message[_HEADER + self._samples :].view(torch.uint8)
+        middle = _packed_bytes(self._parameters)
+        packed[:middle] = _pack(report.used_P)
+        packed[middle:] = _pack(report.wanted_C)
+
+
+def _packed_bytes(flags: int) -> int:
+    return -(-flags // 32) * 4
+
+
+def _bits() -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
+
+
+def _pack(flags: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(_packed_bytes(flags.numel()) * 8, dtype=torch.uint8, device="cpu")
+    room[: flags.numel()] = flags
+    return (room.view(-1, 8) * _bits()).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
+    return (packed.unsqueeze(1) & _bits()).ne(0).flatten()[:count]

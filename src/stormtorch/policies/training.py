@@ -1,0 +1,188 @@
+"""What the policies have in common: a model and an optimizer whose hooks call the policy, and what the user may ask."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group
+from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.layout import Layout, Slot, plan
+from stormtorch.policies.ledger import Ledger
+from stormtorch.policies.optimizer import adopt, trained
+from stormtorch.transport import WIRE_DTYPES
+
+# Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
+_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Training]] = weakref.WeakKeyDictionary()
+
+
+class Training(ABC):
+    """A prepared model and optimizer. Its policy's part is in the subclasses.
+
+    Args:
+        model: The user's.
+        optimizer: The user's.
+        group: Who trains together.
+        name: Of the channels; every training of a transport has its own.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.name = name
+        self.ledger = Ledger()
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.parameters = trained(optimizer)
+        self._check()
+
+    def take_over(self) -> None:
+        """From now on the optimizer is a prepared one, and the model's state is everyone's."""
+        adopt(self.optimizer, self)
+        self.optimizer.__dict__["ledger"] = self.ledger
+        _trainings[self.model] = weakref.ref(self)
+        optimizer_of = weakref.ref(self.optimizer)
+
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if optimizer is optimizer_of():
+                self.before_step(closure=bool(args[1:]) or bool(kwargs.get("closure")))
+
+        def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+            if optimizer is optimizer_of():
+                self.after_step()
+
+        def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+            if module is self.model:
+                self.synchronise()
+
+        def loaded(module: nn.Module, _keys: Any) -> None:
+            if module is self.model:
+                self.loaded()
+
+        self.optimizer.register_step_pre_hook(before)
+        self.optimizer.register_step_post_hook(after)
+        self.model.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's, and the next
+        self.model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
+        # A function and not a method: a copy of the model must not copy all of this.
+        self.model.__dict__["no_sync"] = lambda: self.no_sync()
+
+    # --- what a policy does -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def before_step(self, *, closure: bool) -> None:
+        """The optimizer is about to step."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """It has."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+
+    @abstractmethod
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, backward exchanges nothing."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Every rank's parameters become what the policy holds for true. All ranks must call it."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """The model was given values by `load_state_dict`."""
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Within it, the parameters are what the policy holds for true. All ranks must enter it."""
+        self.synchronise()
+        yield
+
+    def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of the whole optimizer."""
+        return local
+
+    def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a state dict of the whole optimizer."""
+        return whole
+
+    # --- for the policies -------------------------------------------------------------------------------------------
+
+    def subgroup(self, name: str) -> Group:
+        """The same ranks with a sequence of exchanges of their own."""
+        return Group(self.group.transport, self.group.ranks, name=f"{self.name}/{name}")
+
+    def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
+        """Moves the parameters that are trained into buckets, one kind after the other."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
+        if not kinds:
+            raise ValueError("the optimizer has no parameter that requires a gradient")
+        layouts: list[Layout] = []
+        for (dtype, _), numbers in kinds.items():
+            counts = [self.parameters[number].numel() for number in numbers]
+            for each in plan(counts, dtype.itemsize, bucket_mb * 1e6, self.group.size, whole=whole):
+                slots = tuple(Slot(numbers[slot.parameter], slot.first, slot.count) for slot in each.slots)
+                layouts.append(Layout(each.elements, slots, each.spans))
+        return [Bucket(index, layout, self.parameters, self.group.rank) for index, layout in enumerate(layouts)]
+
+    def agree(self, buckets: Sequence[Bucket]) -> None:
+        """Every rank begins with the parameters and buffers of rank 0."""
+        group = self.subgroup("begin")
+        for bucket in buckets:
+            collectives.broadcast(group, bucket.host_flat, 0).wait()
+            if bucket.on_gpu:
+                bucket.flat.copy_(bucket.host_flat)
+            if bucket.masters is not bucket.own:
+                bucket.masters.copy_(bucket.own)
+        homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if id(tensor) not in homes and tensor.numel():
+                    values = tensor.detach().to("cpu").contiguous()
+                    collectives.broadcast(group, values, 0).wait()
+                    tensor.copy_(values)
+
+    def _check(self) -> None:
+        seen: set[int] = set()
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and parameter.dtype not in WIRE_DTYPES:
+                raise ValueError(
+                    f"parameter {number} is {parameter.dtype}: only float32, bfloat16 and float16 can be prepared"
+                )
+            if id(parameter) in seen:
+                raise ValueError(f"parameter {number} is in the optimizer twice")
+            seen.add(id(parameter))
+            if parameter.is_sparse or parameter.is_meta:
+                raise ValueError(f"parameter {number} is {'sparse' if parameter.is_sparse else 'on meta'}")
+        devices = {parameter.device.type for parameter in self.parameters}
+        if not devices <= {"cpu", "cuda"}:
+            raise ValueError(f"parameters must be on the CPU or on CUDA, got {', '.join(sorted(devices))}")
+
+
+def training_of(model: nn.Module) -> Training:
+    """The training that a model was prepared for.
+
+    Raises:
+        ValueError: It was not.
+    """
+    found = _trainings.get(model)
+    training = None if found is None else found()
+    if training is None:
+        raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")
+    return training
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` was called for it."""
+    return model in _trainings
