@@ -19,7 +19,7 @@ from stormtorch.policies.gauge import Gauge
 from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.guard import Guard, Smoothed
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.members import Members
+from stormtorch.policies.members import Epoch, Members
 from stormtorch.policies.norms import Norms
 from stormtorch.policies.optimizer import Shards, owns_whole
 from stormtorch.policies.policy import BoundedDrift
@@ -42,25 +42,22 @@ class BoundedDriftTraining(Training):
         self.policy = policy
         whole = owns_whole(optimizer, policy.ownership)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=whole)
-        self.agree(buckets)
+        self._members = Members(group, name, policy.warn_every, policy.give_up_s)
+        if not self._members.restarted:
+            self.agree(buckets)
         order = Order()
         # Where both stages are exact, a rank that is lost ends the job; otherwise it is done without.
         exact = policy.gradients.exact and policy.broadcast.exact
         self._certain = EXACT if exact else REPAIRED
-        self._reduction = Reduction(
-            [self.subgroup(f"gradients/{bucket.index}") for bucket in buckets], policy, buckets, order
-        )
-        self._broadcast = Broadcast(
-            [self.subgroup(f"broadcast/{bucket.index}") for bucket in buckets], policy.wire, buckets, order
-        )
+        self._reduction = Reduction(self._channels("gradients"), policy, buckets, order)
+        self._broadcast = Broadcast(self._channels("broadcast"), policy.wire, buckets, order)
         self._shards = Shards(optimizer, self.parameters, buckets, whole=whole)
         self._gauge = Gauge(buckets, group.size, group.rank, policy.drift_samples)
         self._gauge.choose(0)
         asked = [self._broadcast.chunks_of(owner) if policy.max_lag else 0 for owner in range(group.size)]
         self._reports = Reports(
-            self.subgroup("reports"), self._certain, len(self.parameters), self._gauge.samples, asked
+            self._channel("reports"), self._certain, len(self.parameters), self._gauge.samples, asked
         )
-        self._members = Members(group, policy.warn_every, policy.give_up_s)
         self._guard = Guard(policy.guard, policy.max_lag)
         self._guarded = False
         self._loss = Smoothed()
@@ -70,12 +67,21 @@ class BoundedDriftTraining(Training):
         self._fetch: list[torch.Tensor | None] = [None] * group.size
         self._row = Row(0)
         self._norms = Norms(
-            self.subgroup("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()
+            self._channel("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()
         )
         self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
-        self._repair = self.subgroup("exact")
+        self._repair = self._channel("exact")
         self._last_broadcast_exact = True
+        if self._members.restarted:
+            self._enter(self._members.ask_in(), self._row)
+
+    def _channel(self, name: str) -> Group:
+        return self.subgroup(f"{self._members.epoch}/{name}")
+
+    def _channels(self, name: str) -> list[Group]:
+        """One per bucket, so that buckets may start in any order."""
+        return [self._channel(f"{name}/{bucket.index}") for bucket in self.buckets]
 
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +92,16 @@ class BoundedDriftTraining(Training):
     def _finish(self) -> None:
         self._gate.open()
         began = time.perf_counter()
-        row = self._row = Row(self.steps)
+        self._row = Row(self.steps)
+        while not self._exchange(self._row):
+            # What is lost is this rank itself: it comes in again, and gives the gradients that it has.
+            self._enter(self._members.ask_in(), self._row)
+            for bucket in self.buckets:
+                self._reduction.start(bucket)
+        self._row.gradient_wait_s = time.perf_counter() - began
+
+    def _exchange(self, row: Row) -> bool:
+        """Ends the exchange of gradients and reports; false if this rank is cut off from the others."""
         samples_S = self._gauge.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
@@ -102,12 +117,15 @@ class BoundedDriftTraining(Training):
             report = self._reports.read(peer)
             if report is not None and peer != self.group.rank:
                 reports[peer] = report
+        row.missing = self._members.hear(set(reports), self.steps, row.events)
+        if self._members.cut_off:
+            return False
         self._learn(reports, row, samples_S)
         for report in reports.values():
             used_P |= report.used_P
             not_finite |= report.not_finite
         self._give(used_P, not_finite)
-        row.gradient_wait_s = time.perf_counter() - began
+        return True
 
     def _report_to(self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool) -> Report:
         of_broadcast = None if self._last_broadcast_exact else self._broadcast.links.fraction(peer)
@@ -129,7 +147,6 @@ class BoundedDriftTraining(Training):
     def _learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor) -> None:
         """What the others have met of what this rank sent, and how far replicas are apart."""
         policy = self.policy
-        row.missing = self._members.hear(set(reports), self.steps, row.events)
         losses = [report.broadcast_missing for report in reports.values() if report.broadcast_missing >= 0.0]
         if losses:
             self._loss.add(sum(losses) / len(losses))
@@ -210,6 +227,9 @@ class BoundedDriftTraining(Training):
         row.step, row.lead, row.guarded = self.steps, self._lead, self._guarded
         self.steps += 1
         self._gate.close()
+        epoch = self._members.look(self.steps)
+        if epoch is not None:
+            self._enter(epoch, row)
 
     def _reliability(self) -> Reliability:
         return REPAIRED if self._guarded and not self.policy.broadcast.exact else self.policy.broadcast
@@ -224,6 +244,47 @@ class BoundedDriftTraining(Training):
         first_pass = self._reduction.links.missing if row.guarded else self._broadcast.links.missing
         self._guard.watch(first_pass, max(row.lag, default=0))
         self.ledger.add(row)
+
+    # --- those that return ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _enter(self, epoch: Epoch, row: Row) -> None:
+        """Begins an epoch together with those that return: all ranks are here."""
+        returning = ", ".join(f"rank {peer}{' as a new process' if new else ''}" for peer, new in epoch.joins.items())
+        row.events.append(f"epoch {epoch.number} begins at step {epoch.step}: {returning} returns")
+        self._gate.open()
+        self._members.begin(epoch)
+        self.steps = epoch.step
+        self._gauge.choose(self.steps)
+        self._reduction.groups = self._channels("gradients")
+        self._broadcast.groups = self._channels("broadcast")
+        self._reports.group, self._norms.group = self._channel("reports"), self._channel("norms")
+        self._repair = self._channel("exact")
+        self._last_broadcast_exact = True
+        new = [peer for peer, restarted in epoch.joins.items() if restarted]
+        if new:
+            self._hand_over(epoch.root, new)
+        self.synchronise()
+
+    def _hand_over(self, root: int, new: list[int]) -> None:
+        """New processes get what the root has: their own shards, as others last heard of them, and all that has no
+        owner. Everyone takes the same, so that no two copies differ."""
+        for bucket in self.buckets:
+            for peer in new:
+                shard = bucket.shard(bucket.host_flat, peer)
+                collectives.broadcast(self._repair, shard, root, reliability=self._certain).wait()
+            if bucket.on_gpu:
+                bucket.flat.copy_(bucket.host_flat)
+            if self.group.rank in new:
+                bucket.adopt()
+        homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if id(tensor) not in homes and tensor.numel():
+                values = tensor.detach().to("cpu", copy=True).contiguous()
+                reliability = self._certain if tensor.is_floating_point() else EXACT
+                collectives.broadcast(self._repair, values, root, reliability=reliability).wait()
+                if self.group.rank in new:
+                    tensor.copy_(values)
 
     # --- for the user -----------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Broadcast:
         """What arrived of whom, last time."""
         self.fetched = 0
         """Chunks that were fetched exactly, last time."""
-        self._groups = groups
+        self.groups = groups
         self._buckets = buckets
         self._order = order
         self._size, self._rank = groups[0].size, groups[0].rank
@@ -93,7 +93,7 @@ class Broadcast:
             # Where the owner's message would land is taken by the message itself: owners keep what they have.
             rooms[self._rank] = message
             self._rooms[bucket.index] = rooms
-            group = self._groups[bucket.index]
+            group = self.groups[bucket.index]
             pending = collectives.all_gather(group, rooms, message, reliability=reliability)
             self._begin_exact(bucket, ahead, serve, fetch, reliability)
             return [pending]
@@ -108,7 +108,7 @@ class Broadcast:
         fetch: Sequence[torch.Tensor | None],
         reliability: Reliability,
     ) -> None:
-        group, wire = self._groups[bucket.index], self._wires[bucket.index]
+        group, wire = self.groups[bucket.index], self._wires[bucket.index]
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s)
         self._serves[bucket.index], self._fetches[bucket.index] = [], []
         for peer, chunks_C in enumerate(serve):
@@ -132,7 +132,7 @@ class Broadcast:
         (pending,) = begun.result() if isinstance(begun, Future) else begun
         rooms = self._rooms.pop(bucket.index)
         for arrival in pending.wait():
-            self.links.add(self._groups[bucket.index], arrival)
+            self.links.add(self.groups[bucket.index], arrival)
             self._place(bucket, rooms, arrival)
         for owner, where, message, fetching in self._fetches.pop(bucket.index):
             (arrival,) = fetching.wait()
@@ -149,7 +149,7 @@ class Broadcast:
             bucket.bring(bucket.flat[first + count :], bucket.host_flat[first + count :])
 
     def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:
-        group, wire = self._groups[bucket.index], self._wires[bucket.index]
+        group, wire = self.groups[bucket.index], self._wires[bucket.index]
         links = arrival.links()
         for owner in range(self._size):
             if owner == self._rank:

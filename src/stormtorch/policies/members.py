@@ -1,28 +1,71 @@
-"""Who is there: ranks that fall silent are done without, named, and after a while given up."""
+"""Who is there. Ranks that fall silent are done without, named, and after a while given up; those that return are let in.
 
+A rank is missing when its report does not arrive. As long as somebody is, the others look into the store at every step:
+whoever wants to come in has left a request there. The lowest rank that is there answers with a step some way ahead, at
+which everyone begins a new epoch: exchanges under new names, in which all know the same sequence numbers.
+"""
+
+import json
 import logging
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
+from stormtorch.rendezvous import returned
 
 _log = logging.getLogger("stormtorch")
+# Steps between an answer and the new epoch: no rank is further ahead of another, as each step needs all reports.
+_NOTICE_STEPS = 3
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What everyone must know to begin a new epoch."""
+
+    number: int
+    step: int
+    """At which it begins."""
+    members: list[int]
+    """Who is there from then on."""
+    joins: dict[int, bool]
+    """Who of them returns, and whether as a new process, which knows nothing."""
+    root: int
+    """Who gives new processes what they do not know."""
 
 
 class Members:
-    """Watches which ranks were heard of.
+    """Watches which ranks were heard of, and lets them in again.
 
     Args:
         group: All of them.
+        name: Of the training.
         warn_every: Steps between two warnings about the same rank.
         give_up_s: A rank missing for longer ends the job.
     """
 
-    def __init__(self, group: Group, warn_every: int, give_up_s: float) -> None:
-        self._group = group
+    def __init__(self, group: Group, name: str, warn_every: int, give_up_s: float) -> None:
+        self.group = group
+        self.epoch = 0
+        self.cut_off = False
+        """Whether this rank hears fewer than half of those that were there, so that it must be the one that is lost."""
+        self._store: Any = getattr(group.transport, "store", None)
+        self._name = f"stormtorch/{name}"
         self._warn_every = warn_every
         self._give_up_s = give_up_s
+        self._members = set(range(group.size))
         self._missing: dict[int, tuple[float, int]] = {}  # since when, and since which step
+        self._next: Epoch | None = None
+
+    @property
+    def restarted(self) -> bool:
+        """Whether this process has taken the place of one that died."""
+        incarnation = getattr(self.group.transport, "incarnation", None)
+        return incarnation is not None and incarnation(self.group.transport.rank) > 0
+
+    # --- those that are there ---------------------------------------------------------------------------------------
 
     def hear(self, heard: set[int], step: int, events: list[str]) -> list[int]:
         """Takes notice of one step.
@@ -39,13 +82,20 @@ class Members:
             StormError: Somebody has been for too long.
         """
         now = time.monotonic()
-        for peer in range(self._group.size):
-            if peer == self._group.rank:
-                continue
-            if peer in heard:
+        present = heard | {self.group.rank}
+        here = len(present & self._members)
+        # Of two halves, the one with the lowest rank goes on.
+        self.cut_off = 2 * here < len(self._members) or (
+            2 * here == len(self._members) and min(self._members) not in present
+        )
+        if self.cut_off:
+            return sorted(self._members - present)
+        self._members = present
+        for peer in range(self.group.size):
+            if peer in present:
                 if self._missing.pop(peer, None) is not None:
                     events.append(f"rank {peer} is back")
-                    _log.warning("rank %d: rank %d is back at step %d", self._group.rank, peer, step)
+                    _log.warning("rank %d: rank %d is back at step %d", self.group.rank, peer, step)
                 continue
             if peer not in self._missing:
                 self._missing[peer] = (now, step)
@@ -53,15 +103,108 @@ class Members:
             since, first = self._missing[peer]
             if (step - first) % self._warn_every == 0:
                 _log.warning(
-                    "rank %d: nothing was heard of rank %d for %.0f s, at step %d: training goes on without its "
+                    "rank %d: nothing is heard of rank %d at step %d, for %.0f s: training goes on without its "
                     "gradients, and its shard of the parameters stays as it is",
-                    *(self._group.rank, peer, now - since, step),
+                    *(self.group.rank, peer, step, now - since),
                 )
             if now - since > self._give_up_s:
-                error = StormError(
-                    f"rank {self._group.rank}: rank {peer} has been missing for {now - since:.0f} s: restart it, or "
-                    f"raise give_up_s ({self._give_up_s:g}) to go on without it for longer"
+                raise self._given_up(
+                    peer,
+                    f"rank {peer} has been missing for {now - since:.0f} s: restart it, or raise give_up_s "
+                    f"({self._give_up_s:g}) to go on without it for longer",
                 )
-                error.culprit = self._group.ranks[peer]
-                raise error
         return sorted(self._missing)
+
+    def look(self, step: int) -> Epoch | None:
+        """The epoch that begins at this step, if one does. To be asked at every step."""
+        if not self._missing or self._store is None:
+            return None
+        try:
+            if self._next is None:
+                self._next = self._read(self.epoch + 1)
+            if self._next is None and self.group.rank == min(self._members):
+                self._answer(step)
+        except (RuntimeError, ValueError) as error:
+            # The store may have died with its rank: then nobody can return, and the others still go on.
+            _log.warning("rank %d: cannot look for ranks that return: %s", self.group.rank, error)
+            self._store = None
+            return None
+        return self._next if self._next is not None and self._next.step == step else None
+
+    def begin(self, epoch: Epoch) -> None:
+        """Enters an epoch: whoever returns as a new process is readmitted."""
+        transport: Any = self.group.transport
+        for peer, restarted in epoch.joins.items():
+            if restarted and peer != self.group.rank:
+                rank = self.group.ranks[peer]
+                card = returned(self._store, rank, transport.incarnation(rank), prefix=transport.prefix)
+                if card is not None:
+                    transport.readmit(rank, card)
+        if self.group.rank not in epoch.joins:
+            self._store.add(self._key("here", epoch.number), 1)
+        self.epoch, self._next, self.cut_off = epoch.number, None, False
+        self._members = set(epoch.members)
+
+    def _answer(self, step: int) -> None:
+        joins: dict[int, bool] = {}
+        for peer in self._missing:
+            key = self._key("request", self.epoch, peer)
+            if self._store.check([key]):
+                joins[peer] = json.loads(self._store.get(key))["restarted"]
+        if joins:
+            members = sorted(self._members | set(joins))
+            epoch = {"step": step + _NOTICE_STEPS, "members": members, "joins": joins, "root": self.group.rank}
+            self._store.set(self._key("epoch", self.epoch + 1), json.dumps(epoch))
+            self._store.set(self._key("latest"), str(self.epoch + 1))
+
+    # --- those that return ------------------------------------------------------------------------------------------
+
+    def ask_in(self) -> Epoch:
+        """Asks to be let in, and waits until everyone is about to begin the epoch in which this rank takes part.
+
+        Raises:
+            StormError: Nobody has answered for `give_up_s`, or there is no store to ask in.
+        """
+        if self._store is None:
+            raise self._given_up(self.group.rank, "it is cut off from the others, and has no store to return by")
+        give_up_at = time.monotonic() + self._give_up_s
+        _log.warning("rank %d: waits to be let in", self.group.rank)
+        asked = -1
+        try:
+            while time.monotonic() < give_up_at:
+                # An answer to an earlier request is none to this one, which may be of another process.
+                epoch = self._read(asked + 1) if asked >= 0 else None
+                if epoch is None or self.group.rank not in epoch.joins:
+                    latest = self._latest()
+                    if latest > asked:
+                        asked = latest
+                        request = json.dumps({"restarted": self.restarted})
+                        self._store.set(self._key("request", asked, self.group.rank), request)
+                elif self._store.add(self._key("here", epoch.number), 0) >= len(epoch.members) - len(epoch.joins):
+                    return epoch
+                time.sleep(_POLL_S)
+        except RuntimeError as error:
+            raise self._given_up(self.group.rank, f"it is cut off, and the store does not answer: {error}") from error
+        raise self._given_up(
+            self.group.rank, f"nobody has let it in for {self._give_up_s:g} s (give_up_s): does the job still run?"
+        )
+
+    def _latest(self) -> int:
+        key = self._key("latest")
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _read(self, number: int) -> Epoch | None:
+        key = self._key("epoch", number)
+        if not self._store.check([key]):
+            return None
+        told = json.loads(self._store.get(key))
+        joins = {int(peer): bool(restarted) for peer, restarted in told["joins"].items()}
+        return Epoch(number, told["step"], told["members"], joins, told["root"])
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._name, *map(str, parts)])
+
+    def _given_up(self, peer: int, why: str) -> StormError:
+        error = StormError(f"rank {self.group.rank}: {why}")
+        error.culprit = self.group.ranks[peer]
+        return error

@@ -32,7 +32,7 @@ class Reduction:
         self.variance_inflation = 1.0
         self.losses = [0.0] * groups[0].size
         """Of this rank's gradients at each owner, as that one tells; for weights by the chance to arrive."""
-        self._groups = groups
+        self.groups = groups
         self._policy = policy
         self._buckets = buckets
         self._order = order
@@ -51,7 +51,7 @@ class Reduction:
         for bucket in self._buckets:
             begun = self._begun.pop(bucket.index)
             (pending,) = begun.result() if isinstance(begun, Future) else begun
-            group = self._groups[bucket.index]
+            group = self.groups[bucket.index]
             for arrival in pending.wait():
                 self.links.add(group, arrival)
                 counts = arrival.counts()
@@ -62,7 +62,7 @@ class Reduction:
                     self._weigh(bucket, counts)
             if bucket.on_gpu:
                 bucket.bring(bucket.own_grads, bucket.host_own_grads)
-        n = self._groups[0].size
+        n = self.groups[0].size
         self.effective_batch = copies / (n * chunks) if chunks else 1.0
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
 
@@ -75,7 +75,7 @@ class Reduction:
         return wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
-        group, wire, out = self._groups[bucket.index], self._wire(bucket), bucket.host_own_grads
+        group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
         grads = bucket.host_grads
         if self._by_chance:
             grads = grads.clone()
@@ -92,7 +92,7 @@ class Reduction:
         """Senders have scaled by the inverse chance, so what counts is the sum over all ranks, lost ones as zero."""
         if not self._by_chance:
             return
-        group = self._groups[bucket.index]
+        group = self.groups[bucket.index]
         wire = Wire(self._wire(bucket), group.transport.chunk_bytes)
         out = bucket.host_own_grads
         factor_C = counts_C.float() / group.size
