@@ -33,15 +33,17 @@ Core::Core(CoreConfig config, Nanos now)
         shared_pacer_.emplace(config_.bytes_per_s, burst, now);
     }
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
-        peers_.push_back(rank == config_.rank
-                             ? nullptr
-                             : std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode,
-                                                      config_.datagram_bytes, config_.world - 1U, now));
+        peers_.push_back(rank == config_.rank ? nullptr : make_peer(rank, now));
     }
     turn_ = (config_.rank + 1U) % config_.world;
 }
 
 Core::~Core() = default;
+
+std::unique_ptr<Core::Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
+    return std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode, config_.datagram_bytes,
+                                  config_.world - 1U, now);
+}
 
 void Core::validate(const ExchangeSpec& spec) const {
     std::vector<std::uint8_t> seen(config_.world);

@@ -74,6 +74,11 @@ public:
     void leave(Nanos now);
     [[nodiscard]] bool gone() const;
 
+    // A new process has taken the place of a peer, whatever became of the old one: the link to it begins anew, and its part
+    // in what is under way ends as if it had fallen silent. `incarnation` is higher than that of any process of this rank
+    // before; `key` opens what it sends, where datagrams are sealed. Throws std::invalid_argument.
+    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now);
+
     // A datagram, whoever it came from. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
@@ -160,6 +165,7 @@ private:
     void release_if_done(Outgoing& message);
     void release(Outgoing& message);
     [[nodiscard]] std::uint64_t credit_bytes(const Peer* peer) const;
+    [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
 
     // Endings
     void close(Exchange& exchange, Incoming& message, bool tell, Nanos now);

@@ -241,7 +241,7 @@ void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header h
         if (seal_.encrypts()) {
             seal_.encrypt(wire_header, payload, peer.rank, number, out);
         } else {
-            seal_.protect(wire_header, seal_.payload_check(payload));
+            seal_.protect(wire_header, peer.rank, seal_.payload_check(payload));
             std::copy(payload.begin(), payload.end(), out.begin());
         }
         if (!out.empty()) batch.iov[batch.parts++] = {.iov_base = out.data(), .iov_len = out.size()};
@@ -254,7 +254,7 @@ void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header h
             if (checks->known.set(header.chunk)) checks->values[header.chunk] = seal_.data_check(payload);
             check = checks->values[header.chunk];
         }
-        seal_.protect(wire_header, check);
+        seal_.protect(wire_header, peer.rank, check);
         if (!payload.empty()) {
             batch.iov[batch.parts++] = {.iov_base = const_cast<std::byte*>(payload.data()), .iov_len = payload.size()};
         }

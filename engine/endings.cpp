@@ -1,5 +1,7 @@
 // Timers, and how exchanges come to their end.
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "core.hpp"
 #include "peer.hpp"
@@ -141,6 +143,31 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
     } else {
         finished_.push_back({.id = owned->id, .outcome = std::move(owned->outcome)});
     }
+}
+
+void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now) {
+    if (rank >= config_.world || rank == config_.rank)
+        throw std::invalid_argument("a peer must be another rank of the world");
+    // Numbers begin anew, and none may be used twice between the same two processes.
+    if (incarnation <= seal_.incarnation(rank)) {
+        throw std::invalid_argument("incarnation " + std::to_string(incarnation) + " of rank " + std::to_string(rank) +
+                                    " is not newer than " + std::to_string(seal_.incarnation(rank)));
+    }
+    seal_.readmit(rank, incarnation, key);
+    pool_.forget(rank);
+    counters_.pool_bytes = pool_.bytes();
+    Peer& old = *peers_[rank];
+    std::vector<std::uint64_t> concerned;
+    for (const auto& [id, exchange] : active_) concerned.push_back(id);
+    for (const std::uint64_t id : concerned) {
+        Exchange& exchange = *active_.at(id);
+        abandon_peer(exchange, old, Status::peer_silent, {rank, Status::peer_silent}, now);
+        open_gates(exchange);
+        finish_if_done(exchange, now);
+    }
+    // What is left in its queue is no longer wanted, and was not said to the new one.
+    for (Outgoing* message : old.queue) message->queued = false;
+    peers_[rank] = make_peer(rank, now);
 }
 
 void Core::tick(Nanos now) {

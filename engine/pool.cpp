@@ -1,6 +1,8 @@
 #include "pool.hpp"
 
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 namespace storm {
 
@@ -30,6 +32,14 @@ std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
         bytes_ -= cost;
     }
     return entries;
+}
+
+void Pool::forget(std::uint16_t source) {
+    for (auto waiting = waiting_.begin(); waiting != waiting_.end();) {
+        std::erase_if(waiting->second, [&](const Entry& entry) { return entry.header.source == source; });
+        waiting = waiting->second.empty() ? waiting_.erase(waiting) : std::next(waiting);
+    }
+    bytes_ -= std::exchange(held_[source], 0);
 }
 
 }  // namespace storm

@@ -28,6 +28,8 @@ public:
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
     // All that waited for an exchange, in the order it came.
     [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
+    // Drops all that came from a source.
+    void forget(std::uint16_t source);
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
 
 private:

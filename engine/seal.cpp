@@ -171,11 +171,15 @@ void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check)
     std::memcpy(header.data() + check_offset, &check, sizeof check);
 }
 
-std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number) {
+// The key is of the source's process alone, and numbers to a target begin anew with each process of it: so the target's
+// incarnation is what keeps them apart. 48 bits of numbers last for years.
+std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
+                                     std::uint16_t target_incarnation) {
     std::array<std::byte, 12> nonce;
     std::memcpy(nonce.data(), &target, 2);
     std::memcpy(nonce.data() + 2, &source, 2);
-    std::memcpy(nonce.data() + 4, &number, 8);
+    std::memcpy(nonce.data() + 4, &number, 6);
+    std::memcpy(nonce.data() + 10, &target_incarnation, 2);
     return nonce;
 }
 
@@ -197,9 +201,17 @@ Seal::~Seal() {
     for (Key& key : secrets_.peers) wipe(key);
 }
 
-void Seal::protect(std::span<std::byte, header_bytes> header, std::uint32_t payload_check) const {
+void Seal::readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key) {
+    if (key.has_value() != encrypts())
+        throw std::invalid_argument("a peer is readmitted with a key where datagrams are sealed, and only there");
+    if (secrets_.incarnations.size() <= peer) secrets_.incarnations.resize(std::size_t{peer} + 1);
+    secrets_.incarnations[peer] = incarnation;
+    if (key) secrets_.peers.at(peer) = *key;
+}
+
+void Seal::protect(std::span<std::byte, header_bytes> header, std::uint16_t peer, std::uint32_t payload_check) const {
     header[flags_offset] &= ~std::byte{flag_sealed};
-    write_check(header, 0);
+    write_check(header, mark(rank_, peer));
     write_check(header, crc32c(header, payload_check));
 }
 
@@ -208,7 +220,7 @@ void Seal::encrypt(std::span<std::byte, header_bytes> header, Bytes payload, std
     if (aead_ == nullptr) throw std::logic_error("Seal::encrypt needs a job key; without one use Seal::protect");
     header[flags_offset] |= std::byte{flag_sealed};
     write_check(header, 0);
-    if (!aead_->encrypt(secrets_.own, make_nonce(peer, rank_, number), header, payload, out))
+    if (!aead_->encrypt(secrets_.own, make_nonce(peer, rank_, number, incarnation(peer)), header, payload, out))
         throw std::runtime_error("rank " + std::to_string(rank_) + ": libcrypto did not encrypt " +
                                  std::to_string(payload.size()) + " bytes for peer " + std::to_string(peer) + " into " +
                                  std::to_string(out.size()));
@@ -224,7 +236,7 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
     if (!encrypts()) {
         std::array<std::byte, header_bytes> unchecked;
         std::memcpy(unchecked.data(), written.data(), header_bytes);
-        write_check(unchecked, 0);
+        write_check(unchecked, mark(header.source, rank_));
         const auto check = crc32c(unchecked, header.kind == Kind::data ? data_check(body) : payload_check(body));
         return check == header.check ? std::optional(body) : std::nullopt;
     }
@@ -232,7 +244,8 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
     // The header as it came is the associated data: a check that is not zero fails like any other change.
     const auto plain = body.first(body.size() - tag_bytes);
     const bool genuine =
-        aead_->decrypt(secrets_.peers[header.source], make_nonce(rank_, header.source, number), written, body, plain);
+        aead_->decrypt(secrets_.peers[header.source], make_nonce(rank_, header.source, number, incarnation(rank_)),
+                       written, body, plain);
     return genuine ? std::optional(plain) : std::nullopt;
 }
 

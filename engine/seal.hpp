@@ -4,6 +4,8 @@
 // the other half stands in the header. A stranger off the path must guess both halves: 64 bits. Between processes of one
 // machine, data is moved from memory to memory and not checked, as the kernel does not check it either; headers are.
 // With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows.
+// Either way it is bound to the incarnations of both ends: what one process sent, or was sent, means nothing to the next one
+// of its rank.
 #pragma once
 
 #include <array>
@@ -55,6 +57,8 @@ struct Secrets {
     bool sealed{};
     Key own{};               // seals what this endpoint sends
     std::vector<Key> peers;  // opens what peer i sends; empty when not sealed
+    // Of all ranks, this one's own too: how many processes of the rank went before. Empty where all are the first.
+    std::vector<std::uint16_t> incarnations{};
 };
 
 // Seals outgoing datagrams and opens incoming ones of one endpoint.
@@ -81,7 +85,7 @@ public:
         return payload_check(std::as_bytes(std::span(&length, 1)));
     }
     // Unencrypted: fills the check of the header that `header` holds in wire form and clears flag_sealed.
-    void protect(std::span<std::byte, header_bytes> header, std::uint32_t payload_check) const;
+    void protect(std::span<std::byte, header_bytes> header, std::uint16_t peer, std::uint32_t payload_check) const;
     // Encrypted: writes ciphertext and tag to `out` (payload.size() + tag_bytes), zeroes the header's check and sets
     // flag_sealed. `number` is the full packet number. Throws std::logic_error without a key, std::runtime_error when
     // libcrypto refuses.
@@ -92,7 +96,18 @@ public:
     [[nodiscard]] std::optional<std::span<std::byte>> open(const Header& header, std::uint64_t number,
                                                            std::span<std::byte> datagram);
 
+    [[nodiscard]] std::uint16_t incarnation(std::uint16_t rank) const {
+        return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : std::uint16_t{0};
+    }
+    // From now on, a peer is another process. `key` opens what that one sends; none where nothing is sealed.
+    void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key);
+
 private:
+    // What the check of an unencrypted header counts as while it is computed. Zero between first processes.
+    [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
+        return std::uint32_t{incarnation(target)} << 16 | incarnation(source);
+    }
+
     Secrets secrets_;
     std::uint16_t rank_;
     std::unique_ptr<Aead> aead_;

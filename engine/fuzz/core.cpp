@@ -351,7 +351,7 @@ private:
         const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
         write_header(header, wire);
         std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
-        seal.protect(wire, seal.payload_check(payload));
+        seal.protect(wire, target, seal.payload_check(payload));
         hostile_[source] = true;
         mad_ = true;
         hand_over(target, std::move(bytes));

@@ -83,7 +83,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     Header ours = *header;
     ours.cookie = open_seal->visible_cookie();
     write_header(ours, wire);
-    open_seal->protect(wire, open_seal->payload_check(body));
+    open_seal->protect(wire, 1, open_seal->payload_check(body));
     const auto made = parse_header(datagram);
     require(made && open_seal->open(*made, made->number, datagram));
     const std::size_t bit = header->check % (8 * size);

@@ -26,6 +26,7 @@ public:
         for (std::uint16_t rank = 0; rank < config.world; ++rank) {
             CoreConfig own = config;
             own.rank = rank;
+            if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
             hosts_.push_back({.core = std::make_unique<Core>(own, now_), .socket = {}, .timer = never});
         }
     }
@@ -51,6 +52,16 @@ public:
     }
     void leave(std::uint16_t rank) {
         core(rank).leave(now_);
+        pump(rank);
+    }
+    // Another process takes a rank's place; nothing of the old one is left but what is on the wire.
+    void restart(std::uint16_t rank, CoreConfig config) {
+        config.rank = rank;
+        if (config.secrets.sealed) config.secrets.own = config.secrets.peers.at(rank);
+        hosts_.at(rank) = {.core = std::make_unique<Core>(config, now_), .socket = {}, .timer = never};
+    }
+    void readmit(std::uint16_t rank, std::uint16_t peer, std::uint16_t incarnation, std::optional<Key> key = {}) {
+        core(rank).readmit(peer, incarnation, key, now_);
         pump(rank);
     }
     // Hands a rank these very bytes, as if they came from its socket.

@@ -24,7 +24,7 @@ Buffer forged(Header header, std::span<const std::byte> payload, std::uint64_t i
     const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
     write_header(header, wire);
     std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
-    seal.protect(wire, seal.payload_check(payload));
+    seal.protect(wire, 0, seal.payload_check(payload));
     return bytes;
 }
 

@@ -99,3 +99,16 @@ TEST(pool_accounts_exactly_for_a_long_random_life) {
         CHECK_EQUAL(pool.bytes(), held[0] + held[1] + held[2] + held[3]);
     }
 }
+
+TEST(pool_forgets_one_source_and_gives_its_share_back) {
+    Pool pool(2 * 10 * (100 + overhead), 2);
+    for (std::uint32_t i = 0; i < 10; ++i) CHECK(pool.keep(chunk_of(0, 1, i, 0), filled(100, 1)));
+    for (std::uint32_t i = 5; i < 8; ++i) CHECK(pool.keep(chunk_of(1, 1, i, 7), filled(100, 2)));
+    pool.forget(0);
+    pool.forget(0);
+    CHECK_EQUAL(pool.bytes(), 3 * (100 + overhead));
+    CHECK(pool.take(1, 4).empty());
+    CHECK_EQUAL(pool.take(1, 5).at(0).header.chunk, 7U);
+    for (std::uint32_t i = 0; i < 10; ++i) CHECK(pool.keep(chunk_of(0, 2, i, 0), filled(100, 1)));
+    CHECK(!pool.keep(chunk_of(0, 2, 10, 0), {}));
+}

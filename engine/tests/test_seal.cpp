@@ -208,7 +208,7 @@ Buffer make_datagram(bool sealed, std::span<const std::byte> payload, std::uint1
         seal.encrypt(header, payload, receiver, number, body);
     } else {
         std::copy(payload.begin(), payload.end(), body.begin());
-        seal.protect(header, seal.payload_check(payload));
+        seal.protect(header, receiver, seal.payload_check(payload));
     }
     return datagram;
 }
@@ -267,6 +267,77 @@ TEST(encrypt_writes_the_documented_nonce_and_associated_data) {
     CHECK(std::search(datagram.begin(), datagram.end(), payload.begin(), payload.begin() + 8) == datagram.end());
 }
 
+TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
+    constexpr std::array<std::uint16_t, 3> processes{0, 1, 0xffff};
+    const auto secrets = [](std::uint16_t rank, bool sealed, std::uint16_t of_sender, std::uint16_t of_receiver) {
+        Secrets all = secrets_of(rank, sealed);
+        all.incarnations = {0, 0, 0, 0};
+        all.incarnations[sender] = of_sender;
+        all.incarnations[receiver] = of_receiver;
+        // A new process has a new nonce and so a new key.
+        if (sealed) all.peers[sender].fill(static_cast<std::byte>(0x80 + of_sender));
+        if (sealed && rank == sender) all.own = all.peers[sender];
+        return all;
+    };
+    const Buffer payload = random_bytes(45, 6);
+    for (const bool sealed : {false, true}) {
+        for (const std::uint16_t from : processes) {
+            for (const std::uint16_t to : processes) {
+                Seal sending(secrets(sender, sealed, from, to), sender);
+                Buffer datagram(header_bytes + payload.size() + sending.overhead_bytes());
+                const auto header = std::span(datagram).first<header_bytes>();
+                const auto body = std::span(datagram).subspan(header_bytes);
+                write_header(header_of(sender), header);
+                if (sealed) {
+                    sending.encrypt(header, payload, receiver, number, body);
+                } else {
+                    std::copy(payload.begin(), payload.end(), body.begin());
+                    sending.protect(header, receiver, sending.payload_check(payload));
+                }
+                for (const std::uint16_t its : processes) {
+                    for (const std::uint16_t own : processes) {
+                        CHECK_EQUAL(accepts(secrets(receiver, sealed, its, own), receiver, datagram),
+                                    its == from && own == to);
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(seal_follows_a_peer_to_its_next_process) {
+    Key fresh;
+    fresh.fill(std::byte{0x77});
+    for (const bool sealed : {false, true}) {
+        Secrets next = secrets_of(sender, sealed);
+        next.incarnations = {0, 3, 0, 0};
+        next.own = fresh;
+        Seal sending(next, sender), opening(secrets_of(receiver, sealed), receiver);
+        const Buffer payload = random_bytes(45, 7), old = make_datagram(sealed, payload);
+        Buffer datagram(old.size());
+        const auto header = std::span(datagram).first<header_bytes>();
+        write_header(header_of(sender), header);
+        if (sealed) {
+            sending.encrypt(header, payload, receiver, number, std::span(datagram).subspan(header_bytes));
+        } else {
+            std::copy(payload.begin(), payload.end(), datagram.begin() + header_bytes);
+            sending.protect(header, receiver, sending.payload_check(payload));
+        }
+        CHECK(receive(opening, old).has_value() && !receive(opening, datagram).has_value());
+        opening.readmit(sender, 3, sealed ? std::optional(fresh) : std::nullopt);
+        CHECK_EQUAL(opening.incarnation(sender), 3U);
+        CHECK(!receive(opening, old).has_value() && receive(opening, datagram) == payload);
+        bool refused = false;
+        try {
+            opening.readmit(sender, 4, sealed ? std::nullopt : std::optional(fresh));
+        } catch (const std::invalid_argument&) {
+            refused = true;
+        }
+        CHECK(refused);
+        CHECK_EQUAL(opening.incarnation(sender), 3U);
+    }
+}
+
 TEST(every_flipped_bit_and_every_other_length_is_rejected) {
     for (bool sealed : {false, true}) {
         Seal seal(secrets_of(receiver, sealed), receiver);
@@ -299,7 +370,7 @@ TEST(where_data_is_not_checked_every_bit_of_the_header_and_of_all_other_kinds_st
         fields.kind = kind;
         write_header(fields, header);
         std::copy(payload.begin(), payload.end(), good.begin() + header_bytes);
-        seal.protect(header, kind == Kind::data ? seal.data_check(payload) : seal.payload_check(payload));
+        seal.protect(header, receiver, kind == Kind::data ? seal.data_check(payload) : seal.payload_check(payload));
         CHECK(receive(seal, good) == payload);
         const std::size_t checked = kind == Kind::data ? header_bytes : good.size();
         for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
