@@ -117,6 +117,7 @@ CoreConfig make_core_config(std::uint16_t rank, std::uint16_t world, const nb::d
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
     config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
+    config.secrets.incarnations = nb::cast<std::vector<std::uint16_t>>(from["incarnations"]);
     const auto keys = nb::cast<std::vector<nb::bytes>>(from["keys"]);
     if (!keys.empty()) {
         if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");
@@ -263,6 +264,16 @@ NB_MODULE(_engine, m) {
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Driver::ended, nb::arg("id"))
         .def("cancel", &Driver::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "readmit",
+            [](Driver& d, std::uint16_t peer, const std::string& host, std::uint16_t port, std::uint16_t incarnation,
+               const nb::bytes& key) {
+                const std::optional<Key> opening = key.size() == 0 ? std::nullopt : std::optional(to_key(key));
+                const Address address(host, port);
+                const nb::gil_scoped_release released;
+                d.readmit(peer, address, incarnation, opening);
+            },
+            nb::arg("peer"), nb::arg("host"), nb::arg("port"), nb::arg("incarnation"), nb::arg("key"))
         .def(
             "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
             nb::call_guard<nb::gil_scoped_release>())

@@ -161,6 +161,22 @@ void Driver::cancel(std::uint64_t id) {
     collect();
 }
 
+void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation,
+                     const std::optional<Key>& key) {
+    const Lock lock(mutex_);
+    if (!core_ || closed_) throw std::runtime_error("the engine is closed");
+    core_->readmit(peer, incarnation, key, clock_now());
+    socket_.set_peer(peer, address);
+    flush(clock_now());
+    collect();
+    // Exchanges may have ended, among them one that a driving caller waits for.
+    if (caller_drives_) {
+        wake(nudge_);
+    } else {
+        arm();
+    }
+}
+
 void Driver::run() {
     Lock lock(mutex_);
     while (!closed_) {

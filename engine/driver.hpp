@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -45,6 +46,8 @@ public:
     [[nodiscard]] bool ended(std::uint64_t id);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
+    // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
+    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
     void close(Nanos linger);
 

@@ -56,6 +56,7 @@ public:
     // Frees the descriptor and the port; nothing else may be called after it.
     void close();
     void set_peers(std::vector<Address> peers) { peers_ = std::move(peers); }
+    void set_peer(std::uint16_t rank, const Address& address) { peers_.at(rank) = address; }
 
     // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
     // What the network refuses (no route, no such port) is gone too: it counts as lost.

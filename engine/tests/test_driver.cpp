@@ -265,6 +265,35 @@ TEST(goodbye_ends_what_others_wait_for) {
     CHECK(clock_now() - start < 2 * second);
 }
 
+TEST(readmission_wakes_whoever_waits_and_the_new_process_takes_part_while_the_old_one_is_not_believed) {
+    Team team(3);
+    train(team, 3, 30'000);
+    AllToAll lost(3, 1, [](auto, auto) { return std::size_t{100'000}; });
+    const std::uint64_t id = team[0].post(lost.spec(0, 3));
+    std::future<void> waiting = on_thread([&] { CHECK(wait_for(team[0], id).status == Status::peer_silent); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    auto fresh = std::make_unique<Driver>("127.0.0.1", std::uint16_t{0}, SocketConfig{});
+    std::vector<Address> addresses;
+    for (const auto& driver : team.drivers) addresses.emplace_back("127.0.0.1", driver->socket().port());
+    CoreConfig config;
+    config.rank = 2;
+    config.world = 3;
+    config.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
+    config.secrets.incarnations = {0, 0, 1};
+    config.receive_buffer = fresh->socket().receive_buffer();
+    fresh->start(config, addresses);
+    const Address at("127.0.0.1", fresh->socket().port());
+    const auto start = std::chrono::steady_clock::now();
+    for (const std::uint16_t rank : {std::uint16_t{0}, std::uint16_t{1}}) team[rank].readmit(2, at, 1, {});
+    waiting.get();
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(500));
+    std::swap(team.drivers[2], fresh);
+    fresh->close(0);  // says goodbye, which nobody takes for the new one's
+    fresh.reset();
+    train(team, 5, 30'000, {}, 4);
+    CHECK(team[0].health().counters.corrupt > 0);
+}
+
 TEST(nothing_is_left_of_a_closed_driver) {
     {
         Team warm_up(2);  // whatever the runtime keeps for itself after the first thread

@@ -1,29 +1,22 @@
 """From a store to a transport: ranks publish where they are and agree on what must be the same."""
 
 import fcntl
-import hashlib
-import hmac
 import ipaddress
-import json
 import os
 import secrets
 import socket
 import struct
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch import _engine
+from stormtorch.cards import Agreement, Card, agree, derive_key, fingerprint, first, newest, next_incarnation, publish
 from stormtorch.options import Options
 from stormtorch.udp import UdpTransport
 
 _SIOCGIFADDR = 0x8915
-# Enough credit per peer for a few datagrams in flight: with many ranks, large datagrams would each fill a share.
-_DATAGRAMS_PER_CREDIT = 4
-_SMALLEST_DATAGRAM = 1472
-# A trip over loopback costs a wake-up or two, in which a core copies so much; elsewhere, take 1 Gbit/s and 0.1 ms.
-_LOOPBACK_TRIP_BYTES = 128 << 10
-_TRIP_BYTES = 16 << 10
 
 
 def connect(
@@ -35,12 +28,94 @@ def connect(
         store: Any torch.distributed store that all ranks share.
         rank: This rank.
         world: Number of ranks.
-        options: Settings of this rank. `key` must be the same on every rank; addresses may differ.
+        options: Settings of this rank. `key` must be the same on every rank; addresses may differ. With `rejoin`, this
+            is `rejoin()`.
         prefix: Separates several transports in one store.
     """
     options = options or Options()
+    if options.rejoin:
+        return rejoin(store, rank, world, options, prefix=prefix)
+    _check_rank(rank, world)
+    endpoint, card = _bind(options)
+    if rank == 0:
+        store.set(f"{prefix}/cookie", secrets.token_hex(8))
+    cookie = store.get(f"{prefix}/cookie")
+    card = replace(card, fingerprint=fingerprint(options.key, cookie))
+    publish(store, prefix, rank, card)
+    cards = [first(store, prefix, peer) for peer in range(world)]
+    _check_keys(rank, card, cards)
+    return _start(endpoint, store, prefix, rank, cards, agree(cards), options, cookie)
+
+
+def rejoin(
+    store: Store, rank: int, world: int, options: Options | None = None, *, prefix: str = "storm"
+) -> UdpTransport:
+    """Takes the place of a rank whose process died, in a job that goes on.
+
+    What the ranks agreed on at the start still holds. The transport can be used at once, but each peer hears it only
+    once it has readmitted this process: see `returned` and `UdpTransport.readmit`. Other ranks may be dead meanwhile.
+    Sequence numbers start at zero here, so exchanges with the others need a group of a name that is new to them.
+
+    Args:
+        store: The store that the job was connected by; it must have survived.
+        rank: The rank to be.
+        world: Number of ranks, as ever.
+        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes` and `check` are the
+            job's anyway.
+        prefix: As the others gave it to `connect`.
+    """
+    options = options or Options()
+    _check_rank(rank, world)
+    cookie = store.get(f"{prefix}/cookie")
+    founders = [first(store, prefix, peer) for peer in range(world)]
+    agreement = agree(founders)
+    endpoint, card = _bind(options)
+    card = replace(card, fingerprint=fingerprint(options.key, cookie))
+    _check_keys(rank, card, founders)
+    # Of a size that somebody chose, he knows best; any other must pass here as it passes elsewhere.
+    if card.datagram_bytes < agreement.datagram_bytes and not card.chosen and not any(c.chosen for c in founders):
+        raise ValueError(
+            f"rank {rank}: the job's datagrams have {agreement.datagram_bytes} bytes, and {card.host} lets "
+            f"{card.datagram_bytes} through: rejoin from an interface with as large an MTU as the ranks began with"
+        )
+    cards = [newest(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)]
+    cards[rank] = card = replace(card, incarnation=next_incarnation(store, prefix, rank))
+    # Our own socket may hold less than was agreed on; our credit then says so.
+    agreement = replace(agreement, receive_buffer=min(agreement.receive_buffer, card.receive_buffer))
+    transport = _start(endpoint, store, prefix, rank, cards, agreement, options, cookie)
+    publish(store, prefix, rank, card)
+    return transport
+
+
+def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
+    """The card of a process that has taken a peer's place since the one that we know; None if there is none.
+
+    Looks into the store and never blocks. Give the card to `UdpTransport.readmit`.
+
+    Args:
+        store: The store that the job was connected by: `transport.store`.
+        peer: The rank in question.
+        known_incarnation: Of the process that we know, `transport.incarnation(peer)`: 0 is the first.
+        prefix: As it was given to `connect`: `transport.prefix`.
+    """
+    return newest(store, prefix, peer, known_incarnation)
+
+
+def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
         raise ValueError(f"rank must lie in [0, world), got rank {rank} of {world}")
+
+
+def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
+    for peer, other in enumerate(cards):
+        if other.fingerprint != card.fingerprint:
+            raise ValueError(
+                f"rank {rank} and rank {peer} were given different keys: `key` must be the same on every rank"
+            )
+
+
+def _bind(options: Options) -> tuple[_engine.Endpoint, Card]:
+    """A socket, and the card of whoever has it; the fingerprint is still to be filled in."""
     host = local_address(options.interface)
     loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     endpoint = _engine.Endpoint(
@@ -52,60 +127,63 @@ def connect(
         coalescing=options.coalescing,
     )
     mtu = _engine.interface_mtu(host) or 1500
-    card = {
-        "host": host,
-        "port": endpoint.port,
-        "datagram_bytes": options.datagram_bytes or _engine.datagram_bytes(host, mtu),
-        "chosen": options.datagram_bytes is not None,
-        "receive_buffer": endpoint.receive_buffer,
-        "eager_bytes": options.eager_bytes,
-        "loopback": loopback,
+    return endpoint, Card(
+        host=host,
+        port=endpoint.port,
+        datagram_bytes=options.datagram_bytes or _engine.datagram_bytes(host, mtu),
+        chosen=options.datagram_bytes is not None,
+        receive_buffer=endpoint.receive_buffer,
+        eager_bytes=options.eager_bytes,
+        loopback=loopback,
         # Memory to memory, nothing is damaged. Datagrams of a chosen size play a network, which damages.
-        "checks_data": bool(options.check or options.key or options.datagram_bytes) or not loopback,
-        "nonce": secrets.token_hex(16),
-    }
-    if rank == 0:
-        store.set(f"{prefix}/cookie", secrets.token_hex(8))
-    cookie = store.get(f"{prefix}/cookie")
-    card["key"] = _fingerprint(options.key, cookie)
-    store.set(f"{prefix}/card/{rank}", json.dumps(card))
-    cards = [json.loads(store.get(f"{prefix}/card/{peer}")) for peer in range(world)]
-    for peer, other in enumerate(cards):
-        if other["key"] != card["key"]:
-            raise ValueError(
-                f"rank {rank} and rank {peer} were given different keys: `key` must be the same on every rank"
-            )
+        checks_data=bool(options.check or options.key or options.datagram_bytes) or not loopback,
+        nonce=secrets.token_hex(16),
+        fingerprint="",
+    )
 
-    receive_buffer = min(other["receive_buffer"] for other in cards)
-    datagram_bytes = _agree_on_datagram(cards, receive_buffer, world)
-    mode, bytes_per_s = options.rate_mode(loopback=loopback)
+
+def _start(
+    endpoint: _engine.Endpoint,
+    store: Store,
+    prefix: str,
+    rank: int,
+    cards: Sequence[Card],
+    agreement: Agreement,
+    options: Options,
+    cookie: bytes,
+) -> UdpTransport:
+    mode, bytes_per_s = options.rate_mode(loopback=cards[rank].loopback)
+    key = options.key
     endpoint.start(
         rank,
-        [(other["host"], other["port"]) for other in cards],
+        [(card.host, card.port) for card in cards],
         {
-            "datagram_bytes": datagram_bytes,
-            "receive_buffer": receive_buffer,
+            "datagram_bytes": agreement.datagram_bytes,
+            "receive_buffer": agreement.receive_buffer,
             "pool_bytes": options.pool_bytes,
-            "eager_bytes": min(other["eager_bytes"] for other in cards),
+            "eager_bytes": agreement.eager_bytes,
             "rate_mode": int(mode),
             "bytes_per_s": bytes_per_s,
             "silence_s": options.silence_s,
             "cookie": int(cookie, 16),
-            "checks_data": any(other["checks_data"] for other in cards),
-            "keys": []
-            if options.key is None
-            else [_derive(options.key, cookie, p, c["nonce"]) for p, c in enumerate(cards)],
+            "checks_data": agreement.checks_data,
+            "incarnations": [card.incarnation for card in cards],
+            "keys": [] if key is None else [derive_key(key, cookie, peer, card) for peer, card in enumerate(cards)],
         },
     )
     return UdpTransport(
         endpoint,
         rank=rank,
-        world=world,
-        chunk_bytes=_engine.chunk_bytes(datagram_bytes, options.key is not None),
-        trip_bytes=_LOOPBACK_TRIP_BYTES if all(other["loopback"] for other in cards) else _TRIP_BYTES,
+        world=len(cards),
+        chunk_bytes=_engine.chunk_bytes(agreement.datagram_bytes, key is not None),
+        trip_bytes=agreement.trip_bytes,
         silence_s=options.silence_s,
         timeout_s=options.timeout_s,
         linger_s=options.linger_s,
+        store=store,
+        prefix=prefix,
+        incarnations=[card.incarnation for card in cards],
+        key_of=lambda peer, card: derive_key(key, cookie, peer, card),
     )
 
 
@@ -150,20 +228,3 @@ def _ipv6_of(interface: str) -> str | None:
             address = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
             return f"{address}%{name}" if scope == "20" else address
     return None
-
-
-def _agree_on_datagram(cards: list[dict[str, Any]], receive_buffer: int, world: int) -> int:
-    smallest = min(int(card["datagram_bytes"]) for card in cards)
-    if any(card["chosen"] for card in cards):
-        return smallest
-    credit = receive_buffer // max(world - 1, 1)
-    return min(smallest, max(credit // _DATAGRAMS_PER_CREDIT, _SMALLEST_DATAGRAM))
-
-
-def _fingerprint(key: bytes | None, cookie: bytes) -> str:
-    return "" if key is None else hmac.new(key, b"fingerprint" + cookie, hashlib.sha256).hexdigest()
-
-
-def _derive(key: bytes, cookie: bytes, rank: int, nonce: str) -> bytes:
-    """A key of its own for each sender and run, so that packet numbers may start at one every time."""
-    return hmac.new(key, b"sender" + cookie + struct.pack("<H", rank) + nonce.encode(), hashlib.sha256).digest()[:16]

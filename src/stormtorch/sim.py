@@ -127,6 +127,7 @@ class SimNetwork:
                 "bytes_per_s": bytes_per_s,
                 "silence_s": self.options.silence_s,
                 "cookie": seed,
+                "incarnations": [],
                 "checks_data": True,
                 "keys": [] if key is None else [key[:14] + rank.to_bytes(2, "little") for rank in range(world)],
             },

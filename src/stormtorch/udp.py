@@ -1,8 +1,12 @@
 """The transport over a real network: one UDP socket and one native engine per rank."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 from stormtorch import _engine
+from stormtorch.cards import Card
 from stormtorch.channels import Channels
 from stormtorch.errors import Closed, ExchangeTimeout
 from stormtorch.transport import Arrival, Plan, conclude
@@ -54,6 +58,10 @@ class UdpTransport:
         silence_s: float,
         timeout_s: float,
         linger_s: float,
+        store: Store,
+        prefix: str,
+        incarnations: Sequence[int],
+        key_of: Callable[[int, Card], bytes],
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
@@ -64,6 +72,11 @@ class UdpTransport:
         self.timeout_s = timeout_s
         self.channels = Channels()
         self.closed = False
+        # Peers that return are found there. The store is still its maker's.
+        self.store = store
+        self.prefix = prefix
+        self._incarnations = list(incarnations)
+        self._key_of = key_of
         self._linger_s = linger_s
         # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
         self._plans: dict[int, Plan] = {}
@@ -104,6 +117,29 @@ class UdpTransport:
                 self._orphans.append(exchange_id)
             elif self._plans.pop(exchange_id, None) is not None:
                 self.endpoint.wait(exchange_id, 0.0)
+
+    def incarnation(self, peer: int) -> int:
+        """How many processes of a rank went before the one that is known here: 0 is the first."""
+        return self._incarnations[peer]
+
+    def readmit(self, peer: int, card: Card) -> None:
+        """Goes on with the process that has taken a peer's place.
+
+        The link to it begins anew. Its part in exchanges under way is over, as if it had fallen silent: lossy ones go
+        on with what arrived, exact ones fail. Nothing of the old process is believed from now on.
+
+        Args:
+            peer: The rank that has returned.
+            card: What `stormtorch.rendezvous.returned` gave.
+
+        Raises:
+            ValueError: The process is not newer than the one that is known here.
+        """
+        try:
+            self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self._key_of(peer, card))
+        except RuntimeError as error:
+            raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
+        self._incarnations[peer] = card.incarnation
 
     def health(self) -> dict[str, Any]:
         """Counters of all that was sent, received, repaired and turned away."""

@@ -80,5 +80,14 @@ def _connect(store: Store, rank: int, size: int, options: Options | None, timeou
     if options.interface is None:
         options = dataclasses.replace(options, interface=os.environ.get(INTERFACE_VARIABLE))
     # A store may outlive a group, as torchrun's does: what an earlier one has left there must not be read again.
-    generation = store.add(f"generation/{rank}", 1)
+    generation = _generation_of_others(store, rank, size) if options.rejoin else store.add(f"generation/{rank}", 1)
     return connect(store, rank, size, options, prefix=f"storm/{generation}")
+
+
+def _generation_of_others(store: Store, rank: int, size: int) -> int:
+    """The generation that a job is in. Our own count may be off: a process may have died after it had counted."""
+    counters = [f"generation/{peer}" for peer in range(size) if peer != rank]
+    generation = max((int(store.get(each)) for each in counters if store.check([each])), default=0)
+    if generation == 0:
+        raise ValueError(f"rank {rank}: there is no job to rejoin in this store; is it the one that the others met in?")
+    return generation
