@@ -128,6 +128,9 @@ class UdpTransport:
         The link to it begins anew. Its part in exchanges under way is over, as if it had fallen silent: lossy ones go
         on with what arrived, exact ones fail. Nothing of the old process is believed from now on.
 
+        The new process knows no exchange from before. It answers, so it is not silent, and whatever is begun with it on
+        a group that it has not begun too waits for it: go on in a group of a new name, or without it.
+
         Args:
             peer: The rank that has returned.
             card: What `stormtorch.rendezvous.returned` gave.
