@@ -268,7 +268,8 @@ class BoundedDriftTraining(Training):
 
     def _hand_over(self, root: int, new: list[int]) -> None:
         """New processes get what the root has: their own shards, as others last heard of them, and all that has no
-        owner. Everyone takes the same, so that no two copies differ."""
+        owner. Everyone takes the same, so that no two copies differ.
+        """
         for bucket in self.buckets:
             for peer in new:
                 shard = bucket.shard(bucket.host_flat, peer)

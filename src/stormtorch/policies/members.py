@@ -1,4 +1,4 @@
-"""Who is there. Ranks that fall silent are done without, named, and after a while given up; those that return are let in.
+"""Who is there. Ranks that fall silent are done without, named, and given up after a while; who returns is let in.
 
 A rank is missing when its report does not arrive. As long as somebody is, the others look into the store at every step:
 whoever wants to come in has left a request there. The lowest rank that is there answers with a step some way ahead, at
