@@ -87,6 +87,17 @@ def rejoin(
     return transport
 
 
+def reincarnate(transport: UdpTransport) -> None:
+    """Has a rank that was cut off return as a new process would, with the process that it has.
+
+    Its old endpoint says goodbye, so that nobody waits for what it will not send; peers hear the new one when they have
+    readmitted it, as after `rejoin`.
+    """
+    transport.close(0.0)
+    options = replace(transport.options, port=0)
+    transport.succeed(rejoin(transport.store, transport.rank, transport.world, options, prefix=transport.prefix))
+
+
 def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
     """The card of a process that has taken a peer's place since the one that we know; None if there is none.
 
@@ -180,6 +191,7 @@ def _start(
         silence_s=options.silence_s,
         timeout_s=options.timeout_s,
         linger_s=options.linger_s,
+        options=options,
         store=store,
         prefix=prefix,
         incarnations=[card.incarnation for card in cards],

@@ -9,6 +9,7 @@ from stormtorch import _engine
 from stormtorch.cards import Card
 from stormtorch.channels import Channels
 from stormtorch.errors import Closed, ExchangeTimeout
+from stormtorch.options import Options
 from stormtorch.transport import Arrival, Plan, conclude
 
 
@@ -58,6 +59,7 @@ class UdpTransport:
         silence_s: float,
         timeout_s: float,
         linger_s: float,
+        options: Options,
         store: Store,
         prefix: str,
         incarnations: Sequence[int],
@@ -75,6 +77,7 @@ class UdpTransport:
         # Peers that return are found there. The store is still its maker's.
         self.store = store
         self.prefix = prefix
+        self.options = options
         self._incarnations = list(incarnations)
         self._key_of = key_of
         self._linger_s = linger_s
@@ -143,6 +146,16 @@ class UdpTransport:
         except RuntimeError as error:
             raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
         self._incarnations[peer] = card.incarnation
+
+    def succeed(self, other: "UdpTransport") -> None:
+        """Goes on with the endpoint of another transport of the same rank, made by `stormtorch.rendezvous.rejoin`.
+
+        Whoever holds this one holds the new one from now on. Close this one first: two endpoints would answer for one
+        rank. Exchanges go on where their channels were, but peers must have readmitted us, and know the same numbers.
+        """
+        self.endpoint, self.closed = other.endpoint, False
+        self._incarnations, self._key_of = other._incarnations, other._key_of
+        self._plans, self._orphans = other._plans, []
 
     def health(self) -> dict[str, Any]:
         """Counters of all that was sent, received, repaired and turned away."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
-from stormtorch.rendezvous import returned
+from stormtorch.rendezvous import reincarnate, returned
 
 _log = logging.getLogger("stormtorch")
 # Steps between an answer and the new epoch: no rank is further ahead of another, as each step needs all reports.
@@ -58,12 +58,9 @@ class Members:
         self._members = set(range(group.size))
         self._missing: dict[int, tuple[float, int]] = {}  # since when, and since which step
         self._next: Epoch | None = None
-
-    @property
-    def restarted(self) -> bool:
-        """Whether this process has taken the place of one that died."""
-        incarnation = getattr(self.group.transport, "incarnation", None)
-        return incarnation is not None and incarnation(self.group.transport.rank) > 0
+        incarnation = getattr(group.transport, "incarnation", None)
+        self.restarted = incarnation is not None and incarnation(group.transport.rank) > 0
+        """Whether this process has taken the place of one that died, and knows nothing yet."""
 
     # --- those that are there ---------------------------------------------------------------------------------------
 
@@ -132,17 +129,18 @@ class Members:
         return self._next if self._next is not None and self._next.step == step else None
 
     def begin(self, epoch: Epoch) -> None:
-        """Enters an epoch: whoever returns as a new process is readmitted."""
+        """Enters an epoch: whoever returns is readmitted."""
         transport: Any = self.group.transport
-        for peer, restarted in epoch.joins.items():
-            if restarted and peer != self.group.rank:
+        for peer in epoch.joins:
+            if peer != self.group.rank:
                 rank = self.group.ranks[peer]
                 card = returned(self._store, rank, transport.incarnation(rank), prefix=transport.prefix)
                 if card is not None:
                     transport.readmit(rank, card)
         if self.group.rank not in epoch.joins:
             self._store.add(self._key("here", epoch.number), 1)
-        self.epoch, self._next, self.cut_off = epoch.number, None, False
+        self.epoch, self._next = epoch.number, None
+        self.cut_off = self.restarted = False
         self._members = set(epoch.members)
 
     def _answer(self, step: int) -> None:
@@ -171,6 +169,10 @@ class Members:
         _log.warning("rank %d: waits to be let in", self.group.rank)
         asked = -1
         try:
+            if not self.restarted:
+                self._wait_for_life(give_up_at)
+                # As long as the old endpoint answers pings, the others wait for what it will not send.
+                reincarnate(self.group.transport)  # type: ignore[arg-type]  # one with a store is such a one
             while time.monotonic() < give_up_at:
                 # An answer to an earlier request is none to this one, which may be of another process.
                 epoch = self._read(asked + 1) if asked >= 0 else None
@@ -188,6 +190,13 @@ class Members:
         raise self._given_up(
             self.group.rank, f"nobody has let it in for {self._give_up_s:g} s (give_up_s): does the job still run?"
         )
+
+    def _wait_for_life(self, give_up_at: float) -> None:
+        """Whoever asks before the network is back would be let in only to be lost again. Others ping those missing."""
+        health = self.group.transport.health  # type: ignore[attr-defined]  # of a transport with a store
+        before = health()["datagrams_received"]
+        while time.monotonic() < give_up_at and health()["datagrams_received"] == before:
+            time.sleep(_POLL_S)
 
     def _latest(self) -> int:
         key = self._key("latest")
