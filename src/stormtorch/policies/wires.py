@@ -46,6 +46,8 @@ class Wire:
         full = target.numel() // self.per_chunk
         whole = full * self.per_chunk
         rows = arrived_C[:full]
-        target[:whole].view(full, -1)[rows] = values[:whole].view(full, -1)[rows].to(target.dtype)
+        target[:whole].view(full, self.per_chunk)[rows] = (
+            values[:whole].view(full, self.per_chunk)[rows].to(target.dtype)
+        )
         if whole < target.numel() and bool(arrived_C[full]):
             target[whole:] = values[whole:]
