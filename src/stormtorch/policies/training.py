@@ -53,7 +53,8 @@ class Training(ABC):
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
-                self.before_step(closure=bool(args[1:]) or bool(kwargs.get("closure")))
+                # Of kwargs there may be more than the closure, and the closure may be None in either place.
+                self.before_step(closure=any(callable(each) for each in (*args[1:], kwargs.get("closure"))))
 
         def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
