@@ -3,6 +3,7 @@
 After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `Gradient`: a
 tensor like any other, but `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, is the norm
 of the averaged gradient over all ranks. So every rank must ask for it, as every rank must call `clip_grad_norm_`.
+What changes it in place, as clipping does, also changes what the optimizer is given, where that is in other memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.layout import Piece
 from stormtorch.reliability import Reliability
+
+# In place as well, yet not about the numbers.
+_HARMLESS = ("requires_grad_", "detach_")
 
 
 class Gradient(torch.Tensor):
@@ -46,6 +51,11 @@ class Gradient(torch.Tensor):
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
             return tuple(each.norms.of(each.parameter, order) for each in args[0])
         with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
+                for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                    if isinstance(each, Gradient):
+                        each.norms.change_own(each, func, args, kwargs)
             return func(*args, **kwargs)
 
 
@@ -102,6 +112,31 @@ class Norms:
             for piece in bucket.pieces():
                 if piece.parameter in parameters:
                     bucket.within_own(piece, bucket.own_grads).mul_(factor)
+
+    def change_own(
+        self, gradient: Gradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Does to what the optimizer is given of a gradient what is done to the gradient, alone or in a list."""
+        self.forget()
+        several = isinstance(args[0], list | tuple)
+        place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
+        for bucket in self._buckets:
+            if bucket.masters is bucket.own:
+                continue  # it is given the gradient itself
+            for piece in bucket.pieces():
+                if piece.parameter != gradient.parameter:
+                    continue
+
+                def part(value: Any, piece: Piece = piece) -> Any:
+                    if several and isinstance(value, list | tuple):
+                        return [part(value[place])]
+                    if not isinstance(value, torch.Tensor) or value.shape != gradient.shape:
+                        return value
+                    return value.reshape(-1)[piece.offset : piece.offset + piece.count]
+
+                own = bucket.within_own(piece, bucket.own_grads)
+                rest = {name: part(value) for name, value in kwargs.items()}
+                func([own] if several else own, *(part(value) for value in args[1:]), **rest)
 
     @torch.no_grad()
     def _ask(self, order: float) -> torch.Tensor:
