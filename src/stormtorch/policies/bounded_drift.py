@@ -179,14 +179,9 @@ class BoundedDriftTraining(Training):
 
     def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
         """Gradients to the optimizer, and to the parameters that only other ranks have used."""
-        self._shards.give_gradients(used_P.tolist())
+        # What is not finite anywhere must be found by every rank, so that all skip the step, as GradScaler does.
+        self._shards.give_gradients(used_P.tolist(), finite=not not_finite)
         self._gradients.show(used_P.tolist())
-        if not_finite:
-            # Wherever it was: every rank must find it, so that all of them skip the step, as GradScaler does.
-            for _, _, stand_in in self._shards.pieces:
-                if stand_in.grad is not None and stand_in.grad.numel():
-                    stand_in.grad.view(-1)[0] = torch.nan
-                    break
 
     # --- the step, and stage 2 --------------------------------------------------------------------------------------
 
@@ -195,6 +190,7 @@ class BoundedDriftTraining(Training):
         if not closure:
             self._gradients.complete()
         self._gate.open()
+        self._shards.begin_step()
         p = min(self._loss.value, _MOST_LOSS)
         self._lead = 0.0 if self._guarded or self.policy.broadcast.exact else self.policy.lead * theory.lead(p)
         if self._lead:
@@ -206,6 +202,7 @@ class BoundedDriftTraining(Training):
     @torch.no_grad()
     def after_step(self) -> None:
         """Parameters go out, those that forward needs first at the head."""
+        self._shards.end_step()
         row, broadcast = self._row, self._broadcast
         reliability = self._reliability()
         self._last_broadcast_exact = self._guarded or reliability.exact

@@ -76,6 +76,10 @@ class Shards:
                 stand_in = nn.Parameter(values.view(shape) if whole else values)
                 self.pieces.append((bucket, piece, stand_in))
                 by_parameter.setdefault(piece.parameter, []).append((piece, stand_in))
+        # GradScaler asks gradients whether all are finite. A rank that owns none must know it too, so that all skip the
+        # same steps: it is told by this one, which no step ever sees.
+        self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
+        self._stepping = False
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         state = dict(optimizer.state)
         optimizer.state.clear()
@@ -83,6 +87,7 @@ class Shards:
             members = [numbers[id(parameter)] for parameter in group["params"]]
             self._groups.append(members)
             group["params"] = [stand_in for number in members for _, stand_in in by_parameter.get(number, [])]
+        optimizer.param_groups[0]["params"].append(self._spare)
         for number, pieces in by_parameter.items():
             for piece, stand_in in pieces:
                 if parameters[number] in state:
@@ -90,18 +95,40 @@ class Shards:
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def give_gradients(self, used: Sequence[bool] | torch.Tensor) -> None:
-        """Every piece of a parameter that was used anywhere gets the gradient of its owner's; the others have none."""
+    def give_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
+        """Every piece of a parameter that was used anywhere gets the gradient of its owner's; the others have none.
+
+        Args:
+            used: Of each parameter, whether it was.
+            finite: Whether all ranks' gradients are. If not, every rank finds a NaN in its own.
+        """
+        given: torch.Tensor | None = None
         for bucket, piece, stand_in in self.pieces:
             if not bool(used[piece.parameter]):
                 stand_in.grad = None
-            elif stand_in.grad is None:
+                continue
+            if stand_in.grad is None:
                 stand_in.grad = bucket.within_own(piece, bucket.own_grads).view(stand_in.shape)
+            given = stand_in.grad
+        if given is None and not self._stepping:
+            given = self._spare.grad = torch.zeros_like(self._spare)
+        if given is not None and not finite:
+            given.view(-1)[0] = torch.nan
+
+    def begin_step(self) -> None:
+        """The optimizer is about to look for gradients."""
+        self._spare.grad = None
+        self._stepping = True
+
+    def end_step(self) -> None:
+        """It has."""
+        self._stepping = False
 
     def clear_gradients(self) -> None:
         """Takes them away."""
         for _, _, stand_in in self.pieces:
             stand_in.grad = None
+        self._spare.grad = None
 
     # --- state in torch's format ------------------------------------------------------------------------------------
 
@@ -144,6 +171,10 @@ class Shards:
         index = 0
         for place, each in enumerate(self._optimizer.param_groups):
             for stand_in in each["params"]:
+                params[place].append(index)
+                index += 1
+                if stand_in is self._spare:
+                    continue
                 _, piece = at[id(stand_in)]
                 state = self._cut(whole["state"].get(saved_of[piece.parameter], {}), piece)
                 master = state.pop(MASTER, None)
@@ -151,9 +182,7 @@ class Shards:
                     with torch.no_grad():
                         stand_in.copy_(master.view(stand_in.shape))
                 if state:
-                    local[index] = state
-                params[place].append(index)
-                index += 1
+                    local[index - 1] = state
         return {
             **whole,
             "state": local,
