@@ -262,6 +262,23 @@ def test_where_one_rank_overflows_all_skip_the_step(world: int, fused: bool, uns
             assert_close(ours, values(alone))
 
 
+def test_what_a_float16_wire_cannot_carry_is_an_overflow_for_all() -> None:
+    model = perceptron()
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        loss = regression(rank.model, vectors(rank.rank, 0)) * (1e7 if rank.rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(rank.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 0.5
+        return rank.values()
+
+    policy = BoundedDrift(gradients=stormtorch.EXACT, broadcast=stormtorch.EXACT, wire=torch.float16)
+    for ours in on_ranks(model, sgd, work, policy=policy):
+        assert_same(ours, values(model))
+
+
 def test_autocast_gives_what_it_gives_in_one_process() -> None:
     model = perceptron()
 

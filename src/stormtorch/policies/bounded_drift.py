@@ -105,7 +105,7 @@ class BoundedDriftTraining(Training):
         samples_S = self._gauge.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
-        not_finite = not all(_finite(bucket.grads) for bucket in self.buckets)
+        not_finite = not all(self._reduction.finite(bucket) for bucket in self.buckets)
         telling = self._reports.begin(
             self.steps, [self._report_to(peer, samples_S, used_P, not_finite) for peer in range(self.group.size)]
         )
@@ -331,7 +331,3 @@ class BoundedDriftTraining(Training):
         for bucket in self.buckets:
             bucket.settle()
         return local
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite()) if tensor.numel() else True

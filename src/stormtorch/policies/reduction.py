@@ -1,5 +1,6 @@
 """Stage 1: gradients to their owners, each bucket as soon as it is complete, averaged over what arrived."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -65,6 +66,16 @@ class Reduction:
         n = self.groups[0].size
         self.effective_batch = copies / (n * chunks) if chunks else 1.0
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
+
+    def finite(self, bucket: Bucket) -> bool:
+        """Whether this rank's gradients are, also as they are sent: float16 ends early."""
+        if not bucket.grads.numel():
+            return True
+        largest = float(torch.linalg.vector_norm(bucket.grads, torch.inf))
+        if self._wire(bucket) == torch.float16:
+            chance = 1.0 - max(self.losses) if self._by_chance else 1.0
+            return largest / chance <= torch.finfo(torch.float16).max
+        return math.isfinite(largest)
 
     @property
     def _by_chance(self) -> bool:
