@@ -92,6 +92,7 @@ class ModelAveragingTraining(_Averaging):
         if self.steps % self.policy.every:
             return
         for bucket in reversed(self.buckets):
+            bucket.check_homes()
             # Which rank averages which block is drawn anew, so that no block depends on one rank's links for long.
             turned = torch.randperm(self.group.size, generator=self._order, device="cpu").tolist()
             self.begin_mean(bucket, bucket.flat, self._groups[bucket.index].turned(turned))

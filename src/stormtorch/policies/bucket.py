@@ -71,6 +71,16 @@ class Bucket:
         """A piece's part of a vector like `masters`."""
         return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
 
+    def check_homes(self) -> None:
+        """Raises an error if a parameter is no longer a view of `flat`: nothing would reach it."""
+        first, size = self.flat.data_ptr(), self.dtype.itemsize
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if slot.count and parameter.data_ptr() != first + slot.first * size:
+                raise RuntimeError(
+                    f"parameter {slot.parameter} of shape {tuple(parameter.shape)} was moved after prepare(), as "
+                    "model.to(), model.half() and flatten_parameters() do: do that before"
+                )
+
     # --- the lead ---------------------------------------------------------------------------------------------------
 
     def remember(self) -> None:

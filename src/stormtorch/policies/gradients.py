@@ -126,6 +126,7 @@ class Gradients:
 
     def _launch(self, bucket: Bucket) -> None:
         self._started[bucket.index] = True
+        bucket.check_homes()
         used = self._used[bucket.index]
         for place, parameter in enumerate(bucket.parameters):
             used[place] = parameter.grad is not None

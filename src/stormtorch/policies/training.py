@@ -50,6 +50,7 @@ class Training(ABC):
         self.optimizer.__dict__["ledger"] = self.ledger
         _trainings[self.model] = weakref.ref(self)
         optimizer_of = weakref.ref(self.optimizer)
+        kept = {id(parameter) for parameter in self.model.parameters()} & {id(each) for each in self.parameters}
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
@@ -66,6 +67,10 @@ class Training(ABC):
 
         def loaded(module: nn.Module, _keys: Any) -> None:
             if module is self.model:
+                if not kept <= {id(parameter) for parameter in module.parameters()}:
+                    raise RuntimeError(
+                        "load_state_dict(assign=True) replaces parameters that are prepared: use assign=False"
+                    )
                 self.loaded()
 
         self.optimizer.register_step_pre_hook(before)
