@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
 """Training loops as people write them: groups, schedules, clipping, accumulation, mixed precision."""
 
 import copy
@@ -8,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+import stormtorch
+from stormtorch import BoundedDrift
 from training import (
     WORLD,
     Optimizer,
@@ -16,6 +21,7 @@ from training import (
     assert_close,
     assert_same,
     mean_gradients,
+    mean_in_float32,
     on_ranks,
     perceptron,
     plain,
@@ -26,9 +32,6 @@ from training import (
     values,
     vectors,
 )
-
-import stormtorch
-from stormtorch import BoundedDrift
 
 STEPS = 8
 
@@ -92,7 +95,7 @@ def test_step_may_be_given_a_closure(by_name: bool) -> None:
             def closure(step: int = step) -> torch.Tensor:
                 rank.optimizer.zero_grad()
                 loss = regression(rank.model, vectors(rank.rank, step))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 return loss
 
             loss = rank.optimizer.step(closure=closure) if by_name else rank.optimizer.step(closure)
@@ -108,7 +111,7 @@ def test_step_may_be_given_none_where_a_closure_could_be() -> None:
 
     def work(rank: Rank) -> list[torch.Tensor]:
         if rank.rank != 2:  # it has no data, and gives no gradient
-            regression(rank.model, vectors(rank.rank, 0)).backward()  # type: ignore[no-untyped-call]
+            regression(rank.model, vectors(rank.rank, 0)).backward()
         rank.optimizer.step(None)
         return rank.values()
 
@@ -140,11 +143,7 @@ def test_clipping_is_by_the_norm_over_all_ranks(
     for step in range(3):
         narrow = copy.deepcopy(alone).to(dtype)
         parts = [vectors(rank, step).to(dtype) for rank in range(WORLD)]
-        found = mean_gradients(narrow, parts, regression) if dtype == torch.float32 else None
-        if found is None:  # in float32, as owners add
-            each = [mean_gradients(narrow, [part], regression) for part in parts]
-            found = [sum(ranks[place].float() for ranks in each) / WORLD for place in range(len(each[0]))]  # type: ignore[union-attr, misc]
-        for parameter, gradient in zip(alone.parameters(), found, strict=True):
+        for parameter, gradient in zip(alone.parameters(), mean_in_float32(narrow, parts, regression), strict=True):
             parameter.grad = gradient
         norms.append(torch.nn.utils.clip_grad_norm_(chosen(alone), most, norm))
         optimizer.step()
@@ -152,7 +151,7 @@ def test_clipping_is_by_the_norm_over_all_ranks(
     def work(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         found = []
         for step in range(3):
-            regression(rank.model, vectors(rank.rank, step).to(dtype)).backward()  # type: ignore[no-untyped-call]
+            regression(rank.model, vectors(rank.rank, step).to(dtype)).backward()
             found.append(clip(chosen(rank.model), most, norm))
             rank.optimizer.step()
             rank.optimizer.zero_grad()
@@ -172,7 +171,7 @@ def test_gradients_changed_by_hand_are_what_the_optimizer_sees() -> None:
         model = perceptron().to(dtype)
 
         def work(rank: Rank, by_hand: bool, dtype: torch.dtype = dtype) -> list[torch.Tensor]:
-            regression(rank.model, vectors(rank.rank, 0).to(dtype)).backward()  # type: ignore[no-untyped-call]
+            regression(rank.model, vectors(rank.rank, 0).to(dtype)).backward()
             if by_hand:
                 torch.nn.utils.clip_grad_value_(rank.model.parameters(), 0.0)
             rank.optimizer.step()
@@ -199,10 +198,10 @@ def test_gradients_of_several_backwards_add_up(how: str) -> None:
             for part in range(parts):
                 loss = regression(rank.model, vectors(rank.rank, parts * step + part)) / parts
                 if how == "every" or part == parts - 1 or (how == "mixed" and part == 0):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 else:
                     with rank.model.no_sync():
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        loss.backward()
             rank.optimizer.step()
             rank.optimizer.zero_grad()
         return rank.values()
@@ -217,7 +216,7 @@ def test_the_models_own_zero_grad_will_do() -> None:
     def work(rank: Rank) -> list[torch.Tensor]:
         for step in range(STEPS):
             rank.model.zero_grad()
-            regression(rank.model, vectors(rank.rank, step)).backward()  # type: ignore[no-untyped-call]
+            regression(rank.model, vectors(rank.rank, step)).backward()
             rank.optimizer.step()
         return rank.values()
 
@@ -301,9 +300,8 @@ def test_a_bfloat16_model_is_trained_by_float32_masters() -> None:
     narrow = copy.deepcopy(model)
     optimizer = make(masters)
     for step in range(steps):
-        each = [mean_gradients(narrow, [vectors(rank, step).bfloat16()], regression) for rank in range(WORLD)]
-        mean = [sum(ranks[place].float() for ranks in each) / WORLD for place in range(len(each[0]))]  # type: ignore[union-attr, misc]
-        plain_step(masters, optimizer, mean)
+        parts = [vectors(rank, step).bfloat16() for rank in range(WORLD)]
+        plain_step(masters, optimizer, mean_in_float32(narrow, parts, regression))
         with torch.no_grad():
             for parameter, master in zip(narrow.parameters(), masters.parameters(), strict=True):
                 parameter.copy_(master)

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
 """Models to train, ranks that train them on the simulated network, and one process that does the same without us."""
 
 import copy
@@ -58,6 +60,8 @@ class Llama(nn.Module):
         self.head.weight = self.embedding.weight
         half = width // heads // 2
         angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(half) / half))
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
@@ -109,7 +113,11 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(20, 12), nn.LSTM(12, 16, 2, batch_first=True), nn.Linear(16, 20)
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(20, 12),
+            nn.LSTM(12, 16, 2, batch_first=True),
+            nn.Linear(16, 20),
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.lstm(self.embedding(words))[0])
@@ -132,7 +140,7 @@ def images(rank: int, step: int) -> torch.Tensor:
 
 
 def regression(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
-    out = model(given)
+    out: torch.Tensor = model(given)
     return (out.float() - given[:, :6].sin().float()).square().mean()
 
 
@@ -173,7 +181,7 @@ class Rank:
         losses = []
         for step in range(steps) if isinstance(steps, int) else steps:
             found = loss(self.model, data(self.rank if rank is None else rank, step))
-            found.backward()  # type: ignore[no-untyped-call]
+            found.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(found.item())
@@ -235,12 +243,21 @@ def mean_gradients(
     found: list[list[torch.Tensor]] = [[] for _ in parameters]
     for part in parts:
         model.zero_grad()
-        (loss(model, part) * scale).backward()  # type: ignore[no-untyped-call]
+        (loss(model, part) * scale).backward()
         for place, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 found[place].append(parameter.grad.clone())
     model.zero_grad()
     return [functools.reduce(operator.add, each) / len(parts) if each else None for each in found]
+
+
+def mean_in_float32(model: nn.Module, parts: Sequence[torch.Tensor], loss: Loss) -> list[torch.Tensor]:
+    """The same of a model of fewer bits, as owners add it up."""
+    each = [mean_gradients(model, [part], loss) for part in parts]
+    return [
+        torch.stack([given.float() for given in ranks if given is not None]).mean(0)
+        for ranks in zip(*each, strict=True)
+    ]
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
