@@ -91,7 +91,8 @@ class Shards:
         for number, pieces in by_parameter.items():
             for piece, stand_in in pieces:
                 if parameters[number] in state:
-                    optimizer.state[stand_in] = self._cut(state[parameters[number]], piece)
+                    cut = self._cut(state[parameters[number]], piece)
+                    optimizer.state[stand_in] = {name: _widened(value, stand_in) for name, value in cut.items()}
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -211,6 +212,13 @@ class Shards:
             if name not in into:
                 into[name] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
             into[name].view(-1)[offset : offset + count] = value
+
+
+def _widened(value: Any, stand_in: nn.Parameter) -> Any:
+    """State that is as long as a parameter of fewer bits has the bits of its master, as if it had been made for that."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
+        return value.to(stand_in.dtype)
+    return value
 
 
 def _gather_objects(own: object, group: Group) -> list[Any]:
