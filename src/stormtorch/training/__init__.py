@@ -1,0 +1,1 @@
+"""Training of real models over networks that lose, policies side by side: `stormtorch train`."""

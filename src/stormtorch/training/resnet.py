@@ -1,0 +1,60 @@
+"""ResNet-20 for small images, as He et al. (2015) trained it on CIFAR-10: section 4.2, with identity shortcuts."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_WIDTHS = (16, 32, 64)
+
+
+class ResNet(nn.Module):
+    """Scores of each class: (N, channels, height, width) become (N, classes).
+
+    Args:
+        channels: 3 for colours, 1 for grey; pictures of 8 x 8, halved twice, are the smallest that make sense.
+        classes: How many there are.
+        blocks: In each of three stages, with two convolutions each: 3 makes ResNet-20.
+    """
+
+    def __init__(self, channels: int = 3, classes: int = 10, *, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(channels, _WIDTHS[0], 3, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), nn.ReLU()
+        )
+        stages = []
+        before = _WIDTHS[0]
+        for width in _WIDTHS:
+            for _ in range(blocks):
+                stages.append(_Block(before, width, 1 if width == before else 2))
+                before = width
+        self.blocks = nn.Sequential(*stages)
+        self.head = nn.Linear(_WIDTHS[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """A mean over the picture stands before the last layer."""
+        scores: torch.Tensor = self.head(self.blocks(self.first(images)).mean(dim=(2, 3)))
+        return scores
+
+
+class _Block(nn.Module):
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.stride = stride
+        self.added_channels = width - before
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # Option A of the paper: the shortcut has no parameters; new channels are zeros.
+        shortcut = images[:, :, :: self.stride, :: self.stride]
+        if self.added_channels:
+            shortcut = functional.pad(shortcut, (0, 0, 0, 0, 0, self.added_channels))
+        return functional.relu(self.convolutions(images) + shortcut)
