@@ -31,6 +31,8 @@ def test_version_and_help_answer() -> None:
         (),
         ("bench",),
         ("demo",),
+        ("train", "lm"),
+        ("train", "image"),
         ("bench", "allreduce"),
         ("bench", "ddp"),
         ("bench", "sweep"),
@@ -98,7 +100,7 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
         ("bench", "sweep", "--ideal-s", "0"),
         ("bench", "sweep", "--backends", "nccl"),
         ("demo", "--loss", "2"),
-        ("demo", "--rounds", "0"),
+        ("demo", "--steps", "0"),
     ],
 )
 def test_the_other_commands_refuse_bad_values_alike(command: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ def ignore_progress(_what: str, _done: int) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, start: str) -> Iterator[Advance]:
+def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Advance]:
     """A bar on the standard error, so that tables can be piped; nothing where that is no terminal."""
     console = Console(stderr=True)
     columns = (
@@ -33,7 +33,7 @@ def progress_bar(total: int, start: str) -> Iterator[Advance]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("rounds"),
+        TextColumn(unit),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),

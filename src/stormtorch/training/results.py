@@ -1,0 +1,134 @@
+"""What trainings found out: one result per policy and seed, and the report of all of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stormtorch.bench.conditions import write_json
+from stormtorch.bench.samples import Counters, median
+from stormtorch.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from stormtorch.training.run import RankTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """One training: a policy and a seed."""
+
+    policy: str
+    seed: int
+    loss: float
+    """Mean training loss over the ranks and the last tenth of the steps."""
+    val_loss: float
+    """After the last step, on what is held out."""
+    perplexity: float | None
+    """Of that; None for pictures."""
+    accuracy: float | None
+    """Fraction of pictures told right; None for a language model."""
+    step_s: float
+    """Median of the steps; a step is as long as its slowest rank takes."""
+    drift: float
+    """Mean squared difference per parameter between two replicas after the last step; 0 is bit for bit."""
+    arrived: float
+    """Fraction of the chunks, mean over ranks and steps."""
+    loss_measured: float | None
+    """Fraction of the datagrams that fault injection lost; None where it has no hands in."""
+    curve: list[tuple[int, float]]
+    """Step and training loss, mean over the ranks."""
+    val_curve: list[tuple[int, float, float]]
+    """Step, seconds of training until then, validation loss."""
+
+    @property
+    def judged(self) -> float:
+        """What policies are compared by: perplexity, or for pictures the validation loss."""
+        return self.val_loss if self.perplexity is None else self.perplexity
+
+
+def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainResult:
+    """All ranks' view of one training."""
+    first = trainings[0]
+    losses = [_mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
+    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
+    counters = sum((each.counters for each in trainings), Counters())
+    _, val_loss, accuracy = first.validations[-1]
+    return TrainResult(
+        policy=first.policy,
+        seed=first.seed,
+        loss=_mean(losses[-max(len(losses) // 10, 1) :]),
+        val_loss=val_loss,
+        perplexity=_exp(val_loss) if language else None,
+        accuracy=None if language else accuracy,
+        step_s=median(times_s),
+        drift=first.drift,
+        arrived=_mean([each.arrived for each in trainings]),
+        loss_measured=counters.loss if counters.seen else None,
+        curve=[(step + 1, round(loss, 5)) for step, loss in enumerate(losses)],
+        val_curve=[(step, round(sum(times_s[:step]), 3), round(loss, 5)) for step, loss, _ in first.validations],
+    )
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What came out, under which conditions."""
+
+    settings: TrainSettings
+    asked: dict[str, Any]
+    """The settings as plain data, with the data and the size of the model."""
+    measured: dict[str, Any]
+    """What the network did."""
+    conditions: dict[str, Any]
+    """Machine, versions, commit and date."""
+    results: list[TrainResult]
+    """In the order of the trainings."""
+
+    @property
+    def language(self) -> bool:
+        """Whether it was a language model."""
+        return self.results[0].perplexity is not None
+
+    def of(self, policy: str) -> list[TrainResult]:
+        """One policy's, by seed."""
+        return [result for result in self.results if result.policy == policy]
+
+    def against_lossless(self, policy: str) -> list[float] | None:
+        """Of each seed, the relative difference to lossless in what is judged; None without lossless."""
+        lossless = self.of("lossless")
+        if not lossless:
+            return None
+        return [own.judged / other.judged - 1 for own, other in zip(self.of(policy), lossless, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        found: dict[str, Any] = _without_nan(
+            {
+                "settings": self.asked,
+                "measured": self.measured,
+                "conditions": self.conditions,
+                "results": [asdict(result) for result in self.results],
+            }
+        )
+        return found
+
+    def write(self, path: Path) -> None:
+        """As JSON; makes missing folders."""
+        write_json(path, self.to_json())
+
+
+def _without_nan(data: Any) -> Any:
+    """JSON knows no infinity: what a training that diverged leaves becomes null."""
+    if isinstance(data, dict):
+        return {key: _without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_nan(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
