@@ -1,8 +1,7 @@
 """How trainings look in a terminal: a table of the policies, and what it means in words."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +12,9 @@ from stormtorch.bench.tables import network_text
 from stormtorch.training.results import TrainReport, TrainResult
 
 MEANINGS = {
-    "lossless": "repairs whatever is lost, so that its replicas are those of an undisturbed network, bit for bit",
-    "plain": "repairs nothing: a gradient is the mean of what arrived, and a parameter whose update is lost stays as "
-    "it was until the next one",
+    "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",
+    "plain": "takes loss as it comes: a gradient is the mean of what arrived, and a parameter whose update is lost "
+    "stays as it was until the next one",
     "lead": "is plain with one correction: parameters are sent a little ahead of themselves, by as much as replicas "
     "are behind on average",
     "model-averaging": "has every rank train a model of its own and averages what arrives of the models after "
@@ -34,7 +33,8 @@ def show_training(report: TrainReport, console: Console) -> None:
 
 def policy_table(report: TrainReport) -> Table:
     """One row per policy."""
-    settings, judged = report.settings, "perplexity" if report.language else "validation loss"
+    settings = report.settings
+    judged = "perplexity" if report.language else "points of accuracy"
     title = (
         f"{report.asked['params'] / 1e6:.2g} M parameters, {report.asked['data']['name']}, {settings.steps} steps on "
         f"{settings.ranks} ranks, {where_text(report)}"
@@ -50,18 +50,18 @@ def policy_table(report: TrainReport) -> Table:
     table = new_table(title, caption)
     table.add_column("policy", no_wrap=True)
     second = "per-\nplexity" if report.language else "accuracy"
-    for heading in ("validation\nloss", second, "against\nlossless", "step", "drift", "arrived"):
+    for heading in ("validation\nloss", second, "against\nlossless"):
+        table.add_column(heading, justify="right")  # with ± they may need two lines
+    for heading in ("step", "drift", "arrived"):
         table.add_column(heading, justify="right", no_wrap=True)
     for policy in settings.policies:
         results = report.of(policy)
         against = report.against_lossless(policy)
         table.add_row(
             policy,
-            _spread_text(results, lambda result: result.val_loss, "{:.3f}"),
-            _spread_text(results, lambda result: result.perplexity or math.nan, "{:.2f}")
-            if report.language
-            else _spread_text(results, lambda result: 100 * (result.accuracy or 0.0), "{:.1f} %"),
-            "-" if against is None or policy == "lossless" else difference_text(_mean(against)),
+            spread_text([result.val_loss for result in results], ".3f"),
+            _success_text(results),
+            "-" if against is None or policy == "lossless" else _against_text(report, against),
             time_text(median([result.step_s for result in results])),
             drift_text(_mean([result.drift for result in results])),
             share_text(_mean([result.arrived for result in results])),
@@ -76,36 +76,46 @@ def sentences(report: TrainReport) -> list[str]:
         f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} had been asked "
         "for; every policy began with the same weights and saw the same batches."
     ]
+    if settings.budget < 1.0:
+        found.append(f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing.")
     found += [_sentence(report, policy) for policy in settings.policies]
     if len(settings.policies) == 1:
         return found
     if settings.seeds == 1:
         found.append("This is one seed: small differences may be chance, and --seeds 3 shows how much of them is.")
-    elif lossless := report.of("lossless"):
-        judged = [result.judged for result in lossless]
-        found.append(
-            f"From seed to seed, lossless itself differs by {loss_text((max(judged) - min(judged)) / _mean(judged))}."
-        )
+    elif "lossless" in settings.policies:
+        found.append("A difference to lossless that is no larger than its ± may be chance; more seeds or steps tell.")
     return found
 
 
 def _sentence(report: TrainReport, policy: str) -> str:
     results = report.of(policy)
-    judged, name = _mean([result.judged for result in results]), "perplexity" if report.language else "validation loss"
-    text = f"{policy} {MEANINGS[policy]}. It came to a {name} of {judged:.3g}"
-    if not math.isfinite(judged):
-        text = f"{policy} {MEANINGS[policy]}. It diverged: no {name} can be told"
+    text = f"{policy} {MEANINGS[policy]}. "
     against = report.against_lossless(policy)
+    if not math.isfinite(_mean([result.val_loss for result in results])):
+        text, against = text + "It diverged", None
+    else:
+        name = "a perplexity" if report.language else "an accuracy"
+        text += f"It came to {name} of {_success_text(results)}"
     if against is not None and policy != "lossless":
         lossless_s = median([result.step_s for result in report.of("lossless")])
         ratio = median([result.step_s for result in results]) / lossless_s
-        if math.isfinite(_mean(against)):
-            text += f", {difference_text(_mean(against))} against lossless"
+        text += f", {_against_text(report, against)} against lossless"
         text += f"; a step took {ratio_text(ratio)} times as long as lossless's"
     arrived = _mean([result.arrived for result in results])
     drift = _mean([result.drift for result in results])
     text += f". {share_text(arrived)} of its chunks arrived, and its replicas "
     return text + ("ended the same." if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square).")
+
+
+def _success_text(results: Sequence[TrainResult]) -> str:
+    if results[0].perplexity is not None:
+        return spread_text([result.perplexity or math.nan for result in results], ".2f")
+    return spread_text([100 * (result.accuracy or 0.0) for result in results], ".1f", " %")
+
+
+def _against_text(report: TrainReport, against: Sequence[float]) -> str:
+    return spread_text([100 * each for each in against], "+.2f", " %" if report.language else " points")
 
 
 def where_text(report: TrainReport) -> str:
@@ -118,9 +128,14 @@ def where_text(report: TrainReport) -> str:
     return f"{network_text(report.measured['requested'])}, {loss}"
 
 
-def difference_text(fraction: float) -> str:
-    """Percent with a sign: "+0.41 %"."""
-    return f"{100 * fraction:+.2f} %" if math.isfinite(fraction) else "-"
+def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The mean, and of several values their standard deviation: "10.31 ± 0.07"."""
+    mean = _mean(values)
+    text = format(mean, form) if math.isfinite(mean) else "-"
+    if len(values) > 1 and math.isfinite(mean):
+        spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
+        text += f" ± {format(spread, form.lstrip('+'))}"
+    return text + unit if math.isfinite(mean) else text
 
 
 def drift_text(drift: float) -> str:
@@ -128,14 +143,5 @@ def drift_text(drift: float) -> str:
     return "0" if drift == 0.0 else f"{drift:.1e}"
 
 
-def _spread_text(results: Sequence[TrainResult], value: Callable[[TrainResult], float], form: str) -> str:
-    values = [value(result) for result in results]
-    mean = _mean(values)
-    if len(values) == 1 or not math.isfinite(mean):
-        return form.format(mean)
-    spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
-    return f"{form.format(mean)} ± {spread:.2g}"
-
-
-def _mean(values: Sequence[Any]) -> float:
-    return float(sum(values) / len(values))
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

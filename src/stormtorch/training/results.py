@@ -41,11 +41,6 @@ class TrainResult:
     val_curve: list[tuple[int, float, float]]
     """Step, seconds of training until then, validation loss."""
 
-    @property
-    def judged(self) -> float:
-        """What policies are compared by: perplexity, or for pictures the validation loss."""
-        return self.val_loss if self.perplexity is None else self.perplexity
-
 
 def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainResult:
     """All ranks' view of one training."""
@@ -94,11 +89,11 @@ class TrainReport:
         return [result for result in self.results if result.policy == policy]
 
     def against_lossless(self, policy: str) -> list[float] | None:
-        """Of each seed, the relative difference to lossless in what is judged; None without lossless."""
+        """Of each seed, how much perplexity is above that of lossless, relatively, or accuracy, absolutely; None
+        without lossless.
+        """
         lossless = self.of("lossless")
-        if not lossless:
-            return None
-        return [own.judged / other.judged - 1 for own, other in zip(self.of(policy), lossless, strict=True)]
+        return [_above(own, other) for own, other in zip(self.of(policy), lossless, strict=True)] if lossless else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -115,6 +110,13 @@ class TrainReport:
     def write(self, path: Path) -> None:
         """As JSON; makes missing folders."""
         write_json(path, self.to_json())
+
+
+def _above(own: TrainResult, other: TrainResult) -> float:
+    if own.accuracy is not None and other.accuracy is not None:
+        return own.accuracy - other.accuracy
+    assert own.perplexity is not None and other.perplexity is not None
+    return own.perplexity / other.perplexity - 1
 
 
 def _without_nan(data: Any) -> Any:
