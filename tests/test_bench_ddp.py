@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stormtorch.bench.backends import BACKENDS
 from stormtorch.bench.ddp import DdpReport, DdpSettings, StepResult, run_ddp
 from stormtorch.bench.plot import plot_ddp
-from stormtorch.bench.replicas import NO_SYNC, transformer
+from stormtorch.bench.replicas import BACKENDS, NO_SYNC, transformer
 from stormtorch.bench.settings import BadSetting
 from stormtorch.bench.tables import ddp_table
 from stormtorch.lab import Conditions
@@ -66,11 +65,17 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
         assert each["adds_s"] == pytest.approx(each["median_s"] - conditions["no_sync_s"])
         assert (each["gave_up"], each["gloo_gave_up"], each["cpu_s"] > 0) == (False, False, True)
         assert (each["tcp"] is None) == (each["backend"] != "gloo")
+        assert each["moved_bytes"] == 4 * conditions["params"]  # of 2 ranks, each sends one half twice
+        assert (each["ideal_s"], each["adds_over_ideal"]) == (None, None)
+        if each["backend"] == "gloo":
+            assert each["sent_bytes"] is None
+        else:
+            assert 1.0 <= each["sent_bytes"] / each["moved_bytes"] < 1.2
 
 
 def test_backends_and_the_step_without_communication_take_turns(report: DdpReport) -> None:
     names = [*BACKENDS, NO_SYNC]
-    expected = [(turn, names[(turn + position) % 4]) for turn in range(4) for position in range(4)]
+    expected = [(turn, names[(turn + position) % 5]) for turn in range(4) for position in range(5)]
     assert [(call.round, call.backend) for call in report.calls] == expected
 
 
@@ -93,6 +98,28 @@ def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
     assert ">4.00" in text
 
 
+def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may_have_several_steps() -> None:
+    settings = replace(
+        SMALL, params=0.1, iters=1, steps=3, backends=("storm-drift", "storm-lossy"), wires=("bfloat16", "int8")
+    )
+    report = run_ddp(settings)
+    assert [result.backend for result in report.results] == [
+        "storm-drift-bf16",
+        "storm-drift-int8",
+        "storm-lossy-bf16",
+        "storm-lossy-int8",
+    ]
+    assert report.conditions["steps"] == 3
+    for result in report.results:
+        assert (result.rounds, result.over_gloo) == (1, None)
+        narrow = 2 if result.backend.endswith("bf16") else 4
+        assert result.moved_bytes == pytest.approx(4 * parameters(0.1) / narrow, rel=0.02)
+        # A turn is reported per step: what three of them sent is not what one had to move.
+        assert result.sent_bytes is not None
+        assert result.sent_bytes < 1.6 * result.moved_bytes
+    assert ranks_left() == []
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -100,9 +127,12 @@ def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
         ("params", 0.0),
         ("tokens", 0),
         ("iters", 0),
+        ("steps", 0),
         ("warmup", -1),
         ("backends", ("nccl",)),
         ("backends", ("gloo-bbr",)),
+        ("backends", ("storm-drift-bf16",)),
+        ("wires", ("float64",)),
         ("patience_s", 0.0),
         ("timeout_s", 0.0),
     ],
@@ -120,7 +150,8 @@ def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_lon
         SMALL,
         params=1.0,
         iters=2,
-        backends=("storm", "storm-lossy", "gloo-cubic"),
+        backends=("storm", "storm-lossy", "storm-drift", "gloo-cubic"),
+        wires=("float32", "bfloat16"),
         # Ideal are 0.36 s a step; under this loss TCP comes to a stop.
         network=Conditions(rate="100mbit", loss=0.3),
         patience_s=3.0,
@@ -130,9 +161,17 @@ def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_lon
     assert conditions["requested"] == Conditions(rate="100mbit", loss=0.3).to_json()
     assert conditions["loss_measured"] == pytest.approx(0.3, abs=0.03)
     assert conditions["line_s"] == pytest.approx(conditions["params"] * 32 / 100e6)
-    storm, lossy, gloo = report.results
+    storm, lossy, lossy_bf16, drift, drift_bf16, gloo = report.results
     assert (storm.rounds, storm.arrived) == (2, 1.0)
-    assert lossy.arrived == pytest.approx(0.7, abs=0.06)
+    for result in (lossy, lossy_bf16, drift, drift_bf16):
+        assert result.arrived == pytest.approx(0.7, abs=0.06)
+    for result in report.results:
+        narrow = 2 if result.backend.endswith("bf16") else 1
+        assert result.ideal_s == pytest.approx(conditions["line_s"] / narrow)
+        assert result.ideal_s == pytest.approx(result.moved_bytes * 8 / 100e6)
+        assert result.adds_over_ideal is not None
+        assert result.adds_over_ideal == pytest.approx(result.adds_s / result.ideal_s)
+        assert result.adds_over_ideal > 1
     assert (gloo.tcp, gloo.gave_up, gloo.rounds, gloo.median_is_bound) == ("cubic", True, 1, True)
     assert gloo.worst_s == pytest.approx(3.0, abs=0.5)
     assert storm.gloo_gave_up

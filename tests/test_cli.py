@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stormtorch import __version__, cli
-from stormtorch.bench import arguments
+from stormtorch.bench import arguments, replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.manners import MANNERS
 from test_bench import ranks_left
@@ -48,6 +48,8 @@ def test_version_and_help_answer() -> None:
 def test_what_help_lists_is_what_exists() -> None:
     assert tuple(arguments.BACKENDS.split(",")) == BACKENDS
     assert tuple(arguments.LAB_BACKENDS.split(",")) == LAB_DEFAULT
+    assert tuple(arguments.DDP_BACKENDS.split(",")) == replicas.BACKENDS
+    assert tuple(arguments.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
     assert tuple(arguments.MANNERS.split(",")) == MANNERS
     assert [each.value for each in arguments.Dtype] == list(DTYPES)
 
@@ -89,6 +91,7 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
     [
         ("bench", "ddp", "--params", "0"),
         ("bench", "ddp", "--tokens", "0"),
+        ("bench", "ddp", "--steps", "0"),
         ("bench", "ddp", "--backends", "gloo-bbr"),
         ("bench", "ddp", "--loss", "2"),
         ("bench", "ddp", "--plot", "out.xyz"),

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 # Declared here, so that --help answers without importing torch; a test compares them with the real ones.
 BACKENDS = "storm,storm-lossy,gloo"
 LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
+DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo"
+LAB_DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo-bbr,gloo-cubic"
 MANNERS = "all-to-all,incast,tcp,low,step"
 WARMUP, LAB_WARMUP = 3, 1
+PARAMS, LAB_PARAMS = 25.0, 10.0
 
 
 class Dtype(StrEnum):
@@ -44,6 +47,18 @@ BackendsAnywhere = Annotated[
         "congestion control.",
         show_default=f"{BACKENDS}; in a lab {LAB_BACKENDS}",
     ),
+]
+DdpBackends = Annotated[
+    str | None,
+    typer.Option(
+        help="Which to compare, separated by commas. In a lab there are also gloo-bbr and gloo-cubic, by TCP's "
+        "congestion control.",
+        show_default=f"{DDP_BACKENDS}; in a lab {LAB_DDP_BACKENDS}",
+    ),
+]
+Wires = Annotated[
+    str,
+    typer.Option(help="What storm-lossy and storm-drift send: float32, bfloat16, int8; of several, each is measured."),
 ]
 Json = Annotated[Path | None, typer.Option(help="Write conditions and results to this file.", dir_okay=False)]
 Plot = Annotated[
@@ -94,9 +109,11 @@ def warmup_of(asked: int | None, network: "Conditions | None") -> int:
     return asked if asked is not None else WARMUP if network is None else LAB_WARMUP
 
 
-def backends_of(asked: str | None, network: "Conditions | None") -> tuple[str, ...]:
+def backends_of(
+    asked: str | None, network: "Conditions | None", here: str = BACKENDS, lab: str = LAB_BACKENDS
+) -> tuple[str, ...]:
     """What was asked for, or what suits the place."""
-    return names(asked or (BACKENDS if network is None else LAB_BACKENDS))
+    return names(asked or (here if network is None else lab))
 
 
 def check_outputs(json: Path | None, plot: Path | None = None) -> None:

@@ -20,8 +20,8 @@ from stormtorch.rendezvous import connect
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """The names that can be asked for."""
 
-LAB_BACKENDS = (*BACKENDS, "gloo-bbr", "gloo-cubic")
-"""The same in a lab, where TCP is met by real loss: what follows "gloo-" is its congestion control."""
+BY_TCP = ("gloo-bbr", "gloo-cubic")
+"""More of them in a lab, where TCP is met by real loss: what follows "gloo-" is its congestion control."""
 
 LAB_DEFAULT = ("storm", "storm-lossy", "gloo-bbr", "gloo-cubic")
 """What a lab compares unless asked otherwise."""
@@ -153,7 +153,7 @@ def chosen_tcp(name: str) -> str | None:
 
 
 def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
-    """Connects the backends of those names, of `LAB_BACKENDS`; all ranks call this together."""
+    """Connects the backends of those names, of `BACKENDS` and `BY_TCP`; all ranks call this together."""
     return [_open_backend(name, member, datagram_bytes) for name in names]
 
 

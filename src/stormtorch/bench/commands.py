@@ -7,12 +7,17 @@ from rich.console import Console
 
 from stormtorch.bench.arguments import (
     BACKENDS,
+    DDP_BACKENDS,
     LAB_BACKENDS,
+    LAB_DDP_BACKENDS,
+    LAB_PARAMS,
     LAB_WARMUP,
     MANNERS,
+    PARAMS,
     Backends,
     BackendsAnywhere,
     Burst,
+    DdpBackends,
     Delay,
     Dtype,
     Hosts,
@@ -28,6 +33,7 @@ from stormtorch.bench.arguments import (
     Timeout,
     Warmup,
     WarmupAnywhere,
+    Wires,
     backends_of,
     check_outputs,
     network_of,
@@ -119,16 +125,25 @@ def allreduce(
 @app.command()
 def ddp(
     hosts: Hosts = 4,
-    params: Annotated[float, typer.Option(help="Of the model, in millions: 0.01 to 1000, about.")] = 25.0,
+    params: Annotated[
+        float | None,
+        typer.Option(
+            "--params",
+            "--params-m",
+            help="Of the model, in millions: 0.01 to 1000, about.",
+            show_default=f"{PARAMS:g}; in a lab {LAB_PARAMS:g}",
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option(help="That each rank learns from in a step; more of them hide more of the communication.")
     ] = 16,
     iters: Annotated[int, typer.Option(help="Timed rounds.")] = 20,
+    steps: Annotated[
+        int, typer.Option(help="In a turn of a round, without a barrier between them; times are per step.")
+    ] = 1,
     warmup: WarmupAnywhere = None,
-    backends: BackendsAnywhere = None,
-    wires: Annotated[
-        str, typer.Option(help="What storm-lossy sends: float32, bfloat16, int8; of several, each is measured.")
-    ] = "float32",
+    backends: DdpBackends = None,
+    wires: Wires = "float32",
     device: Annotated[str, typer.Option(help="Where the model is: cpu, or cuda, where all ranks share a GPU.")] = "cpu",
     seed: Seed = 0,
     json: Json = None,
@@ -143,13 +158,14 @@ def ddp(
     tcp: Tcp = None,
     patience_s: Patience = 30.0,
 ) -> None:
-    """Time a training step under DistributedDataParallel, beside gloo.
+    """Time a training step under DistributedDataParallel and under prepare(), beside gloo.
 
     A small transformer with few tokens, so that a step is mostly communication; each backend has a copy.
     storm is exact; storm-lossy is storm with the hook of LossyGradients; no_sync is a step without communication.
+    storm-drift is prepared for BoundedDrift: gradients and parameters may be lost, and replicas differ a little.
     On loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
     The backends take turns within every round; a time is that of the slowest rank.
-    Gradients are checked: exact ones against the mean, all of them for being the same on every rank.
+    In the first step, gradients are checked against the mean; in the warm-up, for being the same on every rank.
 
     [bold]Examples[/bold]
 
@@ -161,7 +177,7 @@ def ddp(
 
       stormtorch bench ddp --rate 1gbit --loss 0.01 --backends storm,gloo-bbr --params 100
 
-      stormtorch bench ddp --rate 400mbit --loss 0.1 --wires float32,bfloat16,int8
+      stormtorch bench ddp --rate 400mbit --loss 0.1 --wires float32,bfloat16,int8 --steps 4
     """
     with friendly_errors():
         from stormtorch.bench.ddp import DdpSettings, run_ddp
@@ -172,11 +188,12 @@ def ddp(
         network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = DdpSettings(
             hosts=hosts,
-            params=params,
+            params=params if params is not None else (PARAMS if network is None else LAB_PARAMS),
             tokens=tokens,
             iters=iters,
+            steps=steps,
             warmup=warmup_of(warmup, network),
-            backends=backends_of(backends, network),
+            backends=backends_of(backends, network, DDP_BACKENDS, LAB_DDP_BACKENDS),
             wires=names(wires),
             device=device,
             network=network,

@@ -1,4 +1,4 @@
-"""A training step under DistributedDataParallel beside gloo, in interleaved rounds: on loopback, or in a lab.
+"""A training step under DistributedDataParallel or `prepare`, beside gloo, in interleaved rounds: here or in a lab.
 
 report = run_ddp(DdpSettings(hosts=4))
 report = run_ddp(DdpSettings(hosts=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
@@ -6,38 +6,56 @@ report.write(Path("ddp.json"))
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from stormtorch.bench.backends import BACKENDS
+from stormtorch._engine import int8_bytes
 from stormtorch.bench.conditions import surroundings
 from stormtorch.bench.display import Advance, ignore_progress
 from stormtorch.bench.ranks import Member
 from stormtorch.bench.replicas import (
-    LOSSY,
+    BACKENDS,
+    DRIFT,
+    LEARNING_RATE,
     NO_SYNC,
     WIRES,
     GlooReplica,
     Replica,
     StormReplica,
     close_groups,
-    open_replicas,
+    contenders,
+    open_groups,
+    open_replica,
+    transformer_task,
+    wire_of,
 )
 from stormtorch.bench.results import BackendResult, Report, ideal_s, statistics
 from stormtorch.bench.samples import Counters, Log, Sample, median, merge
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.bench.stage import BARRIER, ORDER, TIMES, Call, Cue, Stage, Turns
+from stormtorch.bench.stage import BARRIER, ORDER, Call, Cue, Stage, Turns
 from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
 from stormtorch.lab.conditions import Conditions
 
 STEP = (
-    "zero_grad, forward, backward with DistributedDataParallel's default buckets (gradient_as_bucket_view=True), and "
-    "the update by SGD; one torch thread per rank"
+    "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
+    "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift; one torch "
+    "thread per rank"
+)
+TIMES = (
+    "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
+    "turns have as many steps, without a barrier between them; the parameters of the last one have arrived, or are "
+    "lost, when a turn ends"
+)
+IDEAL = (
+    "2(n-1)/n x bytes of the parameters as they travel, what each rank must send and receive, at the rate of its line"
 )
 MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
 # Sums of other orders differ by the rounding of a few additions; narrower types are rounded twice.
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 5e-2}
+# Of gradients told from parameters: two of these, up to 2, were rounded, and their difference was divided by the rate.
+_DRIFT_ROUNDING = 2 * 2**-24 * 2 / LEARNING_RATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +70,21 @@ class DdpSettings:
     """That each rank learns from in a step: few, so that computing does not hide what communication costs."""
     iters: int = 20
     """Timed rounds."""
+    steps: int = 1
+    """That a backend takes in its turn of a round, one right behind the other. With more than one, prepared replicas
+    can let parameters arrive while they compute, as they do in a training, and DistributedDataParallel's ranks need
+    not wait for the slowest at every step's end."""
     warmup: int = 3
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     wires: tuple[str, ...] = ("float32",)
-    """What storm-lossy sends: each of them is a backend of its own."""
+    """What storm-lossy and storm-drift send: each of them is a backend of its own."""
     device: str = "cpu"
     """Where the model is: "cpu", or "cuda", where all ranks share a GPU."""
     network: Conditions | None = None
     """Of the lab, where loss is real and meets all backends; None is loopback."""
     patience_s: float = 30.0
-    """In a lab: a step over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
+    """In a lab: a turn over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
     others."""
     timeout_s: float = 600.0
     """For everything."""
@@ -72,8 +94,9 @@ class DdpSettings:
         check_between("params", self.params, 0.01, 1000)
         check_between("tokens", self.tokens, 1, 100_000)
         check_between("iters", self.iters, 1, 1_000_000)
+        check_between("steps", self.steps, 1, 10_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network)
+        check_backends(self.backends, self.network, BACKENDS)
         check_subset("wires", self.wires, tuple(WIRES))
         check_subset("device", (self.device,), ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -83,9 +106,8 @@ class DdpSettings:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """The backends, with one for each of the wires in place of storm-lossy."""
-        lossy = tuple(name for name, wire in LOSSY.items() if wire in self.wires)
-        return tuple(name for each in self.backends for name in (lossy if each == "storm-lossy" else (each,)))
+        """The backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
+        return contenders(self.backends, self.wires)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +116,13 @@ class StepResult(BackendResult):
 
     adds_s: float
     """What communication adds to a step: the median beyond that of a step without any."""
+    moved_bytes: float
+    """What each rank must send in a step, and receive as much: 2(n-1)/n of the parameters, as they travel."""
+    sent_bytes: float | None
+    """What a rank's engine did send in a step, on average, with its headers and whatever else; None over TCP."""
+    ideal_s: float | None
+    """What `moved_bytes` take at the rate of a line; None where there is none."""
+    adds_over_ideal: float | None
     over_gloo: float | None
     """Median over that of the first gloo; None without one."""
     speedup: float | None
@@ -119,6 +148,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
         "params_asked": settings.params * 1e6,
         "tokens": settings.tokens,
         "iters": settings.iters,
+        "steps": settings.steps,
         "warmup": settings.warmup,
         "backends": list(settings.contenders),
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "cpu",
@@ -127,6 +157,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
         "times": TIMES,
         "barrier": BARRIER,
         "order": ORDER,
+        "ideal": IDEAL,
     } | surroundings()
     if settings.network is None:
         logs, where = run_here(_rank_steps, settings.hosts, (settings,), timeout_s=settings.timeout_s, advance=advance)
@@ -167,9 +198,17 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
         if not samples:
             continue
         found = statistics(log, name, samples)
+        adds_s = found["median_s"] - no_sync_s
+        travels = _travelling_bytes(name, size_bytes // 4, log.chunk_bytes)
+        ideal = None if rate_bits is None else ideal_s(settings.hosts, travels, rate_bits)
+        counters = log.counters.get((name, size_bytes))
         results.append(
             StepResult(
-                adds_s=found["median_s"] - no_sync_s,
+                adds_s=adds_s,
+                moved_bytes=2 * (settings.hosts - 1) / settings.hosts * travels,
+                sent_bytes=counters.sent_bytes / (settings.hosts * len(samples) * settings.steps) if counters else None,
+                ideal_s=ideal,
+                adds_over_ideal=adds_s / ideal if ideal else None,
                 over_gloo=found["median_s"] / peer.median_s if peer else None,
                 speedup=peer.median_s / found["median_s"] if peer else None,
                 gloo_gave_up=peer is not None and peer.median_is_bound,
@@ -180,12 +219,22 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
     return DdpReport(conditions, results, log.samples)
 
 
+def _travelling_bytes(name: str, params: int, chunk_bytes: int | None) -> int:
+    wire = WIRES[wire_of(name)]
+    if wire == torch.int8:
+        assert chunk_bytes is not None
+        return int8_bytes(params, chunk_bytes)
+    return params * wire.itemsize
+
+
 # --- on every rank -------------------------------------------------------------------------------------------------
 
 
 def _rank_steps(member: Member, settings: DdpSettings) -> Log:
     lab = settings.network is not None
-    replicas = open_replicas(settings.contenders, member, settings.params, settings.tokens, settings.device)
+    open_groups(member)
+    task = transformer_task(settings.params, settings.tokens, settings.device, member.rank)
+    replicas = [open_replica(name, task, member) for name in (*settings.contenders, NO_SYNC)]
     storms = [replica for replica in replicas if isinstance(replica, StormReplica)]
     log = Log(
         [],
@@ -195,18 +244,18 @@ def _rank_steps(member: Member, settings: DdpSettings) -> Log:
     with Stage(member, replicas, patience_s=settings.patience_s if lab else None, lab=lab) as stage:
         size_bytes = _check_without_loss(stage, log)
         stage.cue(Cue.LOSE)
-        turns = Turns(stage, size_bytes, _prepared)
+        turns = Turns(stage, size_bytes, partial(_turn, settings.steps))
         for round_index in range(settings.warmup):
             for replica, sample in turns.round(round_index):
                 if sample.gave_up:
-                    log.samples.append(sample)  # there will be no other
+                    log.samples.append(_per_step(replica, sample))  # there will be no other
                 elif replica.name != NO_SYNC:
                     _check_alike(stage, replica)
         before = {storm.name: Counters.of(storm.transport) for storm in storms}
         stage.cue(Cue.COUNT)
-        turns = Turns(stage, size_bytes, _prepared)
+        turns = Turns(stage, size_bytes, partial(_turn, settings.steps))
         for round_index in range(settings.iters):
-            log.samples.extend(sample for _, sample in turns.round(round_index))
+            log.samples.extend(_per_step(replica, sample) for replica, sample in turns.round(round_index))
             if member.rank == 0:
                 member.tell(f"{size_bytes / 4e6:.3g} M parameters")
         stage.cue(Cue.READ)
@@ -216,21 +265,26 @@ def _rank_steps(member: Member, settings: DdpSettings) -> Log:
     return log
 
 
-def _prepared(replica: Replica) -> Call:
-    return replica.step
+def _turn(steps: int, replica: Replica) -> Call:
+    return partial(replica.turn, steps)
+
+
+def _per_step(replica: Replica, sample: Sample) -> Sample:
+    """A turn that was given up in one of its steps tells that those begun take longer than this on average."""
+    return sample._replace(seconds=sample.seconds / replica.begun, cpu_s=sample.cpu_s / replica.begun)
 
 
 def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
     """The first step of all, from the same weights: every replica must end with the mean. Returns the bytes of it."""
     *replicas, local = stage.contenders
-    local.step()
+    local.turn(1)
     mean = [gradient.clone() for gradient in local.gradients()]
     for gradient in mean:
         stage.control.allreduce([gradient]).wait()
         gradient /= stage.member.world
     size_bytes = sum(gradient.nbytes for gradient in mean)
     for replica in replicas:
-        sample = stage.timed(replica, replica.step, size_bytes, 0)
+        sample = stage.timed(replica, _turn(1, replica), size_bytes, 0)
         if sample.gave_up:
             log.samples.append(sample)  # there will be no other
             continue
@@ -242,13 +296,13 @@ def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
 
 
 def _check_alike(stage: Stage[Replica], replica: Replica) -> None:
-    """Raises RuntimeError unless all ranks have the same gradients, bit for bit."""
-    own = torch.stack([gradient.view(torch.int32).sum(dtype=torch.int64) for gradient in replica.gradients()])
+    """Raises RuntimeError unless all ranks have the same gradients, or parameters of owners, bit for bit."""
+    own = torch.stack([tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in replica.alike()])
     total = own.clone()
     stage.control.allreduce([total]).wait()
     different = int((total != own * stage.member.world).sum())
     if not stage.everywhere(different == 0):
-        raise RuntimeError(f"{replica.name}: {different} of {own.numel()} gradients differ between ranks")
+        raise RuntimeError(f"{replica.name}: {different} of {own.numel()} tensors differ between ranks")
 
 
 def _check_mean(replica: Replica, mean: list[torch.Tensor]) -> None:
@@ -256,6 +310,6 @@ def _check_mean(replica: Replica, mean: list[torch.Tensor]) -> None:
     # int8 rounds to a part of the largest of 1,024 neighbours, which may belong to another parameter.
     largest = max(float(expected.abs().max()) for expected in mean) if replica.wire == "int8" else 0.0
     for index, (gradient, expected) in enumerate(zip(replica.gradients(), mean, strict=True)):
-        furthest = float((gradient - expected).abs().max())
+        furthest = float((gradient - expected).abs().max()) - (_DRIFT_ROUNDING if replica.name in DRIFT else 0.0)
         if not furthest <= _TOLERANCES[replica.wire] * max(float(expected.abs().max()), largest):
             raise RuntimeError(f"{replica.name}: gradient {index} is not the mean over the ranks, off by {furthest:g}")

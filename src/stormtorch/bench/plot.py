@@ -16,6 +16,9 @@ COLOURS = {
     "storm-lossy": "#f59f00",
     "storm-lossy-bf16": "#82c91e",
     "storm-lossy-int8": "#12b886",
+    "storm-drift": "#c2255c",
+    "storm-drift-bf16": "#e64980",
+    "storm-drift-int8": "#f783ac",
     "gloo": "#495057",
     "gloo-bbr": "#1c7ed6",
     "gloo-cubic": "#5f3dc4",
@@ -52,8 +55,7 @@ def plot_ddp(report: "DdpReport", path: Path) -> None:
     floors = {"no_sync": conditions["no_sync_s"], "line": conditions["line_s"]}
     panel = _Panel("", report.results, {name: floor for name, floor in floors.items() if floor is not None})
     title = (
-        f"a step of {conditions['params'] / 1e6:.3g} M parameters\nunder DDP, {conditions['hosts']} ranks, "
-        f"{_where(conditions)}"
+        f"a step of {conditions['params'] / 1e6:.3g} M parameters\n{conditions['hosts']} ranks, {_where(conditions)}"
     )
     _draw([panel], conditions, title, path)
 

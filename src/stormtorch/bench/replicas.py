@@ -1,11 +1,13 @@
-"""What `bench ddp` measures: replicas of a model under DistributedDataParallel, each on a process group of its own."""
+"""What `bench ddp` measures: replicas of a model, each trained in its own way on a process group of its own."""
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,43 @@ from stormtorch.bench.ranks import Member
 from stormtorch.bench.samples import Delivery
 from stormtorch.bench.tcp import opened_by
 from stormtorch.options import Options
+from stormtorch.policies import BoundedDrift, prepare
+from stormtorch.policies.bounded_drift import BoundedDriftTraining
+from stormtorch.policies.training import training_of
 from stormtorch.udp import UdpTransport
 
 NO_SYNC = "no_sync"
 """The name of the replica that computes but does not communicate."""
 _LAYERS, _HEADS, _VOCABULARY = 8, 8, 256
-_LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-3
+"""Of the transformer's SGD."""
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-"""What a lossy replica may send its gradients as."""
-
+"""What a replica that may lose sends."""
 
 LOSSY = {"storm-lossy": "float32", "storm-lossy-bf16": "bfloat16", "storm-lossy-int8": "int8"}
-"""What the lossy replicas of those names send."""
+"""Replicas under DistributedDataParallel with the lossy hook, and what they send."""
+DRIFT = {"storm-drift": "float32", "storm-drift-bf16": "bfloat16", "storm-drift-int8": "int8"}
+"""Replicas prepared for `BoundedDrift`, and what they send."""
+BACKENDS = ("storm", "storm-lossy", "storm-drift", "gloo")
+"""The names that can be asked for; in a lab there are also those of gloo by TCP's congestion control."""
+LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
+"""What a lab compares unless asked otherwise."""
+
+
+def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
+    """The backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
+    families = {"storm-lossy": LOSSY, "storm-drift": DRIFT}
+    return tuple(
+        name
+        for each in backends
+        for name, wire in families.get(each, {each: None}).items()
+        if wire is None or wire in wires
+    )
+
+
+def wire_of(name: str) -> str:
+    """What a contender sends."""
+    return LOSSY.get(name) or DRIFT.get(name, "float32")
 
 
 def transformer(params_m: float) -> nn.Module:
@@ -54,35 +81,66 @@ def transformer(params_m: float) -> nn.Module:
         )
 
 
-class Replica:
-    """A model, its optimizer, and a group that averages its gradients. It owns the group."""
+@dataclass(frozen=True)
+class Task:
+    """What every replica learns, each with a model and an optimizer of its own."""
 
-    def __init__(self, name: str, model: nn.Module, tokens: torch.Tensor, group: ProcessGroup | None) -> None:
+    model: nn.Module
+    """The same on all ranks; replicas have copies."""
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch: Callable[[int], torch.Tensor]
+    """This rank's part of a step, by its number: sequences of tokens, each to be told from those before it."""
+
+
+class Replica:
+    """A model, its optimizer, and a group that keeps it in step with those of other ranks. It owns the group."""
+
+    def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> None:
         self.name = name
         self.limit_s: float | None = None
-        self.exact = name not in LOSSY
-        """Whether its gradients are exact whatever the network does."""
-        self.wire = LOSSY.get(name, "float32")
-        """What its gradients travel as."""
-        self._tokens = tokens
-        # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
-        self._model = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
+        self.wire = wire_of(name)
+        """What its gradients travel as, and its parameters if they do."""
+        self.model = model
+        self.steps = 0
+        """So far."""
+        self.begun = 0
+        """Steps of the last turn that were at least begun."""
+        self._optimizer = optimizer
+        self._batch = task.batch
+        self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
 
-    def step(self) -> Delivery:
-        """Forward, backward with the exchange of gradients, and the update; returns when this rank is done."""
-        self._optimizer.zero_grad()
-        logits = self._model(self._tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        self._optimizer.step()
-        if self._tokens.is_cuda:
+    def turn(self, steps: int) -> Delivery:
+        """So many steps, each right behind the other; returns when this rank has the parameters of the last one."""
+        self.begun = 0
+        for _ in range(steps):
+            self.begun += 1
+            self._step()
+        self._settle()
+        if self._on_gpu:
             torch.cuda.synchronize()
         return Delivery()
 
+    def _step(self) -> None:
+        tokens = self._batch(self.steps)
+        self._optimizer.zero_grad()
+        loss = next_token_loss(self.model(tokens[:, :-1]), tokens)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        self._optimizer.step()
+        self.steps += 1
+
+    def _settle(self) -> None:
+        """Waits for what is still on its way."""
+
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the last step, one per parameter, on the CPU."""
-        return [parameter.grad.cpu() for parameter in self._model.parameters() if parameter.grad is not None]
+        """Those of the first step, while it is the last one, averaged over the ranks; on the CPU."""
+        return [parameter.grad.cpu() for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def alike(self) -> list[torch.Tensor]:
+        """What must have the same bits on all ranks after a turn; all of them ask. On the CPU."""
+        return self.gradients()
+
+    def synchronise(self) -> None:
+        """Makes the parameters those that count, on all ranks; under DistributedDataParallel they always are."""
 
     def close(self) -> None:
         """Ends its connections."""
@@ -91,47 +149,103 @@ class Replica:
 class StormReplica(Replica):
     """On the backend storm, with a transport of its own, so that its counters count nothing else."""
 
-    def __init__(self, name: str, model: nn.Module, tokens: torch.Tensor, member: Member) -> None:
-        group = dist.new_group(backend="storm", pg_options=Options(interface=member.interface))
-        assert isinstance(group, StormProcessGroup)
-        super().__init__(name, model, tokens, group)
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        group: StormProcessGroup,
+    ) -> None:
+        super().__init__(name, model, optimizer, task)
         self._group = group
         transport = group.group.transport
         assert isinstance(transport, UdpTransport)
         self.transport = transport
-        self._state = LossyGradients(group=group, wire=WIRES[self.wire])
-        if not self.exact:
-            self._model.register_comm_hook(self._state, lossy_hook)
-
-    def step(self) -> Delivery:
-        """See `Replica`."""
-        buckets, arrived = self._state.reductions, self._state.arrived_sum
-        delivery = super().step()
-        buckets = self._state.reductions - buckets
-        return Delivery((self._state.arrived_sum - arrived) / buckets) if buckets else delivery
 
     def close(self) -> None:
         """Says goodbye."""
         self._group.shutdown()
 
 
-class GlooReplica(Replica):
-    """On gloo, over TCP. A step that takes too long is ended by cutting its connections: DDP has no other way out."""
+class DdpReplica(StormReplica):
+    """Under DistributedDataParallel: exact, or lossy by its hook."""
 
-    def __init__(self, name: str, model: nn.Module, tokens: torch.Tensor, member: Member) -> None:
+    def __init__(self, name: str, task: Task, member: Member) -> None:
+        group = _storm(member)
+        model, optimizer = _data_parallel(task, group)
+        super().__init__(name, model, optimizer, task, group)
+        self._state = LossyGradients(group=group, wire=WIRES[self.wire])
+        if name in LOSSY:
+            model.register_comm_hook(self._state, lossy_hook)
+
+    def turn(self, steps: int) -> Delivery:
+        """See `Replica`."""
+        buckets, arrived = self._state.reductions, self._state.arrived_sum
+        delivery = super().turn(steps)
+        buckets = self._state.reductions - buckets
+        return Delivery((self._state.arrived_sum - arrived) / buckets) if buckets else delivery
+
+
+class DriftReplica(StormReplica):
+    """Prepared for `BoundedDrift`: parameters of a step may still arrive when the next one begins."""
+
+    def __init__(self, name: str, task: Task, member: Member) -> None:
+        group = _storm(member)
+        model = copy.deepcopy(task.model)
+        self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
+        policy = BoundedDrift(wire=WIRES[DRIFT[name]])
+        model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
+        super().__init__(name, model, optimizer, task, group)
+        training = training_of(model)
+        assert isinstance(training, BoundedDriftTraining)
+        self._training = training
+
+    def turn(self, steps: int) -> Delivery:
+        """See `Replica`."""
+        super().turn(steps)
+        rows = itertools.islice(reversed(self._training.ledger.rows), steps)
+        return Delivery(sum(row.arrived for row in rows) / steps)
+
+    def _settle(self) -> None:
+        self._training.wait()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """See `Replica`. No rank has all of them: they are told from what SGD made of the owners' parameters."""
+        before, self._begun_with = self._begun_with, []
+        (rate,) = {group["lr"] for group in self._optimizer.param_groups}
+        return [(old.cpu() - new) / rate for old, new in zip(before, self.alike(), strict=True)]
+
+    def alike(self) -> list[torch.Tensor]:
+        """See `Replica`. Copies may differ; what their owners have may not."""
+        self.synchronise()
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+    def synchronise(self) -> None:
+        """See `Replica`."""
+        self._training.synchronise()
+
+
+class GlooReplica(Replica):
+    """Under DistributedDataParallel on gloo, over TCP.
+
+    A turn that takes too long is ended by cutting its connections: DistributedDataParallel has no other way out.
+    """
+
+    def __init__(self, name: str, task: Task, member: Member) -> None:
         group, self.connections = opened_by(lambda: _gloo(member.interface), chosen_tcp(name))
-        super().__init__(name, model, tokens, group)
+        super().__init__(name, *_data_parallel(task, group), task)
         self._store = member.store
         self._key = f"stormtorch/gave_up/{name}"
 
-    def step(self) -> Delivery:
+    def turn(self, steps: int) -> Delivery:
         """See `Replica`.
 
         Raises:
             TooSlow: It did not end within `limit_s`, here or on another rank.
         """
         with self._limited():
-            return super().step()
+            return super().turn(steps)
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
@@ -163,31 +277,65 @@ class GlooReplica(Replica):
 class LocalReplica(Replica):
     """Without communication: what a step costs by itself."""
 
-    def step(self) -> Delivery:
+    def __init__(self, name: str, task: Task) -> None:
+        model, optimizer = _data_parallel(task, None)
+        super().__init__(name, model, optimizer, task)
+        self._no_sync = model.no_sync
+
+    def turn(self, steps: int) -> Delivery:
         """See `Replica`."""
-        with self._model.no_sync():
-            return super().step()
+        with self._no_sync():
+            return super().turn(steps)
 
 
-def open_replicas(names: Sequence[str], member: Member, params_m: float, tokens: int, device: str) -> list[Replica]:
-    """A replica for each of the names, and one that does not communicate; all ranks call this together."""
+def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of what follows each token but the last, in nats."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Task:
+    """A transformer of so many million parameters that learns one sequence by heart, by SGD."""
+    # Every rank has its own data, as replicas have.
+    own = torch.randint(_VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(rank)).to(device)
+    return Task(
+        model=transformer(params_m).to(device),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        batch=lambda _step: own,
+    )
+
+
+def open_groups(member: Member) -> None:
+    """Before any replica; all ranks call this together, and `open_replica` too."""
     # torch wants a default group before it makes others; nothing is sent over it.
     os.environ["GLOO_SOCKET_IFNAME"] = member.control_interface
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
-    model = transformer(params_m).to(device)
-    # Every rank has its own data, as replicas have.
-    own = torch.randint(_VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(member.rank))
-    own = own.to(device)
-    replicas: list[Replica] = []
-    for name in names:
-        kind = GlooReplica if name.startswith("gloo") else StormReplica
-        replicas.append(kind(name, copy.deepcopy(model), own, member))
-    return [*replicas, LocalReplica(NO_SYNC, model, own, None)]
+
+
+def open_replica(name: str, task: Task, member: Member) -> Replica:
+    """A copy of the task's model on a group of its own."""
+    if name == NO_SYNC:
+        return LocalReplica(name, task)
+    kind = GlooReplica if name.startswith("gloo") else DriftReplica if name in DRIFT else DdpReplica
+    return kind(name, task, member)
 
 
 def close_groups() -> None:
     """After the replicas were closed."""
     dist.destroy_process_group()
+
+
+def _data_parallel(task: Task, group: ProcessGroup | None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
+    model = DistributedDataParallel(
+        copy.deepcopy(task.model), process_group=group, init_sync=False, gradient_as_bucket_view=True
+    )
+    return model, task.optimizer(model)
+
+
+def _storm(member: Member) -> StormProcessGroup:
+    group = dist.new_group(backend="storm", pg_options=Options(interface=member.interface))
+    assert isinstance(group, StormProcessGroup)
+    return group
 
 
 def _gloo(interface: str) -> ProcessGroup:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
 from stormtorch.transport import Arrival
@@ -53,19 +53,26 @@ class Counters:
     """That fault injection had in its hands."""
     kernel_drops: int = 0
     """That the kernel threw away because a socket's buffer was full."""
+    sent_bytes: int = 0
+    """Of all that were sent, with the engine's headers but without those of UDP."""
 
     @classmethod
     def of(cls, transport: UdpTransport) -> "Counters":
         """What the engine has counted so far."""
         health = transport.health()
         faults = health["faults"]
-        return cls(lost=faults["lost"], seen=faults["seen"], kernel_drops=health["overflow"])
+        return cls(
+            lost=faults["lost"],
+            seen=faults["seen"],
+            kernel_drops=health["overflow"],
+            sent_bytes=health["bytes_sent"],
+        )
 
     def __add__(self, other: "Counters") -> "Counters":
-        return Counters(self.lost + other.lost, self.seen + other.seen, self.kernel_drops + other.kernel_drops)
+        return Counters(*(own + theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: "Counters") -> "Counters":
-        return Counters(self.lost - other.lost, self.seen - other.seen, self.kernel_drops - other.kernel_drops)
+        return Counters(*(own - theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def loss(self) -> float:

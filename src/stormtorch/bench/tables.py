@@ -63,41 +63,58 @@ def ddp_table(report: "DdpReport") -> Table:
     conditions = report.conditions
     in_lab = "requested" in conditions
     title = (
-        f"a step of {conditions['params'] / 1e6:.3g} M parameters under DDP, {conditions['hosts']} ranks, "
+        f"a training step of {conditions['params'] / 1e6:.3g} M parameters, {conditions['hosts']} ranks, "
         f"{network_text(conditions['requested']) if in_lab else 'loopback'}"
     )
-    times = (
-        _round_text(conditions) if in_lab else f"{conditions['iters']} interleaved rounds; times are the slowest rank's"
-    )
-    caption = (
-        f"{_loss_sentence(conditions['requested'], conditions['measured'])} " if in_lab else ""
-    ) + f"{times}; adds: what communication adds to a step without any, no_sync; speed-up: gloo's median over this one."
-    if not in_lab:
-        caption += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
-    table = new_table(title, caption + _drops_text(conditions))
+    table = new_table(title, _ddp_caption(conditions))
     table.add_column("backend", no_wrap=True)
-    for heading in ("median", "worst", "rounds", "adds", "x\ngloo", "speed-\nup", "arrived", "CPU\ns"):
+    # What the network allows matters where it has a rate, the worst round and the processor where it has none; a
+    # terminal has no room for all.
+    lined = conditions["line_s"] is not None
+    headings = ["median", "rounds", "adds", "x\ngloo", "moved", "adds x\nideal", "arrived"]
+    if not lined:
+        headings = ["median", "worst", "rounds", "adds", "x\ngloo", "speed-\nup", "arrived", "CPU\ns"]
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in report.results:
         above = ">" if result.median_is_bound else ""
         # Of two medians that are only known to be larger, the ratio says nothing.
         known = not (result.gloo_gave_up and result.median_is_bound)
         below = "<" if result.gloo_gave_up else ""
-        table.add_row(
-            result.backend,
-            above + time_text(result.median_s),
-            (">" if result.gave_up else "") + time_text(result.worst_s),
-            f"{result.rounds}",
-            above + signed_time_text(result.adds_s),
-            (above or below) + ratio_text(result.over_gloo) if result.over_gloo and known else "-",
-            _opposite(above or below) + ratio_text(result.speedup) if result.speedup and known else "-",
-            "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived),
-            f"{result.cpu_s:.2f}",
-        )
+        over_gloo = (above or below) + ratio_text(result.over_gloo) if result.over_gloo and known else "-"
+        adds = above + signed_time_text(result.adds_s)
+        median_text = above + time_text(result.median_s)
+        arrived = "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived)
+        if result.adds_over_ideal is not None:
+            moved, over_ideal = size_text(round(result.moved_bytes)), above + ratio_text(result.adds_over_ideal)
+            cells = [median_text, f"{result.rounds}", adds, over_gloo, moved, over_ideal, arrived]
+        else:
+            worst = (">" if result.gave_up else "") + time_text(result.worst_s)
+            speedup = _opposite(above or below) + ratio_text(result.speedup) if result.speedup and known else "-"
+            cells = [median_text, worst, f"{result.rounds}", adds, over_gloo, speedup, arrived, f"{result.cpu_s:.2f}"]
+        table.add_row(result.backend, *cells)
     table.add_row("no_sync", time_text(conditions["no_sync_s"]), style="dim")
-    if conditions["line_s"] is not None:
+    if lined:
         table.add_row("line", time_text(conditions["line_s"]), style="dim")
     return table
+
+
+def _ddp_caption(conditions: dict[str, Any]) -> str:
+    in_lab = "requested" in conditions
+    text = f"{_loss_sentence(conditions['requested'], conditions['measured'])} " if in_lab else ""
+    text += (
+        _round_text(conditions) if in_lab else f"{conditions['iters']} interleaved rounds; times are the slowest rank's"
+    )
+    if conditions["steps"] > 1:
+        text += f", per step of turns of {conditions['steps']}"
+    text += "; adds: what communication adds to a step without any, no_sync"
+    if conditions["line_s"] is None:
+        text += "; speed-up: gloo's median over this one."
+    else:
+        text += ". Moved: what each rank must send, and receive as much; ideal: at the rate of its line."
+    if not in_lab:
+        text += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+    return text + _drops_text(conditions)
 
 
 def _opposite(bound: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stormtorch.bench.backends import BACKENDS, LAB_BACKENDS
+from stormtorch.bench.backends import BACKENDS, BY_TCP
 from stormtorch.bench.display import Advance
 from stormtorch.bench.ranks import run_ranks
 from stormtorch.bench.settings import BadSetting, check_subset
@@ -16,18 +16,18 @@ from stormtorch.lab.measured import Measured
 Result = TypeVar("Result")
 
 
-def check_backends(backends: tuple[str, ...], network: Conditions | None) -> None:
-    """Raises `BadSetting` unless all of them can be compared there; None is loopback."""
-    check_subset("backends", backends, LAB_BACKENDS)
+def check_backends(backends: tuple[str, ...], network: Conditions | None, known: tuple[str, ...] = BACKENDS) -> None:
+    """Raises `BadSetting` unless all of them can be compared there; None is loopback, where there are those known."""
+    check_subset("backends", backends, (*known, *BY_TCP))
     for name in backends:
-        if network is None and name not in BACKENDS:
-            raise BadSetting("backends", f"knows {name} only in a lab; here {', '.join(BACKENDS)}")
+        if network is None and name not in known:
+            raise BadSetting("backends", f"knows {name} only in a lab; here {', '.join(known)}")
 
 
 def open_lab(hosts: int, network: Conditions, backends: tuple[str, ...]) -> Lab:
     """The lab for that, without loss at first; for a `with` statement."""
     for name in backends:
-        if name not in BACKENDS:
+        if name in BY_TCP:
             checked_tcp(name.removeprefix("gloo-"))
     return Lab(hosts, network.changed(loss=0.0), management=True)
 

@@ -295,6 +295,10 @@ class BoundedDriftTraining(Training):
         """Within it, backward exchanges nothing."""
         return self._gradients.no_sync()
 
+    def wait(self) -> None:
+        """Returns when the parameters of the last step are here, or lost."""
+        self._gate.open()
+
     @torch.no_grad()
     def synchronise(self) -> None:
         """Every rank gets the owners' parameters, and the mean of all ranks' floating-point buffers."""
