@@ -50,7 +50,7 @@ def policy_table(report: TrainReport) -> Table:
     table = new_table(title, caption)
     table.add_column("policy", no_wrap=True)
     second = "per-\nplexity" if report.language else "accuracy"
-    for heading in ("validation\nloss", second, "against\nlossless"):
+    for heading in ("val\nloss", second, "against\nlossless"):
         table.add_column(heading, justify="right")  # with ± they may need two lines
     for heading in ("step", "drift", "arrived"):
         table.add_column(heading, justify="right", no_wrap=True)
