@@ -1,6 +1,7 @@
 """What `stormtorch train` trains, and on what: models, text, pictures, and files of strangers."""
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ def test_the_digits_are_ten_kinds_of_8_by_8() -> None:
     assert images.validation.shape == (297, 1, 8, 8)
     assert set(images.validation_labels.tolist()) == set(range(10))
     assert float(images.training.mean()) == pytest.approx(0.0, abs=1e-4)
+
+
+def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(BadSetting, match=r"stormtorch\[train\]") as caught:
+        open_images()
+    assert caught.value.name == "cifar10"
 
 
 def write_cifar10(folder: Path, images_per_batch: int = 4) -> None:
