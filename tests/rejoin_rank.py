@@ -23,7 +23,7 @@ LOSSY = stormtorch.Reliability(budget=1.0)
 
 def open_transport(how: dict[str, Any]) -> UdpTransport:
     options = stormtorch.Options(
-        silence_s=1.0, timeout_s=20.0, linger_s=0.5, key=how["key"].encode() if how["key"] else None
+        silence_s=how["silence_s"], timeout_s=20.0, linger_s=0.5, key=how["key"].encode() if how["key"] else None
     )
     store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=20))
     if how["torch"]:
@@ -53,20 +53,24 @@ class Rank:
         return {"right": right, "incarnations": [self.transport.incarnation(rank) for rank in range(group.size)]}
 
     def lossy(self, name: str, rounds: int) -> dict[str, Any]:
-        """Lossy collectives on a group of this name: how much of each peer's came, and how long the last ones took."""
+        """Lossy collectives on a group of this name: how much of each peer's came and how long it took, by round."""
         group = Group(self.transport, name=name)
-        fractions: dict[int, float] = {}
-        took = 0.0
+        came: list[dict[int, float]] = []
+        took: list[float] = []
         for _ in range(rounds):
             start = time.monotonic()
             tensor = torch.full((ELEMENTS,), group.rank + 1.0)
             (arrival,) = all_reduce(group, tensor, Op.AVG, reliability=LOSSY).wait()
             out = torch.empty(ELEMENTS)
             (shard,) = reduce_scatter(group, out, [tensor] * group.size, Op.AVG, reliability=LOSSY).wait()
-            took = time.monotonic() - start
-            for peer in set(range(group.size)) - {group.rank}:
-                fractions[peer] = min(arrival.fraction(peer=peer, stage=0), shard.fraction(peer=peer))
-        return {"came": fractions, "took": took}
+            took.append(time.monotonic() - start)
+            came.append(
+                {
+                    peer: min(arrival.fraction(peer=peer, stage=0), shard.fraction(peer=peer))
+                    for peer in set(range(group.size)) - {group.rank}
+                }
+            )
+        return {"came": came, "took": took}
 
     def readmit(self, peer: int) -> dict[str, Any]:
         """Waits until another process has taken a peer's place, and goes on with it."""

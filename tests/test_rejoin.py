@@ -20,6 +20,8 @@ from stormtorch.udp import UdpTransport
 
 HERE = Path(__file__).parent
 KEY = "a job key of any length from sixteen bytes"
+# Short, but longer than a busy machine lets a process wait for its turn.
+SILENCE_S = 2.0
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "sealed": {"key": KEY}, "torch": {"torch": True}}
 
 
@@ -29,7 +31,7 @@ class Job:
     def __init__(self, world: int = 3, key: str = "", torch: bool = False) -> None:
         self.world = world
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-        self._how = {"world": world, "port": self._store.port, "key": key, "torch": torch}
+        self._how = {"world": world, "port": self._store.port, "key": key, "torch": torch, "silence_s": SILENCE_S}
         self._ranks: dict[int, subprocess.Popen[str]] = {}
         self.start(*range(world))
 
@@ -71,8 +73,14 @@ class Job:
         """Exact and lossy collectives of all, on a group that is new to all."""
         for said in self.tell(range(self.world), "exact", name).values():
             assert said == {"right": True, "incarnations": incarnations}
-        for said in self.tell(range(self.world), "lossy", name, 3).values():
-            assert all(came > 0.99 for came in said["came"].values()), said
+        self.check_lossy(name, range(self.world))
+
+    def check_lossy(self, name: str, ranks: Sequence[int]) -> None:
+        """Lossy collectives of these ranks, whether the others live or not: all of one another's comes, and soon."""
+        for said in self.tell(ranks, "lossy", name, 4).values():
+            for peer, came in said["came"][-1].items():
+                assert came > 0.99 if int(peer) in ranks else came == 0.0, said
+            assert said["took"][-1] < SILENCE_S / 2, f"the dead are waited for again and again: {said}"
 
     def close(self) -> None:
         for process in self._ranks.values():
@@ -86,31 +94,30 @@ class Job:
                 process.wait()
 
 
-@pytest.fixture(params=list(WAYS))
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    made = Job(**WAYS[request.param])
+@pytest.fixture
+def job(way: str) -> Iterator[Job]:
+    made = Job(**WAYS[way])
     try:
         yield made
     finally:
         made.close()
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", list(WAYS))
 def test_killed_rank_returns_and_is_killed_and_returns_again(job: Job) -> None:
     job.check_whole("epoch 0", [0, 0, 0])
     for incarnation in (1, 2):
         job.kill(2)
-        for rank, said in job.tell([0, 1], "lossy", f"epoch {incarnation - 1}", 4).items():
-            assert said["came"]["2"] == 0.0, said
-            assert said["came"][str(1 - rank)] > 0.99, said
-            assert said["took"] < 0.5, "the others do not wait for it again and again"
+        job.check_lossy(f"epoch {incarnation - 1}", [0, 1])
         job.start(2, again=True)
         for said in job.tell([0, 1], "readmit", 2).values():
             assert said == {"incarnation": incarnation, "again": False}
         job.check_whole(f"epoch {incarnation}", [0, 0, incarnation])
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["plain"])
 def test_rank_returns_before_anybody_missed_it_and_in_the_middle_of_exchanges(job: Job) -> None:
     job.check_whole("epoch 0", [0, 0, 0])
     job.kill(1)
@@ -118,11 +125,12 @@ def test_rank_returns_before_anybody_missed_it_and_in_the_middle_of_exchanges(jo
     for said in job.tell([0, 2], "readmit_in_the_middle", "epoch 0", 1).values():
         assert said["error"] in ("PeerSilent", "PeerFailed"), said
         assert said["culprit"] == 1, said
-        assert said["took"] < 0.9, "nobody waits for the silence"
+        assert said["took"] < SILENCE_S * 0.9, "nobody waits for the silence"
     job.check_whole("epoch 1", [0, 1, 0])
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["sealed"])
 def test_ranks_return_while_another_is_dead(job: Job) -> None:
     job.check_whole("epoch 0", [0, 0, 0])
     job.kill(2)
@@ -130,29 +138,24 @@ def test_ranks_return_while_another_is_dead(job: Job) -> None:
     job.tell([1], "lossy", "epoch 0", 2)
     job.start(0, again=True)
     job.tell([1], "readmit", 0)
-    for said in job.tell([0, 1], "lossy", "epoch 1", 3).values():
-        assert said["came"]["2"] == 0.0, said
-        assert sum(came > 0.99 for came in said["came"].values()) == 1, said
+    job.check_lossy("epoch 1", [0, 1])
     job.start(2, again=True)
     job.tell([0, 1], "readmit", 2)
     job.check_whole("epoch 2", [1, 0, 1])
 
 
-@pytest.mark.timeout(90)
-def test_two_ranks_return_at_once() -> None:
-    job = Job(key=KEY)
-    try:
-        job.kill(0)
-        job.kill(1)
-        job.start(0, 1, again=True)
-        job.tell([2], "readmit", 0)
-        job.tell([2], "readmit", 1)
-        # Whether one of the two was in time to see the other's new card is open.
-        for rank in (0, 1):
-            job.tell([rank], "readmit_if_unknown", 1 - rank, 1)
-        job.check_whole("epoch 1", [1, 1, 0])
-    finally:
-        job.close()
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["sealed"])
+def test_two_ranks_return_at_once(job: Job) -> None:
+    job.kill(0)
+    job.kill(1)
+    job.start(0, 1, again=True)
+    job.tell([2], "readmit", 0)
+    job.tell([2], "readmit", 1)
+    # Whether one of the two was in time to see the other's new card is open.
+    for rank in (0, 1):
+        job.tell([rank], "readmit_if_unknown", 1 - rank, 1)
+    job.check_whole("epoch 1", [1, 1, 0])
 
 
 def connected(n: int, options: Options = OPTIONS) -> tuple[Any, list[UdpTransport]]:

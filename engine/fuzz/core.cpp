@@ -1,5 +1,5 @@
 // Cores under a program of a fuzzer's making. The input is a list of operations: post, deliver, drop, duplicate, bend, forge,
-// wait, cancel, leave. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
+// wait, cancel, leave, restart. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
 // The first byte says how many ranks there are and whether members may lie. A lie is told under the name of a rank that
 // goes on telling the truth as well, so that the two may wait for one another for ever: then only safety is asked for.
 #include "core.hpp"
@@ -71,18 +71,10 @@ struct Datagram {
 
 class World {
 public:
-    World(std::uint16_t size, bool lies_allowed) : world_(size), lies_allowed_(lies_allowed), hostile_(size) {
+    World(std::uint16_t size, bool lies_allowed)
+        : world_(size), lies_allowed_(lies_allowed), born_(size), incarnations_(size), hostile_(size) {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
-            CoreConfig config;
-            config.rank = rank;
-            config.world = world_;
-            config.datagram_bytes = datagram_bytes;
-            config.receive_buffer = 16 << 10;
-            config.pool_bytes = pool_bytes;
-            config.eager_bytes = 512;
-            config.silence = silence;
-            config.secrets.cookie = cookie;
-            cores_.push_back(std::make_unique<Core>(config, now_));
+            cores_.push_back(make_core(rank));
             posted_.emplace_back();
             left_.push_back(false);
         }
@@ -111,6 +103,7 @@ public:
                 break;
             default:
                 if (operation % 5 == 0) leave(rank);
+                if (operation % 5 == 1) restart(rank);
                 break;
         }
         check();
@@ -142,6 +135,20 @@ public:
     }
 
 private:
+    [[nodiscard]] std::unique_ptr<Core> make_core(std::uint16_t rank) const {
+        CoreConfig config;
+        config.rank = rank;
+        config.world = world_;
+        config.datagram_bytes = datagram_bytes;
+        config.receive_buffer = 16 << 10;
+        config.pool_bytes = pool_bytes;
+        config.eager_bytes = 512;
+        config.silence = silence;
+        config.secrets.cookie = cookie;
+        config.secrets.incarnations = incarnations_;
+        return std::make_unique<Core>(config, now_);
+    }
+
     void plan(Program& program) {
         if (plans_.size() >= most_posts) return;
         auto plan = std::make_unique<Plan>();
@@ -163,6 +170,7 @@ private:
     void post(std::uint16_t rank, std::uint8_t which) {
         if (plans_.empty() || left_[rank]) return;
         const Plan& plan = *plans_[which % plans_.size()];
+        if (which % plans_.size() < born_[rank]) return;
         for (const auto& before : posted_[rank]) {
             if (before->plan == &plan) return;
         }
@@ -329,7 +337,8 @@ private:
     // A member of the job gone mad: any fields, any payload, under the right cookie and check.
     void forge(Program& program, std::uint16_t source) {
         const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
-        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}}, source);
+        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
+                        source);
         Header header{.kind = static_cast<Kind>(1 + program.byte() % 9),
                       .flags = static_cast<std::uint8_t>(program.byte() & 7),
                       .source = source,
@@ -379,6 +388,24 @@ private:
         cores_[rank]->leave(now_);
         pump(rank);
         left_[rank] = true;
+    }
+    // A process dies without a word and another takes its place; what is on the wire stays there. The others readmit it when
+    // all have begun what was planned before, of which it knows nothing.
+    void restart(std::uint16_t rank) {
+        for (std::uint16_t other = 0; other < world_; ++other) {
+            for (std::size_t i = 0; other != rank && i < plans_.size(); ++i) post(other, static_cast<std::uint8_t>(i));
+        }
+        disturbed_ = true;
+        ++incarnations_[rank];
+        born_[rank] = plans_.size();
+        cores_[rank] = make_core(rank);
+        posted_[rank].clear();
+        left_[rank] = false;
+        for (std::uint16_t other = 0; other < world_; ++other) {
+            if (other == rank || left_[other]) continue;
+            cores_[other]->readmit(rank, incarnations_[rank], {}, now_);
+            pump(other);
+        }
     }
     [[nodiscard]] bool all_ended() const {
         for (const auto& of_rank : posted_) {
@@ -448,6 +475,8 @@ private:
     std::vector<std::unique_ptr<Plan>> plans_;
     std::array<std::uint32_t, channels> next_seq_{};
     std::vector<std::vector<std::unique_ptr<Posted>>> posted_;
+    std::vector<std::size_t> born_;  // how many plans were there before this process of the rank
+    std::vector<std::uint16_t> incarnations_;
     std::vector<bool> left_, hostile_;
     bool mad_{}, disturbed_{};
     std::deque<Datagram> wire_;
