@@ -215,7 +215,7 @@ class Shards:
 
 
 def _widened(value: Any, stand_in: nn.Parameter) -> Any:
-    """State as long as a parameter of fewer bits has the bits of its master, as if it had been made for that."""
+    """State as long as a parameter of fewer bits gets the bits of its master, as if it had been made for that."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
         return value.to(stand_in.dtype)
     return value
