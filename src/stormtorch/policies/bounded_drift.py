@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import Any
 
@@ -169,7 +170,8 @@ class BoundedDriftTraining(Training):
             samples_S, {peer: report.samples_S for peer, report in reports.items()}
         )
         variances = [self._gauge.update_variance, *(report.update_variance for report in reports.values())]
-        if self.steps and self._gauge.samples:
+        variances = [each for each in variances if not math.isnan(each)]  # of ranks that own nothing
+        if self.steps and self._gauge.samples and variances:
             row.update_variance = sum(variances) / len(variances)
             row.pair_bound = theory.pair_drift(p) * row.update_variance
             row.published_bound = theory.pair_drift_published(p) * row.update_variance

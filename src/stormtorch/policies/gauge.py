@@ -37,7 +37,7 @@ class Gauge:
             self._homes.append(torch.tensor([home for home, _ in pieces], device="cpu"))
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.update_variance = 0.0
-        """Mean square of this rank's last update."""
+        """Mean square of this rank's last update; NaN if it owns nothing."""
         self._before = torch.empty(0)
 
     @property
