@@ -12,9 +12,10 @@ from torch import nn
 
 from stormtorch import collectives, theory
 from stormtorch.backend.order import Order
-from stormtorch.collectives import Group, Op
+from stormtorch.collectives import Group
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.buffers import average_buffers
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gauge import Gauge
 from stormtorch.policies.gradients import Gradients
@@ -314,11 +315,7 @@ class BoundedDriftTraining(Training):
                 self._broadcast.refresh(bucket, self._repair, arrival)
             if bucket.on_gpu:
                 bucket.flat.copy_(bucket.host_flat)
-        for buffer in self.model.buffers():
-            if buffer.is_floating_point() and buffer.numel():
-                mean = buffer.to("cpu", torch.float32, copy=True).contiguous()
-                collectives.all_reduce(self._repair, mean, Op.AVG, reliability=self._certain).wait()
-                buffer.copy_(mean)
+        average_buffers(self.model, self._repair, self._certain)
 
     @torch.no_grad()
     def loaded(self) -> None:

@@ -1,0 +1,27 @@
+"""What a model has beside parameters, such as the statistics of batch normalisation: averaged when it is asked for."""
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Op
+from stormtorch.reliability import Reliability
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, group: Group, reliability: Reliability) -> None:
+    """Floating-point buffers become the mean over all ranks. What is the same everywhere keeps every bit."""
+    buffers = [each for each in model.buffers() if each.is_floating_point() and each.numel()]
+    if not buffers:
+        return
+    own = torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
+    # Rank 0's and the mean difference to it: a mean of equal numbers is rounded, and tables would change at every call.
+    first = own.clone()
+    collectives.broadcast(group, first, 0, reliability=reliability).wait()
+    difference = torch.where(own == first, 0.0, own - first)
+    collectives.all_reduce(group, difference, Op.AVG, reliability=reliability).wait()
+    changed = (own != first) | (difference != 0.0)
+    sizes = [each.numel() for each in buffers]
+    for buffer, mean, where in zip(buffers, (first + difference).split(sizes), changed.split(sizes), strict=True):
+        if bool(where.any()):
+            buffer.copy_(mean.view(buffer.shape))
