@@ -37,6 +37,8 @@ class Gradients:
         self._start = start
         self._finish = finish
         self._running = False
+        self._task = -1
+        """The backward that calls `_end` when it is over."""
         self._awaited: list[set[int]] = [set() for _ in buckets]
         self._started = [False for _ in buckets]
         self._carried: dict[int, torch.Tensor] = {}
@@ -60,8 +62,8 @@ class Gradients:
 
         def before(_gradient: torch.Tensor) -> None:
             gradients = found()
-            if gradients is not None and gradients.reduced:
-                gradients._expect(gradients._buckets[index].parameters[place])
+            if gradients is not None and (gradients.reduced or gradients._running):
+                gradients._expect(gradients._buckets[index], place)
 
         def after(parameter: torch.Tensor) -> None:
             gradients = found()
@@ -70,8 +72,12 @@ class Gradients:
 
         return before, after
 
-    def _expect(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
+    def _expect(self, bucket: Bucket, place: int) -> None:
+        if self._running and self._started[bucket.index]:
+            # A second gradient of one backward, as of a parameter in two parts that are recomputed: what is on its way
+            # must not change, so it goes first and the rest follows.
+            self.complete()
+        if self.reduced and bucket.parameters[place].grad is not None:
             self._carry()
 
     def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
@@ -81,6 +87,10 @@ class Gradients:
             return
         if not self._running:
             self._begin()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         awaited = self._awaited[bucket.index]
         awaited.discard(place)
         if not awaited and not self._started[bucket.index]:
@@ -98,12 +108,11 @@ class Gradients:
         for bucket in self._buckets:
             self._awaited[bucket.index] = set(range(len(bucket.parameters)))
             self._started[bucket.index] = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        if torch._C._current_autograd_node() is not None:
-            return  # of a backward within a backward, as checkpointing does: the outer one goes on
-        if self._running:
+        # Of a backward within a backward, as checkpointing does: the outer one goes on, and may bring what is awaited.
+        within = torch._C._current_autograd_node() is not None
+        if self._running and (not within or all(self._started)):
             self.complete()
 
     def complete(self) -> None:
