@@ -12,12 +12,14 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.buffers import average_buffers
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.links import Links
 from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.policies.training import Training
+from stormtorch.reliability import EXACT
 
 
 class _Averaging(Training):
@@ -115,6 +117,7 @@ class ModelAveragingTraining(_Averaging):
         self._gate.open()
         for bucket in self.buckets:
             collectives.all_reduce(self._exact, bucket.flat, Op.AVG).wait()
+        average_buffers(self.model, self._exact, EXACT)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
