@@ -49,8 +49,8 @@ LOSS: dict[str, Loss] = {"llama": next_word, "resnet20": classes, "lstm": next_w
 def test_fifty_steps_of_four_ranks_are_those_of_one_process_bit_for_bit(name: str, make: MakeOptimizer) -> None:
     model = architecture(name)
     steps = 50
-    theirs = plain(model, make, steps, loss=LOSS[name], data=DATA[name])
-    for ours in trained(model, make, steps, loss=LOSS[name], data=DATA[name]):
+    theirs = plain(model, make, steps, objective=LOSS[name], data=DATA[name])
+    for ours in trained(model, make, steps, objective=LOSS[name], data=DATA[name]):
         assert_same(ours, theirs)
     assert not torch.equal(theirs[0], values(model)[0])
 
@@ -65,5 +65,5 @@ def test_four_ranks_give_what_one_gives_on_all_their_data_at_once(name: str) -> 
         LOSS[name](alone, torch.cat([DATA[name](rank, step) for rank in range(4)])).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for ours in trained(model, sgd, steps, loss=LOSS[name], data=DATA[name]):
+    for ours in trained(model, sgd, steps, objective=LOSS[name], data=DATA[name]):
         assert_close(ours, values(alone))

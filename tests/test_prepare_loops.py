@@ -285,8 +285,8 @@ def test_autocast_gives_what_it_gives_in_one_process() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return regression(model, given)
 
-    for ours in trained(model, adamw, STEPS, loss=narrow):
-        assert_same(ours, plain(model, adamw, STEPS, loss=narrow))
+    for ours in trained(model, adamw, STEPS, objective=narrow):
+        assert_same(ours, plain(model, adamw, STEPS, objective=narrow))
 
 
 def test_a_bfloat16_model_is_trained_by_float32_masters() -> None:

@@ -173,14 +173,14 @@ class Rank:
         self,
         steps: int | range,
         *,
-        loss: Loss = regression,
+        objective: Loss = regression,
         data: Callable[[int, int], torch.Tensor] = vectors,
         rank: int | None = None,
     ) -> list[float]:
         """The loop that everybody writes; returns the losses."""
         losses = []
         for step in range(steps) if isinstance(steps, int) else steps:
-            found = loss(self.model, data(self.rank if rank is None else rank, step))
+            found = objective(self.model, data(self.rank if rank is None else rank, step))
             found.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -219,14 +219,14 @@ def trained(
     make: MakeOptimizer,
     steps: int,
     *,
-    loss: Loss = regression,
+    objective: Loss = regression,
     data: Callable[[int, int], torch.Tensor] = vectors,
     **settings: Any,
 ) -> list[list[torch.Tensor]]:
     """Every rank's parameters after some steps."""
 
     def work(rank: Rank) -> list[torch.Tensor]:
-        rank.train(steps, loss=loss, data=data)
+        rank.train(steps, objective=objective, data=data)
         return rank.values()
 
     return on_ranks(model, make, work, **settings)
@@ -236,14 +236,14 @@ def trained(
 
 
 def mean_gradients(
-    model: nn.Module, parts: Sequence[torch.Tensor], loss: Loss, scale: float = 1.0
+    model: nn.Module, parts: Sequence[torch.Tensor], objective: Loss, scale: float = 1.0
 ) -> list[torch.Tensor | None]:
     """The mean over the ranks of each rank's gradient, summed in the order of ranks."""
     parameters = list(model.parameters())
     found: list[list[torch.Tensor]] = [[] for _ in parameters]
     for part in parts:
         model.zero_grad()
-        (loss(model, part) * scale).backward()
+        (objective(model, part) * scale).backward()
         for place, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 found[place].append(parameter.grad.clone())
@@ -251,9 +251,9 @@ def mean_gradients(
     return [functools.reduce(operator.add, each) / len(parts) if each else None for each in found]
 
 
-def mean_in_float32(model: nn.Module, parts: Sequence[torch.Tensor], loss: Loss) -> list[torch.Tensor]:
+def mean_in_float32(model: nn.Module, parts: Sequence[torch.Tensor], objective: Loss) -> list[torch.Tensor]:
     """The same of a model of fewer bits, as owners add it up."""
-    each = [mean_gradients(model, [part], loss) for part in parts]
+    each = [mean_gradients(model, [part], objective) for part in parts]
     return [
         torch.stack([given.float() for given in ranks if given is not None]).mean(0)
         for ranks in zip(*each, strict=True)
@@ -272,7 +272,7 @@ def plain(
     make: MakeOptimizer,
     steps: int | range,
     *,
-    loss: Loss = regression,
+    objective: Loss = regression,
     data: Callable[[int, int], torch.Tensor] = vectors,
     world: int = WORLD,
 ) -> list[torch.Tensor]:
@@ -280,7 +280,7 @@ def plain(
     model = copy.deepcopy(model)
     optimizer = make(model)
     for step in range(steps) if isinstance(steps, int) else steps:
-        plain_step(model, optimizer, mean_gradients(model, [data(rank, step) for rank in range(world)], loss))
+        plain_step(model, optimizer, mean_gradients(model, [data(rank, step) for rank in range(world)], objective))
     return values(model)
 
 
