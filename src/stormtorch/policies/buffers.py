@@ -21,7 +21,9 @@ def average_buffers(model: nn.Module, group: Group, reliability: Reliability) ->
     difference = torch.where(own == first, 0.0, own - first)
     collectives.all_reduce(group, difference, Op.AVG, reliability=reliability).wait()
     changed = (own != first) | (difference != 0.0)
-    sizes = [each.numel() for each in buffers]
-    for buffer, mean, where in zip(buffers, (first + difference).split(sizes), changed.split(sizes), strict=True):
-        if bool(where.any()):
-            buffer.copy_(mean.view(buffer.shape))
+    begin = 0
+    for buffer in buffers:
+        here = slice(begin, begin + buffer.numel())
+        begin = here.stop
+        if bool(changed[here].any()):
+            buffer.copy_((first[here] + difference[here]).view(buffer.shape))
