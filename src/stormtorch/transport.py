@@ -7,7 +7,7 @@ core.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -212,6 +212,10 @@ class Transport(Protocol):
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        ...
+
+    def health(self) -> dict[str, Any]:
+        """Counters of all that was sent, received, repaired and turned away."""
         ...
 
     def close(self) -> None:

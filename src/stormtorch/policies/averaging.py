@@ -61,6 +61,7 @@ class _Averaging(Training):
         """Completes the row of a step."""
         row = Row(self.steps, gradients=self._to_owners.fractions(), broadcast=self._back.fractions())
         row.broadcast_wait_s = waited_s
+        row.bytes_sent = self.bytes_sent()
         self.ledger.add(row)
         self._to_owners.clear()
         self._back.clear()

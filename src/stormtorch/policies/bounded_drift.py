@@ -239,6 +239,7 @@ class BoundedDriftTraining(Training):
         row, self._row = self._row, Row(self.steps)
         row.broadcast = self._broadcast.links.fractions()
         row.broadcast_wait_s = self._gate.waited_s
+        row.bytes_sent = self.bytes_sent()
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
         first_pass = self._reduction.links.missing if row.guarded else self._broadcast.links.missing

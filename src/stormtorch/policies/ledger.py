@@ -43,6 +43,7 @@ class Row:
     variance_inflation: float = 1.0
     """By how much the loss of gradients raises the variance of their mean."""
     bytes_sent: int = 0
+    """By this rank's transport since the row before: all datagrams, whoever they were for."""
     gradient_wait_s: float = 0.0
     """Seconds in which the rank had nothing to do but wait for gradients."""
     broadcast_wait_s: float = 0.0

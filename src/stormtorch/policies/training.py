@@ -41,11 +41,13 @@ class Training(ABC):
         self.ledger = Ledger()
         self.steps = 0
         """Optimizer steps so far."""
+        self._bytes_sent = 0
         self.parameters = trained(optimizer)
         self._check()
 
     def take_over(self) -> None:
         """From now on the optimizer is a prepared one, and the model's state is everyone's."""
+        self.bytes_sent()
         adopt(self.optimizer, self)
         self.optimizer.__dict__["ledger"] = self.ledger
         _trainings[self.model] = weakref.ref(self)
@@ -121,6 +123,11 @@ class Training(ABC):
         return whole
 
     # --- for the policies -------------------------------------------------------------------------------------------
+
+    def bytes_sent(self) -> int:
+        """By this rank's transport, since it was last asked for."""
+        before, self._bytes_sent = self._bytes_sent, int(self.group.transport.health()["bytes_sent"])
+        return self._bytes_sent - before
 
     def subgroup(self, name: str) -> Group:
         """The same ranks with a sequence of exchanges of their own."""
