@@ -31,7 +31,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as users write it
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

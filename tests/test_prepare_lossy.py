@@ -1,0 +1,304 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
+"""Under loss, on the simulated network: drift is what theory says, bounds hold, and the ledger tells."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, exact, theory
+from stormtorch.policies.policy import Policy
+from training import (
+    WORLD,
+    Optimizer,
+    Rank,
+    adamw,
+    assert_same,
+    on_ranks,
+    perceptron,
+    regression,
+    trained,
+    values,
+    vectors,
+)
+
+SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+class RandomWalk(Optimizer):
+    """Adds noise of variance 1 to its pieces, whatever the gradients are: updates as theory has them."""
+
+    def __init__(self, params: Any, seed: int) -> None:
+        super().__init__(params, {})
+        self.random = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as users write it
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(torch.randn(parameter.shape, generator=self.random))
+
+
+class Vector(nn.Module):
+    """Nothing but numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.zeros(count))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.numbers.sum() * given.mean()
+
+
+def walk(p: float, steps: int, policy: BoundedDrift) -> list[tuple[list[torch.Tensor], Any]]:
+    """Every rank's replica at each step, and its ledger."""
+    count = 6000
+    made = iter(range(WORLD))
+
+    def work(rank: Rank) -> tuple[list[torch.Tensor], Any]:
+        replicas = []
+        for step in range(steps):
+            rank.model(vectors(rank.rank, step)).backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+            replicas.append(rank.model.numbers.detach().clone())
+        rank.values()
+        return replicas, rank.optimizer.ledger
+
+    make = lambda model: RandomWalk(model.parameters(), next(made))  # noqa: E731
+    return on_ranks(Vector(count), make, work, policy=policy, loss=p, **SMALL)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
+    steps, begin = 70, 12
+    policy = BoundedDrift(lead=0.0, ownership="elements", overlap=False, guard=None, drift_samples=1024)
+    found = walk(p, steps, policy)
+    shard = 6000 // WORLD
+    pairs, owners = [], []
+    for step in range(begin, steps):
+        replicas = torch.stack([ours[step] for ours, _ in found])
+        for owner in range(WORLD):
+            copies = replicas[:, owner * shard : (owner + 1) * shard]
+            others = [rank for rank in range(WORLD) if rank != owner]
+            owners += [(copies[rank] - copies[owner]).square().mean().item() for rank in others]
+            pairs += [(copies[a] - copies[b]).square().mean().item() for a in others for b in others if a < b]
+    assert mean(pairs) == pytest.approx(theory.pair_drift(p), rel=0.15)
+    assert mean(owners) == pytest.approx(theory.owner_drift(p), rel=0.15)
+    rows = [row for _, ledger in found for row in list(ledger)[begin:]]
+    assert mean([row.pair_drift for row in rows]) == pytest.approx(theory.pair_drift(p), rel=0.15)
+    assert mean([row.owner_drift for row in rows]) == pytest.approx(theory.owner_drift(p), rel=0.15)
+    assert mean([row.update_variance for row in rows]) == pytest.approx(1.0, rel=0.05)
+    assert mean([row.pair_bound for row in rows]) == pytest.approx(theory.pair_drift(p), rel=0.1)
+    assert all(row.lead == 0.0 for row in rows)
+    assert mean([1.0 - mean(list(row.broadcast.values())) for row in rows]) == pytest.approx(p, rel=0.1)
+    assert mean([1.0 - mean(list(row.gradients.values())) for row in rows]) == pytest.approx(p, rel=0.1)
+    sizes = {age: sum(row.lag.get(age, 0) for row in rows) for age in range(4)}
+    for age in range(3):  # copies of one age more are as many times fewer as are lost
+        assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
+    found = walk(p, 40, BoundedDrift(ownership="elements", guard=None))
+    rows = [row for _, ledger in found for row in list(ledger)[10:]]
+    for row in rows:
+        assert row.lead == pytest.approx(theory.lead(row.loss))
+    assert mean([row.lead for row in rows]) == pytest.approx(theory.lead(p), rel=0.1)
+
+
+def bias(lead: float) -> float:
+    """How far replicas are behind the owners where all updates are 1, in updates."""
+
+    class Steady(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(1.0)
+
+    def work(rank: Rank) -> float:
+        lags = []
+        for step in range(60):
+            rank.model(vectors(rank.rank, step)).backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+            if step >= 20:
+                copies = rank.model.numbers.detach()
+                lags.append(float((step + 1) * 4 / 3 - copies.mean() * 4 / 3))  # the owned quarter is not behind
+        return mean(lags)
+
+    policy = BoundedDrift(lead=lead, ownership="elements", overlap=False, guard=None)
+    return mean(
+        on_ranks(Vector(6000), lambda model: Steady(model.parameters(), {}), work, policy=policy, loss=0.3, **SMALL)
+    )
+
+
+def test_with_the_lead_replicas_are_right_on_average() -> None:
+    assert bias(0.0) == pytest.approx(theory.owner_drift(0.3), rel=0.1)
+    assert abs(bias(1.0)) < 0.05
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
+    ages = {}
+    for bound in (None, 4):
+        found = walk(0.3, 40, BoundedDrift(max_lag=bound, guard=None, ownership="elements", overlap=overlap))
+        ages[bound] = max(max(row.lag) for _, ledger in found for row in ledger)
+        assert any(row.fetched for _, ledger in found for row in ledger) == (bound is not None)
+    assert ages[None] > 4
+    assert ages[4] == 4
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_what_was_fetched_is_what_the_owner_sent(wire: torch.dtype) -> None:
+    policy = BoundedDrift(max_lag=1, guard=None, ownership="elements", overlap=False, lead=0.0, wire=wire)
+    found = walk(0.3, 20, policy)
+    # With a bound of 1, what was lost before is fetched now: no copy is further from its owner than its last two steps.
+    for step in range(5, 20):
+        owners = torch.cat([found[owner][0][step][owner * 1500 : (owner + 1) * 1500] for owner in range(WORLD)])
+        for ours, _ in found:
+            assert (ours[step] - owners).abs().max() < 6.0
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_replicas_differ_and_are_the_same_within_exact(p: float) -> None:
+    def work(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rank.train(20)
+        rank.model(vectors(0, 0))  # waits for all that was sent
+        stale = values(rank.model)
+        with exact(rank.model):
+            return stale, values(rank.model)
+
+    found = on_ranks(perceptron(inside=100), adamw, work, policy=BoundedDrift(), loss=p, **SMALL)
+    assert any(not torch.equal(one, other) for one, other in zip(found[0][0], found[1][0], strict=True))
+    for _, ours in found[1:]:
+        assert_same(ours, found[0][1])
+
+
+@functools.cache
+def final_loss(policy: Policy, p: float, steps: int = 60) -> float:
+    alone = perceptron(inside=100)
+    found = trained(alone, adamw, steps, policy=policy, loss=p, **SMALL)[0]
+    with torch.no_grad():
+        for parameter, value in zip(alone.parameters(), found, strict=True):
+            parameter.copy_(value)
+        return mean([regression(alone, vectors(99, step, size=64)).item() for step in range(5)])
+
+
+VARIANTS: dict[str, Policy] = {
+    "plain": BoundedDrift(lead=0.0),
+    "lead": BoundedDrift(),
+    "bfloat16": BoundedDrift(wire=torch.bfloat16),
+    "int8": BoundedDrift(wire=torch.int8),
+    "horvitz-thompson": BoundedDrift(weights="horvitz-thompson"),
+    "horvitz-thompson in int8": BoundedDrift(weights="horvitz-thompson", wire=torch.int8),
+    "bounded": BoundedDrift(max_lag=2, wire=torch.bfloat16),
+    "by parameters": BoundedDrift(ownership="parameters"),
+    "small buckets": BoundedDrift(bucket_mb=1e-3),
+    "model averaging": ModelAveraging(),
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_training_under_loss_ends_about_where_it_ends_without(name: str) -> None:
+    untrained, lossless = final_loss(BoundedDrift(), 0.0, steps=0), final_loss(BoundedDrift(), 0.0)
+    assert lossless < 0.6 * untrained
+    assert final_loss(VARIANTS[name], 0.2) == pytest.approx(lossless, rel=0.1)
+
+
+def test_horvitz_thompson_gives_every_rank_the_same_weight() -> None:
+    """Rank 3 alone has a gradient of 1: the mean is 1/4, and what arrived must not change that on average."""
+
+    def work(rank: Rank) -> float:
+        seen = []
+        for _ in range(60):
+            (rank.model.numbers.sum() * (1.0 if rank.rank == 3 else 0.0)).backward()
+            owned = [each.grad for each in rank.optimizer.param_groups[0]["params"] if each.grad is not None]
+            seen.append(torch.cat([each.flatten() for each in owned]).mean().item())
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+        return mean(seen[20:])
+
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.0)  # noqa: E731
+    policy = BoundedDrift(weights="horvitz-thompson", guard=None)
+    assert on_ranks(Vector(6000), make, work, policy=policy, loss=0.3, **SMALL) == pytest.approx([0.25] * 4, rel=0.1)
+    # The plain mean counts the owner's own for more than the others'.
+    owners = on_ranks(Vector(6000), make, work, policy=BoundedDrift(guard=None), loss=0.3, **SMALL)
+    assert owners[3] == pytest.approx(theory.mean_inverse_count(0.3, 4), rel=0.1)
+    assert owners[0] < 0.95 * 0.25
+
+
+def apart(policy: Policy, steps: int) -> float:
+    """The variance of replicas where nothing but the exchange brings them together."""
+
+    def work(rank: Rank) -> torch.Tensor:
+        rank.train(steps, objective=lambda model, given: model(given))
+        rank.model(vectors(0, 0))
+        return values(rank.model)[0]
+
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)  # noqa: E731
+    found = torch.stack(on_ranks(Vector(6000), make, work, policy=policy, loss=0.3, **SMALL))
+    return float((found - found.mean(0)).square().mean())
+
+
+def test_models_that_are_averaged_stay_together_and_gradients_that_are_do_not_keep_them_so() -> None:
+    averaged = [apart(ModelAveraging(), steps) for steps in (10, 60)]
+    gradients = [apart(GradientAveraging(), steps) for steps in (10, 60)]
+    assert averaged[1] < 2.0 * averaged[0]
+    assert gradients[1] > 4.0 * gradients[0]
+    assert gradients[1] > 10.0 * averaged[1]
+
+
+# --- the ledger and the guard -----------------------------------------------------------------------------------------
+
+
+class Writer:
+    """In the place of torch's SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars[name, step] = value
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        raise AssertionError(text)
+
+
+def test_the_ledger_is_written_as_json_lines_and_to_tensorboard(tmp_path: Path) -> None:
+    def work(rank: Rank) -> None:
+        writer, ledger = Writer(), rank.optimizer.ledger
+        ledger.to_tensorboard(writer)
+        ledger.follow(tmp_path / f"followed {rank.rank}")
+        rank.train(12)
+        rank.values()
+        ledger.write(tmp_path / f"written {rank.rank}")
+        lines = (tmp_path / f"written {rank.rank}").read_text().splitlines()
+        assert lines == (tmp_path / f"followed {rank.rank}").read_text().splitlines()
+        rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
+        assert [row["step"] for row in rows] == list(range(12))
+        assert ledger.summary()["steps"] == len(ledger) == 12
+        for row in rows:
+            assert set(row["broadcast"]) == set(row["gradients"]) == {str(peer) for peer in range(4)} - {str(rank.rank)}
+            assert writer.scalars["storm/arrived", row["step"]] == row["arrived"]
+            assert writer.scalars["storm/lead", row["step"]] == row["lead"]
+            assert row["bytes_sent"] > 0
+        assert all(math.isfinite(value) for value in writer.scalars.values())
+        assert any(name == f"storm/broadcast/from_{(rank.rank + 1) % 4}" for name, _ in writer.scalars)
+
+    on_ranks(perceptron(inside=100), adamw, work, policy=BoundedDrift(), loss=0.1, **SMALL)
