@@ -88,6 +88,8 @@ class BoundedDriftTraining(Training):
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: Bucket) -> None:
+        if self._gradients.came(bucket):
+            self._gate.used(bucket.index)
         self._gate.open([bucket.index])  # of parameters that no module has waited for
         self._reduction.start(bucket)
 

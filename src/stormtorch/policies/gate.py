@@ -1,5 +1,6 @@
 """Parameters that are still on their way are waited for before a module reads them."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 from stormtorch.policies.bucket import Bucket
+
+_log = logging.getLogger("stormtorch")
 
 
 class Gate:
@@ -63,6 +66,15 @@ class Gate:
         self.waited_s += time.perf_counter() - began
         if not self._closed:
             self._passed()
+
+    def used(self, index: int) -> None:
+        """A bucket's parameters have gradients. If nobody has waited for them, nobody will: `step` does from now on."""
+        if index in self._closed and self.overlap:
+            _log.warning(
+                "parameters were used before they had arrived, by code that was compiled before prepare() or that "
+                "reads them without calling their module: from now on, step() waits for them, as with overlap=False"
+            )
+            self.overlap = False
 
     def _hook(self, needed: list[int]) -> Callable[[nn.Module, object], None]:
         # A function and not a method: copies of the model share it, and copy nothing of ours.

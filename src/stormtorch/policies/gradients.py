@@ -123,10 +123,10 @@ class Gradients:
             # No gradient on this rank: the others count on its part all the same.
             for bucket in self._buckets:
                 self._started[bucket.index] = False
-        self._running = False
         for bucket in self._buckets:
             if not self._started[bucket.index]:
                 self._launch(bucket)
+        self._running = False
         self._finish()
         for index, carried in self._carried.items():
             self._buckets[index].own_grads.add_(carried)
@@ -168,6 +168,10 @@ class Gradients:
             for bucket in self._buckets
             for slot, used in zip(bucket.layout.slots, self._used[bucket.index], strict=True)
         }
+
+    def came(self, bucket: Bucket) -> bool:
+        """Whether this backward has brought a gradient of one of a bucket's parameters."""
+        return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
 
     def show(self, used: Sequence[bool]) -> None:
         """Parameters that any rank has used have a gradient on every rank, as they do without us."""
