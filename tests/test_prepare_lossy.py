@@ -58,7 +58,7 @@ class Vector(nn.Module):
         self.numbers = nn.Parameter(torch.zeros(count))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self.numbers.sum() * given.mean()
+        return (self.numbers * given).sum()
 
 
 def walk(p: float, steps: int, policy: BoundedDrift) -> list[tuple[list[torch.Tensor], Any]]:
@@ -68,8 +68,8 @@ def walk(p: float, steps: int, policy: BoundedDrift) -> list[tuple[list[torch.Te
 
     def work(rank: Rank) -> tuple[list[torch.Tensor], Any]:
         replicas = []
-        for step in range(steps):
-            rank.model(vectors(rank.rank, step)).backward()
+        for _ in range(steps):
+            rank.model(torch.ones(1)).backward()
             rank.optimizer.step()
             rank.optimizer.zero_grad()
             replicas.append(rank.model.numbers.detach().clone())
@@ -131,7 +131,7 @@ def bias(lead: float) -> float:
     def work(rank: Rank) -> float:
         lags = []
         for step in range(60):
-            rank.model(vectors(rank.rank, step)).backward()
+            rank.model(torch.ones(1)).backward()
             rank.optimizer.step()
             rank.optimizer.zero_grad()
             if step >= 20:
@@ -246,9 +246,12 @@ def test_horvitz_thompson_gives_every_rank_the_same_weight() -> None:
 def apart(policy: Policy, steps: int) -> float:
     """The variance of replicas where nothing but the exchange brings them together."""
 
+    def noise(rank: int, step: int) -> torch.Tensor:
+        return torch.randn(6000, generator=torch.Generator().manual_seed(1000 * step + rank))
+
     def work(rank: Rank) -> torch.Tensor:
-        rank.train(steps, objective=lambda model, given: model(given))
-        rank.model(vectors(0, 0))
+        rank.train(steps, objective=lambda model, given: model(given), data=noise)
+        rank.model(torch.ones(1))
         return values(rank.model)[0]
 
     make = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)  # noqa: E731
@@ -257,10 +260,10 @@ def apart(policy: Policy, steps: int) -> float:
 
 
 def test_models_that_are_averaged_stay_together_and_gradients_that_are_do_not_keep_them_so() -> None:
-    averaged = [apart(ModelAveraging(), steps) for steps in (10, 60)]
-    gradients = [apart(GradientAveraging(), steps) for steps in (10, 60)]
-    assert averaged[1] < 2.0 * averaged[0]
-    assert gradients[1] > 4.0 * gradients[0]
+    averaged = [apart(ModelAveraging(), steps) for steps in (10, 50)]
+    gradients = [apart(GradientAveraging(), steps) for steps in (10, 50)]
+    assert averaged[1] < 1.5 * averaged[0]
+    assert gradients[1] == pytest.approx(5.0 * gradients[0], rel=0.25)
     assert gradients[1] > 10.0 * averaged[1]
 
 
