@@ -4,6 +4,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import stormtorch
 from conftest import local_world
 from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
 from stormtorch.collectives import Group
@@ -300,6 +302,47 @@ def test_two_models_are_trained_against_each_other() -> None:
 
     for ours in SimNetwork(WORLD).run(body):
         assert_same(ours, [*values(alone[0]), *values(alone[1])])
+
+
+def matrices_and_others(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    others = [each for each in model.parameters() if each.dim() != 2]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+
+
+@pytest.mark.parametrize("clip", [stormtorch.clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
+def test_a_model_may_have_two_optimizers(clip: Callable[..., torch.Tensor]) -> None:
+    alone = perceptron()
+    optimizers = matrices_and_others(alone)
+    for step in range(STEPS):
+        parts = [vectors(rank, part) for rank in range(WORLD) for part in (2 * step, 2 * step + 1)]
+        for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, parts, regression), strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for each in optimizers:
+            each.step()
+    models = [perceptron() for _ in range(WORLD)]
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        model: Any = models[transport.rank]
+        ours = matrices_and_others(model)
+        for each in ours:
+            prepare(model, each, policy=EXACTLY, group=Group(transport, range(WORLD)))
+        with pytest.raises(ValueError, match="already"):
+            prepare(model, adamw(model), policy=EXACTLY, group=Group(transport, range(WORLD)))
+        for step in range(STEPS):
+            with model.no_sync():
+                (regression(model, vectors(transport.rank, 2 * step)) / 2).backward()
+            (regression(model, vectors(transport.rank, 2 * step + 1)) / 2).backward()
+            assert clip(model.parameters(), 0.1) > 0.1
+            for each in ours:
+                each.step()
+                each.zero_grad()
+        with exact(model):
+            return values(model)
+
+    for ours in SimNetwork(WORLD).run(body):
+        assert_close(ours, values(alone))
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

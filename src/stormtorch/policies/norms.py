@@ -184,5 +184,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    gradients[0].norms.scale_own({each.parameter for each in gradients}, factor)
+    # A model with several optimizers has gradients of several kinds.
+    for norms in {id(each.norms): each.norms for each in gradients}.values():
+        norms.scale_own({each.parameter for each in gradients if each.norms is norms}, factor)
     return total

@@ -14,7 +14,7 @@ from stormtorch.collectives import Group
 from stormtorch.policies.averaging import GradientAveragingTraining, ModelAveragingTraining
 from stormtorch.policies.bounded_drift import BoundedDriftTraining
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
-from stormtorch.policies.training import Training, is_prepared, training_of
+from stormtorch.policies.training import Training, together, trainings_of
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -30,6 +30,9 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     the same ones. All ranks call it with the same model and optimizer, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that tells what happened at every step.
 
+    A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
+    the other, on all ranks in the same order.
+
     Args:
         model: Any module whose parameters are float32, bfloat16 or float16, on the CPU or on CUDA.
         optimizer: Any optimizer of torch's or yours. Under `BoundedDrift` it works on this rank's shard, and its state
@@ -43,8 +46,11 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         ValueError: The model or the optimizer cannot be prepared; the message says why.
     """
     policy = BoundedDrift() if policy is None else policy
-    if is_prepared(model):
-        raise ValueError("the model is prepared already")
+    known = {id(parameter) for training in trainings_of(model) for parameter in training.parameters}
+    if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("a parameter of this optimizer is prepared already, with another one")
+    if "training" in optimizer.__dict__:
+        raise ValueError("the optimizer is prepared already")
     ranks = _group(group)
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
@@ -69,12 +75,19 @@ def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
     `GradientAveraging` there is no common value: every rank keeps its own.
     """
-    return training_of(model).exact()
+    return together([each.exact() for each in _trainings(model)])
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within it, backward only adds gradients up; the first one after it exchanges the sum. Also `model.no_sync()`."""
-    return training_of(model).no_sync()
+    return together([each.no_sync() for each in _trainings(model)])
+
+
+def _trainings(model: nn.Module) -> list[Training]:
+    found = trainings_of(model)
+    if not found:
+        raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")
+    return found
 
 
 def _group(group: Any) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from stormtorch.policies.optimizer import adopt, trained
 from stormtorch.transport import WIRE_DTYPES
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
-_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Training]] = weakref.WeakKeyDictionary()
+_trainings: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Training]]] = weakref.WeakKeyDictionary()
 
 
 class Training(ABC):
@@ -50,7 +50,7 @@ class Training(ABC):
         self.bytes_sent()
         adopt(self.optimizer, self)
         self.optimizer.__dict__["ledger"] = self.ledger
-        _trainings[self.model] = weakref.ref(self)
+        _trainings.setdefault(self.model, []).append(weakref.ref(self))
         optimizer_of = weakref.ref(self.optimizer)
         kept = {id(parameter) for parameter in self.model.parameters()} & {id(each) for each in self.parameters}
 
@@ -80,7 +80,13 @@ class Training(ABC):
         self.model.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's, and the next
         self.model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
         # A function and not a method: a copy of the model must not copy all of this.
-        self.model.__dict__["no_sync"] = lambda: self.no_sync()
+        model_of = weakref.ref(self.model)
+
+        def no_sync() -> contextlib.AbstractContextManager[None]:
+            model = model_of()
+            return together(each.no_sync() for each in ([] if model is None else trainings_of(model)))
+
+        self.model.__dict__["no_sync"] = no_sync
 
     # --- what a policy does -----------------------------------------------------------------------------------------
 
@@ -183,19 +189,15 @@ class Training(ABC):
             raise ValueError(f"parameters must be on the CPU or on CUDA, got {', '.join(sorted(devices))}")
 
 
-def training_of(model: nn.Module) -> Training:
-    """The training that a model was prepared for.
-
-    Raises:
-        ValueError: It was not.
-    """
-    found = _trainings.get(model)
-    training = None if found is None else found()
-    if training is None:
-        raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")
-    return training
+def trainings_of(model: nn.Module) -> list[Training]:
+    """The trainings that a model was prepared for, one per optimizer; none if it was not."""
+    return [training for found in _trainings.get(model, ()) if (training := found()) is not None]
 
 
-def is_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` was called for it."""
-    return model in _trainings
+@contextlib.contextmanager
+def together(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Several contexts as one."""
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
