@@ -15,7 +15,7 @@ from conftest import local_world
 from stormtorch import BoundedDrift, Options, exact, faults, prepare
 from stormtorch.bench.ranks import Member, run_ranks
 from stormtorch.collectives import Group
-from stormtorch.policies.training import training_of
+from stormtorch.policies.training import trainings_of
 from stormtorch.transport import Transport
 from training import (
     EXACTLY,
@@ -92,7 +92,7 @@ def compiled(member: Member) -> None:
         rank = prepared(member, before, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not training_of(before)._gate.overlap
+        assert not trainings_of(before)[0]._gate.overlap
 
         torch.compiler.reset()
         in_place = perceptron()
@@ -100,16 +100,16 @@ def compiled(member: Member) -> None:
         rank = prepared(member, in_place, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not training_of(in_place)._gate.overlap
+        assert not trainings_of(in_place)[0]._gate.overlap
 
         torch.compiler.reset()
         model = perceptron()
         rank = prepared(member, model, policy=policy)
-        assert training_of(model)._gate.overlap == overlap
+        assert trainings_of(model)[0]._gate.overlap == overlap
         rank.train(2)
         rank.model = torch.compile(model, backend="aot_eager")
         rank.train(range(2, STEPS))
-        assert not training_of(model)._gate.overlap
+        assert not trainings_of(model)[0]._gate.overlap
         with exact(model):
             assert_same(values(model), expected)
         torch.compiler.reset()
@@ -122,7 +122,7 @@ def compiled_too_early(member: Member) -> None:
     rank = prepared(member, model)
     rank.model = early  # compiled code does not look for hooks that came later
     rank.train(STEPS)
-    assert not training_of(model)._gate.overlap
+    assert not trainings_of(model)[0]._gate.overlap
     with exact(model):
         found = values(model)
     assert_close(found, plain(perceptron(), adamw, STEPS, world=member.world), rtol=0.05, atol=0.01)
@@ -152,7 +152,7 @@ def live_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and not each.is_sparse:
+        if issubclass(type(each), torch.Tensor) and not each.is_sparse:
             for tensor in (each, each.grad if each.is_leaf else None):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
