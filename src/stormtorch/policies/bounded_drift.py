@@ -244,7 +244,10 @@ class BoundedDriftTraining(Training):
         row.bytes_sent = self.bytes_sent()
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
-        first_pass = self._reduction.links.missing if row.guarded else self._broadcast.links.missing
+        first_pass = self._broadcast.links.missing
+        if row.guarded:  # and exact: then gradients tell, unless they are repaired, too
+            lossy = self.policy.gradients.budget == 1.0
+            first_pass = self._reduction.links.missing if lossy else self._broadcast.repaired
         self._guard.watch(first_pass, max(row.lag, default=0))
         self.ledger.add(row)
 

@@ -30,6 +30,7 @@ class Broadcast:
         """What arrived of whom, last time."""
         self.fetched = 0
         """Chunks that were fetched exactly, last time."""
+        self._repaired = 0
         self.groups = groups
         self._buckets = buckets
         self._order = order
@@ -57,6 +58,7 @@ class Broadcast:
         """Begins to count anew."""
         self.links.clear()
         self.fetched = 0
+        self._repaired = 0
 
     def send(
         self,
@@ -132,6 +134,7 @@ class Broadcast:
         (pending,) = begun.result() if isinstance(begun, Future) else begun
         rooms = self._rooms.pop(bucket.index)
         for arrival in pending.wait():
+            self._repaired += arrival.repaired
             self.links.add(self.groups[bucket.index], arrival)
             self._place(bucket, rooms, arrival)
         for owner, where, message, fetching in self._fetches.pop(bucket.index):
@@ -164,6 +167,12 @@ class Broadcast:
                 ages_C.add_(1).masked_fill_(arrived_C, 0)
             if wire.dtype != bucket.dtype:
                 wire.place(rooms[owner], bucket.shard(bucket.host_flat, owner), arrived_C)
+
+    @property
+    def repaired(self) -> float:
+        """What must have been lost of what this rank sent last time, as it had to send so much of it again."""
+        again = self._repaired / max(self.chunks_of(self._rank) * (self._size - 1), 1)
+        return again / (1.0 + again)
 
     # --- ages -------------------------------------------------------------------------------------------------------
 
