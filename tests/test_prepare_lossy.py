@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, exact, theory
+from stormtorch import (
+    EXACT,
+    LOSSY,
+    BoundedDrift,
+    GradientAveraging,
+    ModelAveraging,
+    Options,
+    Reliability,
+    exact,
+    theory,
+)
 from stormtorch.policies.policy import Policy
 from training import (
     WORLD,
@@ -267,7 +277,20 @@ def test_models_that_are_averaged_stay_together_and_gradients_that_are_do_not_ke
     assert gradients[1] > 10.0 * averaged[1]
 
 
-# --- the ledger and the guard -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("gradients", [LOSSY, EXACT], ids=["lossy", "exact"])
+def test_the_guard_holds_as_long_as_too_much_is_lost(gradients: Reliability) -> None:
+    def work(rank: Rank) -> list[bool]:
+        rank.train(60)
+        rank.values()
+        return [row.guarded for row in rank.optimizer.ledger]
+
+    policy = BoundedDrift(gradients=gradients, guard=0.3)
+    for guarded in on_ranks(perceptron(inside=200), adamw, work, policy=policy, loss=0.45, **SMALL):
+        assert not guarded[0]
+        assert all(guarded[4:])
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
 
 
 class Writer:
