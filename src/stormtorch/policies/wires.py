@@ -46,8 +46,7 @@ class Wire:
         full = target.numel() // self.per_chunk
         whole = full * self.per_chunk
         rows = arrived_C[:full]
-        target[:whole].view(full, self.per_chunk)[rows] = (
-            values[:whole].view(full, self.per_chunk)[rows].to(target.dtype)
-        )
+        shape = (full, self.per_chunk)
+        target[:whole].view(shape)[rows] = values[:whole].view(shape)[rows].to(target.dtype)
         if whole < target.numel() and bool(arrived_C[full]):
             target[whole:] = values[whole:]
