@@ -99,7 +99,8 @@ class Gradients:
     def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
         given = parameter.grad
         assert given is not None
-        bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+        with torch.no_grad():  # backward(create_graph=True) has it on
+            bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
         parameter.grad = self._views[bucket.index][place]
 
     def _begin(self) -> None:
