@@ -8,6 +8,7 @@ What changes it in place, as clipping does, also changes what the optimizer is g
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,17 @@ class Gradient(torch.Tensor):
         norms = self.home()
         assert norms is not None, "the optimizer of this model is gone"
         return norms
+
+    def plain(self) -> torch.Tensor:
+        """The same numbers as a tensor like any other."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def __torch_function__(
