@@ -44,6 +44,17 @@ def perceptron(*, inside: int = 24, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, inside), nn.Tanh(), nn.Linear(inside, 6))
 
 
+class Vector(nn.Module):
+    """Nothing but numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.zeros(count))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return (self.numbers * given).sum()
+
+
 class Llama(nn.Module):
     """One block of LLaMA: RMSNorm, rotary attention, SwiGLU; the head is tied to the embedding."""
 
