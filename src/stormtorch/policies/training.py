@@ -42,6 +42,7 @@ class Training(ABC):
         self.steps = 0
         """Optimizer steps so far."""
         self._bytes_sent = 0
+        self._frozen = [each for each in trained(optimizer) if not each.requires_grad]
         self.parameters = trained(optimizer)
         self._check()
 
@@ -56,6 +57,7 @@ class Training(ABC):
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
+                self._check_frozen()
                 # Of kwargs there may be more than the closure, and the closure may be None in either place.
                 self.before_step(closure=any(callable(each) for each in (*args[1:], kwargs.get("closure"))))
 
@@ -171,6 +173,13 @@ class Training(ABC):
                     values = tensor.detach().to("cpu").contiguous()
                     collectives.broadcast(group, values, 0).wait()
                     tensor.copy_(values)
+
+    def _check_frozen(self) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when the model was prepared is so no longer, and has no place in what "
+                "ranks exchange: let all that will ever be trained require a gradient at prepare(), and freeze it afterwards"
+            )
 
     def _check(self) -> None:
         seen: set[int] = set()
