@@ -259,6 +259,8 @@ def test_where_one_rank_overflows_all_skip_the_step(world: int, fused: bool, uns
         for ours, scale in on_ranks(model, make, work, world=world, policy=policy):
             assert scale == 128.0
             assert_close(ours, values(alone))
+    lossy = on_ranks(model, make, work, world=world, policy=BoundedDrift(), loss=0.3)
+    assert [scale for _, scale in lossy] == [128.0] * world
 
 
 def test_what_a_float16_wire_cannot_carry_is_an_overflow_for_all() -> None:

@@ -4,6 +4,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from training import (
     assert_close,
     assert_same,
     mean_gradients,
+    next_word,
     on_ranks,
     perceptron,
     plain,
@@ -32,6 +34,7 @@ from training import (
     trained,
     values,
     vectors,
+    words,
 )
 
 STEPS = 6
@@ -46,6 +49,54 @@ def test_frozen_parameters_stay_and_are_rank_zeros() -> None:
     for ours in trained(model, adamw, STEPS):
         assert_same(ours, plain(model, adamw, STEPS))
         assert_same(ours[:1], values(model)[:1])
+
+
+def test_parameters_may_be_frozen_and_thawed_after_prepare() -> None:
+    def phases(model: Any, train: Callable[[range], object]) -> None:
+        for phase, frozen in enumerate((False, True, False)):
+            model[0].weight.requires_grad_(not frozen)
+            train(range(STEPS * phase, STEPS * (phase + 1)))
+
+    alone = perceptron()
+    optimizer = sgd(alone)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            parts = [vectors(rank, step) for rank in range(WORLD)]
+            plain_step(alone, optimizer, mean_gradients(alone, parts, regression))
+
+    phases(alone, train)
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        phases(rank.model, rank.train)
+        return rank.values()
+
+    for ours in on_ranks(perceptron(), sgd, work):
+        assert_same(ours, values(alone))
+
+
+def test_what_was_frozen_at_prepare_cannot_be_thawed() -> None:
+    model = perceptron()
+    model[0].weight.requires_grad_(False)
+
+    def work(rank: Rank) -> None:
+        rank.train(1)
+        rank.model[0].weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="frozen when the model was prepared"):
+            rank.train(1)
+
+    on_ranks(model, sgd, work)
+
+
+def test_sparse_gradients_of_an_embedding_are_added_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 20))
+    data = lambda rank, step: words(rank, step, count=20)  # noqa: E731
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    dense: Any = copy.deepcopy(model)
+    dense[0].sparse = False
+    for ours in trained(model, make, STEPS, objective=next_word, data=data):
+        assert_same(ours, plain(dense, make, STEPS, objective=next_word, data=data))
 
 
 def test_all_ranks_begin_with_the_parameters_and_buffers_of_rank_zero() -> None:
