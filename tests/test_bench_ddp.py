@@ -169,6 +169,7 @@ def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_lon
         narrow = 2 if result.backend.endswith("bf16") else 1
         assert result.ideal_s == pytest.approx(conditions["line_s"] / narrow)
         assert result.ideal_s == pytest.approx(result.moved_bytes * 8 / 100e6)
+        assert result.ideal_s is not None
         assert result.adds_over_ideal is not None
         assert result.adds_over_ideal == pytest.approx(result.adds_s / result.ideal_s)
         assert result.adds_over_ideal > 1

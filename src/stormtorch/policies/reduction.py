@@ -1,6 +1,5 @@
 """Stage 1: gradients to their owners, each bucket as soon as it is complete, averaged over what arrived."""
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -69,13 +68,14 @@ class Reduction:
 
     def finite(self, bucket: Bucket) -> bool:
         """Whether this rank's gradients are, also as they are sent: float16 ends early."""
-        if not bucket.grads.numel():
-            return True
-        largest = float(torch.linalg.vector_norm(bucket.grads, torch.inf))
-        if self._wire(bucket) == torch.float16:
+        grads = bucket.grads
+        if self._wire(bucket) == torch.float16 and grads.numel():
+            largest = float(torch.linalg.vector_norm(grads, torch.inf))
             chance = 1.0 - max(self.losses) if self._by_chance else 1.0
             return largest / chance <= torch.finfo(torch.float16).max
-        return math.isfinite(largest)
+        # One number that is not finite makes the sum so, and a sum is twenty times as fast as looking at each. Finite
+        # ones may overflow it: then each is looked at.
+        return bool(grads.sum(dtype=torch.float32).isfinite()) or bool(grads.isfinite().all())
 
     @property
     def _by_chance(self) -> bool:
