@@ -14,7 +14,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench bench-lab fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
+.PHONY: help setup demo test lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -25,7 +25,7 @@ ENGINE := $(wildcard engine/*.cpp engine/*.hpp)
 CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp)
 
 help:  ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- the environment -------------------------------------------------------------------------------------------------
 
@@ -66,20 +66,25 @@ bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on
 			--json $(BENCH_OUT)/ddp-$$hosts-hosts.json --plot $(BENCH_OUT)/ddp-$$hosts-hosts.png; \
 	done
 
-# With root, or where users may make namespaces. Bounded: about seventeen minutes on two cores, most of them TCP's.
+# With root, or where users may make namespaces. Bounded: about 25 minutes on two cores, most of them TCP's.
 BENCH_LAB = $(BIN)/stormtorch bench allreduce --hosts 4 --iters 10
-bench-lab: setup  ## measure all-reduce and DDP beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
+bench-lab: setup  ## measure all-reduce and training beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
 	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
 	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
 	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience 20; \
 	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
 	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
 	$(BIN)/stormtorch bench ddp --hosts 4 --rate 400mbit --loss 0.1 --iters 10 --patience 60 \
-		--wires float32,bfloat16,int8 \
+		--params-m 10 --steps 4 --wires float32,bfloat16,int8 \
 		--json $(BENCH_OUT)/lab-ddp-400mbit-loss10.json --plot $(BENCH_OUT)/lab-ddp-400mbit-loss10.png; \
+	$(MAKE) --no-print-directory bench-convergence; \
 	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
 		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
+
+bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes benchmarks/results/lab-convergence-*
+	$(BIN)/stormtorch bench convergence --hosts 4 --rate 400mbit --loss 0.1 --seconds 60 \
+		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
 
 # --- check it --------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ from stormtorch.bench.arguments import (
     DDP_BACKENDS,
     LAB_BACKENDS,
     LAB_DDP_BACKENDS,
+    LAB_LEARNERS,
     LAB_PARAMS,
     LAB_WARMUP,
+    LEARNERS,
     MANNERS,
     PARAMS,
     Backends,
@@ -208,6 +210,106 @@ def ddp(
             report.write(json)
         if plot is not None:
             plot_ddp(report, plot)
+
+
+@app.command()
+def convergence(
+    hosts: Hosts = 4,
+    seconds: Annotated[float, typer.Option(help="Of training for each backend, by the clock.")] = 60.0,
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of training between evaluations, which stop the clock.", show_default="a twentieth of all"
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 4,
+    width: Annotated[
+        int, typer.Option(help="Of the model, a multiple of 64: 4 layers of 256 have 3.2 M parameters.")
+    ] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences that each rank learns from in a step.")] = 4,
+    context: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 64,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            help="Which to compare, separated by commas: any of `bench ddp`.",
+            show_default=f"{LEARNERS}; in a lab {LAB_LEARNERS}",
+        ),
+    ] = None,
+    wires: Wires = "float32,bfloat16",
+    seed: Annotated[int, typer.Option(help="Of weights, batches and loss.")] = 0,
+    json: Json = None,
+    plot: Plot = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up a backend after so many seconds in all.")] = 600.0,
+    rate: Rate = None,
+    loss: Loss = None,
+    burst: Burst = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
+    queue: Queue = None,
+    tcp: Tcp = None,
+    patience_s: Annotated[
+        float,
+        typer.Option(
+            "--patience-s",
+            "--patience",
+            help="Give up a backend over TCP when no evaluation has come for so many seconds.",
+            rich_help_panel="In a lab",
+        ),
+    ] = 60.0,
+) -> None:
+    """Train a small language model and see who comes to the same validation loss first.
+
+    A LLaMA reads the bytes of Python's standard library, with AdamW; one backend after the other, from the same
+    weights and with the same batches. Validation loss is told against the seconds of training.
+    On loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
+    Ctrl-C keeps the backends that were measured.
+
+    [bold]Examples[/bold]
+
+      stormtorch bench convergence --seconds 20
+
+      stormtorch bench convergence --rate 400mbit --loss 0.1 --json learning.json --plot learning.png
+
+      stormtorch bench convergence --rate 100mbit --loss 0.01 --backends gloo-cubic,storm,storm-drift --wires int8
+    """
+    with friendly_errors():
+        from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, run_convergence
+        from stormtorch.bench.display import progress_bar
+        from stormtorch.bench.plot_convergence import plot_convergence
+        from stormtorch.bench.tables import convergence_table
+
+        network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
+        settings = ConvergenceSettings(
+            hosts=hosts,
+            seconds=seconds,
+            every_s=every_s if every_s is not None else seconds / 20,
+            layers=layers,
+            width=width,
+            batch=batch,
+            context=context,
+            lr=lr,
+            seed=seed,
+            backends=backends_of(backends, network, LEARNERS, LAB_LEARNERS),
+            wires=names(wires),
+            network=network,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+        check_outputs(json, plot)
+        report = ConvergenceReport.begin(settings)
+        try:
+            total = round(seconds * len(settings.contenders))
+            with progress_bar(total, f"starting {hosts} processes", unit="s") as advance:
+                for curve in run_convergence(settings, advance):
+                    report.curves.append(curve)
+                    if json is not None:
+                        report.write(json)  # each as soon as it is there: whatever ends the command, they are kept
+        finally:
+            if report.curves:
+                Console().print(convergence_table(report))
+                if plot is not None:
+                    plot_convergence(report, plot)
 
 
 @app.command()

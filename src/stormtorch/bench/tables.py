@@ -19,6 +19,7 @@ from stormtorch.bench.results import AllReduceReport, AllReduceResult
 from stormtorch.bench.samples import median
 
 if TYPE_CHECKING:
+    from stormtorch.bench.convergence import ConvergenceReport
     from stormtorch.bench.ddp import DdpReport
     from stormtorch.bench.sweep import SweepReport
 
@@ -181,6 +182,37 @@ def _cell(result: AllReduceResult, iters: int) -> str:
     if result.median_is_bound:
         return ">" + text
     return text if result.rounds == iters else f"{text} ({result.rounds})"
+
+
+def convergence_table(report: "ConvergenceReport") -> Table:
+    """One row per backend."""
+    conditions = report.conditions
+    where = condition_text(conditions["requested"]) if "requested" in conditions else "loopback"
+    params = report.curves[0].params / 1e6
+    title = f"a language model of {params:.3g} M parameters learns, {conditions['hosts']} ranks, {where}"
+    caption = (
+        f"{conditions['seconds']:g} s of training each, evaluations not counted; one after the other, with the same "
+        "weights and batches."
+    )
+    if report.target is not None:
+        caption += f" Reached: the seconds until a loss of {report.target:.3f}, which all came to"
+        caption += "; speed-up: those of gloo over these." if report.peer else "."
+    table = new_table(title, caption)
+    table.add_column("backend", no_wrap=True)
+    for heading in ("steps", "a step", "last\nloss", "reached", "speed-\nup", "arrived"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for curve in report.curves:
+        reached_s, speedup = report.reached_s(curve), report.speedup(curve)
+        table.add_row(
+            curve.backend,
+            f"{curve.steps[-1]}" + (" (given up)" if curve.gave_up else ""),
+            time_text(curve.step_s) if curve.step_s else "-",
+            f"{curve.losses[-1]:.3f}",
+            time_text(reached_s) if reached_s is not None else "-",
+            ratio_text(speedup) if speedup else "-",
+            share_text(curve.arrived),
+        )
+    return table
 
 
 def _loopback_caption(conditions: dict[str, Any]) -> str:
