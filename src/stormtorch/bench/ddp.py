@@ -289,8 +289,9 @@ def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
             log.samples.append(sample)  # there will be no other
             continue
         _check_alike(stage, replica)
-        # Where a line has a rate, its queue may overflow while a backend finds out about it.
-        if sample.arrived == 1.0:
+        # Where a line has a rate, its queue may overflow while a backend finds out about it; what one rank has lost is
+        # missing in its part of everyone's mean.
+        if stage.everywhere(sample.arrived == 1.0):
             _check_mean(replica, mean)
     return size_bytes
 
