@@ -36,17 +36,24 @@ class Wire:
 
     def place(self, message: torch.Tensor, target: torch.Tensor, arrived_C: torch.Tensor) -> None:
         """Copies what arrived of a message to where it belongs. C chunks."""
+        everything = bool(arrived_C.all())
         values = message
         if self.dtype == torch.int8:
-            values = torch.empty(target.numel(), dtype=torch.float32, device="cpu")
+            # Straight to its place where nothing there has to stay.
+            direct = everything and target.dtype == torch.float32 and target.is_contiguous()
+            values = target if direct else torch.empty(target.numel(), dtype=torch.float32, device="cpu")
             _engine.int8_decode(message.data_ptr(), values.numel(), self.chunk_bytes, values.data_ptr())
-        if bool(arrived_C.all()):
-            target.copy_(values)
+        if everything:
+            if values is not target:
+                target.copy_(values)
             return
         full = target.numel() // self.per_chunk
         whole = full * self.per_chunk
-        rows = arrived_C[:full]
-        shape = (full, self.per_chunk)
-        target[:whole].view(shape)[rows] = values[:whole].view(shape)[rows].to(target.dtype)
+        # All is copied and what was lost put back: most arrives, and picking rows costs more than copying them.
+        rows = target[:whole].view(full, self.per_chunk)
+        lost = (~arrived_C[:full]).nonzero().squeeze(1)
+        stale = rows.index_select(0, lost)
+        target[:whole] = values[:whole]
+        rows.index_copy_(0, lost, stale)
         if whole < target.numel() and bool(arrived_C[full]):
             target[whole:] = values[whole:]
