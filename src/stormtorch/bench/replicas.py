@@ -24,7 +24,7 @@ from stormtorch.bench.tcp import opened_by
 from stormtorch.options import Options
 from stormtorch.policies import BoundedDrift, prepare
 from stormtorch.policies.bounded_drift import BoundedDriftTraining
-from stormtorch.policies.training import training_of
+from stormtorch.policies.training import trainings_of
 from stormtorch.udp import UdpTransport
 
 NO_SYNC = "no_sync"
@@ -197,7 +197,7 @@ class DriftReplica(StormReplica):
         policy = BoundedDrift(wire=WIRES[DRIFT[name]])
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
-        training = training_of(model)
+        (training,) = trainings_of(model)
         assert isinstance(training, BoundedDriftTraining)
         self._training = training
 

@@ -193,7 +193,7 @@ class Members:
 
     def _wait_for_life(self, give_up_at: float) -> None:
         """Whoever asks before the network is back would be let in only to be lost again. Others ping those missing."""
-        health = self.group.transport.health  # type: ignore[attr-defined]  # of a transport with a store
+        health = self.group.transport.health
         before = health()["datagrams_received"]
         while time.monotonic() < give_up_at and health()["datagrams_received"] == before:
             time.sleep(_POLL_S)
