@@ -178,7 +178,7 @@ class Training(ABC):
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RuntimeError(
                 "a parameter that was frozen when the model was prepared is so no longer, and has no place in what "
-                "ranks exchange: let all that is ever trained require a gradient at prepare(), and freeze it afterwards"
+                "ranks exchange: let all that will ever be trained require a gradient at prepare(), and freeze it then"
             )
 
     def _check(self) -> None:
