@@ -82,11 +82,27 @@ class ModelAveragingTraining(_Averaging):
             bucket.release_gradients()
         self._gate = Gate(model, self.buckets, self.end_mean, self._passed, overlap=True)
         self._order = torch.Generator(device="cpu").manual_seed(policy.seed)
+        # GradScaler skips a step by not calling it, and the other ranks would wait for this one's model. An optimizer
+        # that says it can unscale is called all the same.
+        self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer.__dict__["_step_supports_amp_scaling"] = True
         self._exact = self.subgroup("exact")
 
     def before_step(self, *, closure: bool) -> None:
         """The optimizer is about to change what may still be on its way."""
         self._gate.open()
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if self._unscales and found_inf is not None:
+            self._unscale(skip=bool(found_inf), scale=getattr(self.optimizer, "grad_scale", None))
+            self.optimizer.__dict__.update(found_inf=None, grad_scale=None)
+
+    def _unscale(self, *, skip: bool, scale: torch.Tensor | None) -> None:
+        """What GradScaler leaves to us; without gradients, the step changes nothing."""
+        for parameter in self.parameters:
+            if skip:
+                parameter.grad = None
+            elif parameter.grad is not None and scale is not None:
+                parameter.grad.mul_(scale.double().reciprocal().float())
 
     @torch.no_grad()
     def after_step(self) -> None:
