@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
 """The policies under which every rank has a model and an optimizer of its own."""
 
 import copy
@@ -18,6 +20,7 @@ from training import (
     on_ranks,
     perceptron,
     plain,
+    regression,
     trained,
     values,
     vectors,
@@ -92,3 +95,40 @@ def test_a_checkpoint_has_the_mean_model_and_every_rank_goes_on_with_it() -> Non
     found = on_ranks(perceptron(), adamw, work, policy=ModelAveraging(every=100))
     for ours in found:
         assert_same(ours, found[0])
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("unscaling", [True, False], ids=["unscaled to clip", "as it is"])
+@pytest.mark.parametrize("policy", [ModelAveraging(every=100), ModelAveraging(every=2), GradientAveraging()])
+def test_a_rank_that_skips_a_step_still_takes_part(policy: Policy, unscaling: bool, fused: bool) -> None:
+    make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)  # noqa: E731
+    bad = (3, 1)  # step and rank
+
+    def train(rank: Rank) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(STEPS):
+            loss = regression(rank.model, vectors(rank.rank, step))
+            scaler.scale(loss * (torch.inf if (step, rank.rank) == bad else 1.0)).backward()
+            if unscaling:
+                scaler.unscale_(rank.optimizer)
+                nn.utils.clip_grad_norm_(rank.model.parameters(), 0.5)
+            scaler.step(rank.optimizer)
+            scaler.update()
+            rank.optimizer.zero_grad()
+        return scaler.get_scale()
+
+    def work(rank: Rank) -> tuple[float, list[torch.Tensor]]:
+        scale = train(rank)
+        rank.model(vectors(0, 0))
+        found = values(rank.model)
+        rank.values()
+        return scale, found
+
+    found = on_ranks(perceptron(), make, work, policy=policy)
+    assert all(bool(each.isfinite().all()) for _, ours in found for each in ours)
+    if policy == ModelAveraging(every=100):  # each has trained alone, and rank 1 has skipped a step
+        assert [scale for scale, _ in found] == [256.0, 128.0, 256.0, 256.0]
+        for number, (_, ours) in enumerate(found):
+            alone = perceptron()
+            train(Rank(number, WORLD, alone, make(alone)))
+            assert_close(ours, values(alone))
