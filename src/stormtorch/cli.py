@@ -66,7 +66,7 @@ def stormtorch(
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="Processes of this machine, each with a replica: 2 to 64.")] = 4,
-    steps: Annotated[int, typer.Option(help="Of each of three trainings.")] = 60,
+    steps: Annotated[int, typer.Option(help="Of each of three trainings.")] = 100,
     loss: Annotated[float, typer.Option(help="Fraction of the datagrams to lose: 0 to 0.9.")] = 0.1,
 ) -> None:
     """Train a small language model on this machine while a tenth of the datagrams is lost.

@@ -85,11 +85,11 @@ def lm(
     ranks: Ranks = 4,
     steps: Steps = 200,
     seeds: Seeds = 1,
-    batch: Batch = 8,
+    batch: Batch = 32,
     lr: Lr = 1e-3,
     context: Annotated[int, typer.Option(help="Bytes of each example.")] = 64,
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 4,
-    width: Annotated[int, typer.Option(help="Of the model, a multiple of 16: 128 makes 0.82 M parameters.")] = 128,
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 2,
+    width: Annotated[int, typer.Option(help="Of the model, a multiple of 16: 64 makes 0.12 M parameters.")] = 64,
     text: Annotated[
         Path | None,
         typer.Option(help="Learn from this file.", show_default="the source of Python's standard library"),
@@ -109,7 +109,7 @@ def lm(
 ) -> None:
     """Train a small language model over a network that loses, policies side by side.
 
-    A LLaMA of 0.82 million parameters that learns the next byte, with AdamW.
+    A LLaMA of 0.12 million parameters that learns the next byte, with AdamW.
     Each policy begins with the same weights and sees the same batches, so differences come from the loss alone.
     Datagrams are lost on purpose where they arrive, which needs no root; or really, in a lab.
     The table tells the perplexity on files held out, the time of a step, and how far replicas drifted apart.

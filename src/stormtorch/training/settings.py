@@ -24,8 +24,8 @@ class TrainSettings:
     seeds: int = 1
     """Trainings of each policy. Each seed has weights, batches and loss of its own."""
     steps: int = 200
-    batch: int = 8
-    """Examples of each rank in a step."""
+    batch: int = 32
+    """Examples of each rank in a step. With few of them, the noise of the gradients hides what loss does."""
     lr: float = 1e-3
     """The highest learning rate: it rises in the first twentieth of the steps and falls to a tenth, as a cosine."""
     loss: float = 0.1
@@ -86,8 +86,8 @@ class LmSettings(TrainSettings):
 
     context: int = 64
     """Bytes of each example."""
-    layers: int = 4
-    width: int = 128
+    layers: int = 2
+    width: int = 64
     text: Path | None = None
     """What to learn from; None is the source of Python's standard library."""
 
