@@ -88,6 +88,9 @@ class ModelAveragingTraining(_Averaging):
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         self._exact = self.subgroup("exact")
 
+    def complete_gradients(self) -> None:
+        """They are not exchanged."""
+
     def before_step(self, *, closure: bool) -> None:
         """The optimizer is about to change what may still be on its way."""
         self._gate.open()
@@ -158,6 +161,7 @@ class GradientAveragingTraining(_Averaging):
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
         self._gradients = Gradients(self.buckets, self._start, self._finish)
+        self._gradients.end = self.backward_ended
         self._waited_s = 0.0
 
     def _start(self, bucket: Bucket) -> None:
@@ -168,6 +172,11 @@ class GradientAveragingTraining(_Averaging):
         for bucket in self.buckets:
             self.end_mean(bucket)
         self._waited_s = time.perf_counter() - began
+
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, unless `no_sync` forbids it."""
+        if self._gradients.syncing:
+            self._gradients.complete()
 
     def before_step(self, *, closure: bool) -> None:
         """Gradients are waited for, unless a closure will make them."""

@@ -72,6 +72,7 @@ class BoundedDriftTraining(Training):
             self._channel("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()
         )
         self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
+        self._gradients.end = self.backward_ended
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self._repair = self._channel("exact")
         self._last_broadcast_exact = True
@@ -189,6 +190,11 @@ class BoundedDriftTraining(Training):
         self._gradients.show(used_P.tolist())
 
     # --- the step, and stage 2 --------------------------------------------------------------------------------------
+
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, unless `no_sync` forbids it."""
+        if self._gradients.syncing:
+            self._gradients.complete()
 
     def before_step(self, *, closure: bool) -> None:
         """Gradients are waited for, unless a closure will make them."""

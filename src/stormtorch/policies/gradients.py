@@ -33,6 +33,8 @@ class Gradients:
         self.syncing = True
         self.reduced = False
         """Whether the gradients that are there now were exchanged."""
+        self.end: Callable[[], None] = self.complete
+        """Called when a backward that has brought gradients is over."""
         self._buckets = buckets
         self._start = start
         self._finish = finish
@@ -113,7 +115,9 @@ class Gradients:
     def _end(self) -> None:
         # Of a backward within a backward, as checkpointing does: the outer one goes on, and may bring what is awaited.
         within = torch._C._current_autograd_node() is not None
-        if self._running and (not within or all(self._started)):
+        if self._running and not within:
+            self.end()
+        elif self._running and all(self._started):
             self.complete()
 
     def complete(self) -> None:

@@ -90,7 +90,19 @@ class Training(ABC):
 
         self.model.__dict__["no_sync"] = no_sync
 
+    def backward_ended(self) -> None:
+        """Completes the gradients of all optimizers of the model, in the same order on all ranks.
+
+        A backward may have brought gradients for one of them here and for another one elsewhere.
+        """
+        for training in trainings_of(self.model):
+            training.complete_gradients()
+
     # --- what a policy does -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, for policies that have one, unless `no_sync` forbids it."""
 
     @abstractmethod
     def before_step(self, *, closure: bool) -> None:
