@@ -261,3 +261,38 @@ def test_looking_at_a_model_in_inference_mode_does_no_harm() -> None:
     for ours in on_ranks(perceptron(), adamw, work):
         assert_same(ours, plain(perceptron(), adamw, STEPS))
     on_ranks(perceptron(), adamw, work, policy=BoundedDrift(max_lag=1), loss=0.3)
+
+
+class Branches(nn.Module):
+    """Uses one of two layers; each has an optimizer of its own."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.chosen = nn.ModuleList([nn.Linear(8, 6), nn.Linear(8, 6)]), chosen
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[self.chosen](given)
+        return out
+
+
+def test_ranks_may_use_what_different_optimizers_train() -> None:
+    models = [Branches(rank % 2) for rank in range(WORLD)]
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        model = models[transport.rank]
+        ours = [adamw(each) for each in model.layers]
+        for each in ours:
+            prepare(model, each, policy=EXACTLY, group=Group(transport, range(WORLD)))
+        for step in range(STEPS):
+            regression(model, vectors(transport.rank, step)).backward()
+            for each in ours:
+                each.step()
+                each.zero_grad()
+        with exact(model):
+            return values(model)
+
+    found = SimNetwork(WORLD).run(body)
+    for ours in found:
+        assert_same(ours, found[0])
+    assert all(not torch.equal(one, other) for one, other in zip(found[0], values(Branches(0)), strict=True))
