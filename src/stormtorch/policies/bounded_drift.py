@@ -250,11 +250,12 @@ class BoundedDriftTraining(Training):
         row.bytes_sent = self.bytes_sent()
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
-        first_pass = self._broadcast.links.missing
+        # No guard can bring back what a rank that is not there would send.
+        first_pass = self._broadcast.links.missing(row.missing)
         if row.guarded:  # and exact: then gradients tell, unless they are repaired, too
             lossy = self.policy.gradients.budget == 1.0
-            first_pass = self._reduction.links.missing if lossy else self._broadcast.repaired
-        self._guard.watch(first_pass, max(row.lag, default=0))
+            first_pass = self._reduction.links.missing(row.missing) if lossy else self._broadcast.repaired
+        self._guard.watch(first_pass, self._broadcast.oldest(row.missing))
         self.ledger.add(row)
 
     # --- those that return ------------------------------------------------------------------------------------------

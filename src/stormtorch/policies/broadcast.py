@@ -1,6 +1,6 @@
 """Stage 2: an owner's parameters to everyone, ahead of themselves; what is lost stays as it was and grows older."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -195,6 +195,13 @@ class Broadcast:
             return {}
         counts = torch.bincount(torch.cat(others))
         return {age: count for age, count in enumerate(counts.tolist()) if count}
+
+    def oldest(self, without: Collection[int]) -> int:
+        """Age of the oldest copy, but for those of some owners."""
+        spared = {*without, self._rank}
+        return max(
+            (int(age.max()) for ages in self.ages for owner, age in enumerate(ages) if owner not in spared), default=0
+        )
 
     def refresh(self, bucket: Bucket, group: Group, arrival: Arrival) -> None:
         """All copies that an exact exchange has brought are new."""

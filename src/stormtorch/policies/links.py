@@ -1,5 +1,7 @@
 """What arrived of each peer, over several exchanges."""
 
+from collections.abc import Collection
+
 from stormtorch.collectives import Group
 from stormtorch.transport import Arrival
 
@@ -31,8 +33,8 @@ class Links:
         """Of every peer that was expected to send."""
         return {peer: fraction for peer in range(len(self._chunks)) if (fraction := self.fraction(peer)) is not None}
 
-    @property
-    def missing(self) -> float:
-        """Of all chunks."""
-        chunks = sum(self._chunks)
-        return 1.0 - sum(self._arrived) / chunks if chunks else 0.0
+    def missing(self, without: Collection[int] = ()) -> float:
+        """Of all chunks, but for those of some peers."""
+        peers = [peer for peer in range(len(self._chunks)) if peer not in without]
+        chunks = sum(self._chunks[peer] for peer in peers)
+        return 1.0 - sum(self._arrived[peer] for peer in peers) / chunks if chunks else 0.0
