@@ -65,7 +65,7 @@ class Gradients:
         def before(_gradient: torch.Tensor) -> None:
             gradients = found()
             if gradients is not None and (gradients.reduced or gradients._running):
-                gradients._expect(gradients._buckets[index], place)
+                gradients._expect(gradients._buckets[index])
 
         def after(parameter: torch.Tensor) -> None:
             gradients = found()
@@ -74,12 +74,13 @@ class Gradients:
 
         return before, after
 
-    def _expect(self, bucket: Bucket, place: int) -> None:
+    def _expect(self, bucket: Bucket) -> None:
         if self._running and self._started[bucket.index]:
             # A second gradient of one backward, as of a parameter in two parts that are recomputed: what is on its way
             # must not change, so it goes first and the rest follows.
             self.complete()
-        if self.reduced and bucket.parameters[place].grad is not None:
+        if self.reduced:
+            # The first gradient that comes may be of a parameter that had none, and others follow that had.
             self._carry()
 
     def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
@@ -154,6 +155,8 @@ class Gradients:
         """Gradients that were exchanged are about to be added to: the result is kept apart, and what comes is new."""
         self.reduced = False
         for bucket in self._buckets:
+            if all(parameter.grad is None for parameter in bucket.parameters):
+                continue
             carried = bucket.own_grads.clone()
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:

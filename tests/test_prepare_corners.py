@@ -1,0 +1,81 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
+"""Corners of training loops: losses that share a trunk, accumulation, errors, values changed by hand."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from stormtorch import BoundedDrift
+from stormtorch.policies.policy import Policy
+from training import (
+    EXACTLY,
+    Rank,
+    assert_close,
+    on_ranks,
+    perceptron,
+    plain,
+    regression,
+    sgd,
+    vectors,
+)
+
+STEPS = 4
+
+
+class Heads(nn.Module):
+    """A trunk and two heads, each with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 6), nn.Linear(16, 6)])
+
+    def forward(self, given: torch.Tensor, head: int | None = None) -> torch.Tensor:
+        y = self.trunk(given).tanh()
+        out: torch.Tensor = self.heads[0](y) + self.heads[1](y).square() if head is None else self.heads[head](y)
+        return out
+
+
+def both(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    return sum(one_head(model, given, head) for head in range(2))  # type: ignore[return-value]
+
+
+def one_head(model: nn.Module, given: torch.Tensor, head: int) -> torch.Tensor:
+    out: torch.Tensor = model(given, head)
+    return (out - given[:, :6].sin()).square().mean()
+
+
+@pytest.mark.parametrize("policy", [EXACTLY, BoundedDrift()], ids=["exact", "drift"])
+def test_losses_that_share_a_trunk_add_up_where_each_has_a_backward(policy: Policy) -> None:
+    def work(rank: Rank) -> list[torch.Tensor]:
+        for step in range(STEPS):
+            for head in range(2):
+                one_head(rank.model, vectors(rank.rank, step), head).backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+        return rank.values()
+
+    for ours in on_ranks(Heads(), sgd, work, policy=policy):
+        assert_close(ours, plain(Heads(), sgd, STEPS, objective=both), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_accumulated_after_the_models_own_zero_grad() -> None:
+    parts = 3
+
+    def data(rank: int, step: int) -> torch.Tensor:
+        return torch.cat([vectors(rank, parts * step + part) for part in range(parts)])
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        for step in range(STEPS):
+            for part in range(parts):
+                with rank.model.no_sync() if part < parts - 1 else contextlib.nullcontext():
+                    (regression(rank.model, vectors(rank.rank, parts * step + part)) / parts).backward()
+            rank.optimizer.step()
+            rank.model.zero_grad()
+        return rank.values()
+
+    for ours in on_ranks(perceptron(), sgd, work):
+        assert_close(ours, plain(perceptron(), sgd, STEPS, data=data), rtol=1e-5, atol=1e-6)
