@@ -39,6 +39,22 @@ def test_gradient_averaging_without_loss_is_training_in_one_process(policy: Poli
         assert_close(ours, plain(perceptron(), adamw, STEPS))
 
 
+def test_gradient_averaging_adds_up_several_backwards() -> None:
+    def data(rank: int, step: int) -> torch.Tensor:
+        return torch.cat([vectors(rank, 2 * step + part) for part in range(2)])
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        for step in range(STEPS):
+            for part in range(2):
+                (regression(rank.model, vectors(rank.rank, 2 * step + part)) / 2).backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+        return rank.values()
+
+    for ours in on_ranks(perceptron(), simple, work, policy=GradientAveraging()):
+        assert_close(ours, plain(perceptron(), simple, STEPS, data=data))
+
+
 @pytest.mark.parametrize("policy", [ModelAveraging(), ModelAveraging(reliability=EXACT, bucket_mb=1e-4)])
 def test_model_averaging_at_every_step_is_plain_sgd_where_nothing_is_lost(policy: Policy) -> None:
     for ours in trained(perceptron(), simple, STEPS, policy=policy):

@@ -38,6 +38,7 @@ class Gradients:
         self._buckets = buckets
         self._start = start
         self._finish = finish
+        self._sharded = norms is not None
         self._running = False
         self._task = -1
         """The backward that calls `_end` when it is over."""
@@ -154,6 +155,8 @@ class Gradients:
     def _carry(self) -> None:
         """Gradients that were exchanged are about to be added to: the result is kept apart, and what comes is new."""
         self.reduced = False
+        if not self._sharded:
+            return  # every rank has all of the mean, and the mean of that is the same
         for bucket in self._buckets:
             if all(parameter.grad is None for parameter in bucket.parameters):
                 continue
