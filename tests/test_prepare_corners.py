@@ -3,22 +3,28 @@
 """Corners of training loops: losses that share a trunk, accumulation, errors, values changed by hand."""
 
 import contextlib
+import time
 
 import pytest
 import torch
 from torch import nn
 
-from stormtorch import BoundedDrift
+from conftest import local_world
+from stormtorch import BoundedDrift, ModelAveraging, prepare
+from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
+from stormtorch.transport import Transport
 from training import (
     EXACTLY,
     Rank,
     assert_close,
+    assert_same,
     on_ranks,
     perceptron,
     plain,
     regression,
     sgd,
+    values,
     vectors,
 )
 
@@ -79,3 +85,22 @@ def test_gradients_are_accumulated_after_the_models_own_zero_grad() -> None:
 
     for ours in on_ranks(perceptron(), sgd, work):
         assert_close(ours, plain(perceptron(), sgd, STEPS, data=data), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [EXACTLY, BoundedDrift(), ModelAveraging()], ids=["exact", "drift", "models"])
+def test_what_is_loaded_is_not_overwritten_by_what_was_on_its_way(policy: Policy) -> None:
+    other = perceptron(inside=2000, seed=5)
+    models = [perceptron(inside=2000) for _ in range(2)]
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        model = models[transport.rank]
+        _, optimizer = prepare(model, sgd(model), policy=policy, group=Group(transport, range(2)))
+        Rank(transport.rank, 2, model, optimizer).train(2)
+        if transport.rank:
+            time.sleep(0.2)  # the other has loaded before the last of this one arrives
+        model.load_state_dict(other.state_dict())
+        model(vectors(0, 0))
+        return values(model)
+
+    for ours in local_world(2, body):
+        assert_same(ours, values(other))

@@ -131,6 +131,10 @@ class ModelAveragingTraining(_Averaging):
         """Nothing is exchanged in backward anyway."""
         return contextlib.nullcontext()
 
+    def wait(self) -> None:
+        """Returns when the last averaging has ended."""
+        self._gate.open()
+
     @torch.no_grad()
     def synchronise(self) -> None:
         """Every rank gets the mean of all models."""
@@ -195,6 +199,9 @@ class GradientAveragingTraining(_Averaging):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within it, backward exchanges nothing."""
         return self._gradients.no_sync()
+
+    def wait(self) -> None:
+        """Parameters are never on their way."""
 
     def synchronise(self) -> None:
         """There is no common value: every rank keeps its own."""

@@ -69,6 +69,10 @@ class Training(ABC):
             if module is self.model:
                 self.synchronise()
 
+        def loading(module: nn.Module, *_: Any) -> None:
+            if module is self.model:
+                self.wait()  # what is on its way would overwrite what is loaded
+
         def loaded(module: nn.Module, _keys: Any) -> None:
             if module is self.model:
                 if not kept <= {id(parameter) for parameter in module.parameters()}:
@@ -80,6 +84,7 @@ class Training(ABC):
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
         self.model.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's, and the next
+        self.model.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
         self.model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
         # A function and not a method: a copy of the model must not copy all of this.
         model_of = weakref.ref(self.model)
@@ -123,6 +128,10 @@ class Training(ABC):
     @abstractmethod
     def synchronise(self) -> None:
         """Every rank's parameters become what the policy holds for true. All ranks must call it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the parameters of the last step are here, or lost."""
 
     @abstractmethod
     def loaded(self) -> None:
