@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from conftest import local_world
-from stormtorch import BoundedDrift, ModelAveraging, prepare
+from stormtorch import EXACT, BoundedDrift, ModelAveraging, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.transport import Transport
 from training import (
     EXACTLY,
     Rank,
+    adamw,
     assert_close,
     assert_same,
     on_ranks,
@@ -104,3 +105,21 @@ def test_what_is_loaded_is_not_overwritten_by_what_was_on_its_way(policy: Policy
 
     for ours in local_world(2, body):
         assert_same(ours, values(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_may_be_clipped_by_hand(dtype: torch.dtype) -> None:
+    def work(rank: Rank) -> float:
+        for step in range(STEPS):
+            regression(rank.model, vectors(rank.rank, step).to(dtype)).backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+            with torch.no_grad():
+                for each in rank.model.parameters():
+                    each.clamp_(-0.01, 0.01)
+        rank.optimizer.step()
+        return max(float(each.abs().max()) for each in rank.values())
+
+    policy = BoundedDrift(gradients=EXACT, broadcast=EXACT, overlap=False)
+    for largest in on_ranks(perceptron().to(dtype), adamw, work, policy=policy):
+        assert largest < 0.011

@@ -201,6 +201,9 @@ class BoundedDriftTraining(Training):
         if not closure:
             self._gradients.complete()
         self._gate.open()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.follow()
         self._shards.begin_step()
         p = min(self._loss.value, _MOST_LOSS)
         self._lead = 0.0 if self._guarded or self.policy.broadcast.exact else self.policy.lead * theory.lead(p)

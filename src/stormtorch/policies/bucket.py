@@ -103,11 +103,14 @@ class Bucket:
         if self.masters is not self.own:
             self.own.copy_(self.masters)
 
-    def adopt(self) -> None:
-        """After values were loaded: masters follow the parameters, unless they say the same in more bits."""
+    def follow(self) -> None:
+        """Masters follow the parameters of this rank where those were changed by hand: they say the same elsewhere."""
         if self.masters is not self.own:
             self.masters.copy_(torch.where(self.masters.to(self.dtype) == self.own, self.masters, self.own.float()))
-            self.own.copy_(self.masters)
+
+    def adopt(self) -> None:
+        """After values were loaded: masters follow the parameters, unless they say the same in more bits."""
+        self.follow()
         if self.on_gpu:
             self.host_flat.copy_(self.flat)
 
