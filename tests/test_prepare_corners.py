@@ -4,6 +4,7 @@
 
 import contextlib
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,32 @@ def test_parameters_may_be_clipped_by_hand(dtype: torch.dtype) -> None:
     policy = BoundedDrift(gradients=EXACT, broadcast=EXACT, overlap=False)
     for largest in on_ranks(perceptron().to(dtype), adamw, work, policy=policy):
         assert largest < 0.011
+
+
+class Failing(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("bucket_mb", [8.0, 1e-5], ids=["one bucket", "many"])
+def test_a_batch_whose_backward_fails_on_all_ranks_may_be_skipped(bucket_mb: float) -> None:
+    def work(rank: Rank) -> list[torch.Tensor]:
+        first, activation, last = rank.model
+        for step in range(STEPS):
+            rank.train(range(step, step + 1))
+            loss = last(Failing.apply(activation(first(vectors(rank.rank, step))))).sum()
+            with pytest.raises(ValueError, match="in backward"):
+                loss.backward()
+            rank.optimizer.zero_grad()
+        return rank.values()
+
+    policy = BoundedDrift(gradients=EXACT, broadcast=EXACT, bucket_mb=bucket_mb)
+    for ours in on_ranks(perceptron(), sgd, work, policy=policy):
+        assert_same(ours, plain(perceptron(), sgd, STEPS))

@@ -193,6 +193,10 @@ class Gradients:
 
     def clear(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
+        if self._running:
+            # Backward has failed, and some of it is on its way: it ends here, as on the other ranks, so that the next
+            # one's gradients are not taken for its rest.
+            self.complete()
         self.reduced = False
         self._carried.clear()
         for bucket in self._buckets:
