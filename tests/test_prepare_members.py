@@ -1,0 +1,116 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
+"""Ranks that die and return while the others train on."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from conftest import store_of_threads
+from stormtorch import BoundedDrift, Options, connect, exact, prepare
+from stormtorch.collectives import Group
+from stormtorch.rendezvous import rejoin
+from stormtorch.udp import UdpTransport
+
+OPTIONS = Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)
+WORLD = 4
+
+
+class Numbers(nn.Module):
+    """More of them than go to everyone in one trip, and a count."""
+
+    def __init__(self, value: float, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.full((100_000,), value))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.tensor(count))
+
+    def forward(self) -> torch.Tensor:
+        return self.numbers.sum()
+
+
+def prepared(transport: UdpTransport, model: nn.Module, give_up_s: float = 20.0) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prepare(model, optimizer, policy=BoundedDrift(give_up_s=give_up_s), group=Group(transport, range(WORLD)))
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_threads(works: list[Callable[[], None]], within_s: float = 40.0) -> None:
+    errors: list[BaseException] = []
+
+    def body(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(work,), daemon=True) for work in works]
+    for each in threads:
+        each.start()
+    end = time.monotonic() + within_s
+    for each in threads:
+        each.join(max(end - time.monotonic(), 0.0))
+    if errors:
+        raise errors[0]
+    assert not any(each.is_alive() for each in threads), "a rank hangs"
+
+
+def test_a_rank_returns_while_another_is_dead() -> None:
+    store = store_of_threads()
+    done = threading.Event()
+    found: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def live(rank: int, transport: UdpTransport, model: Numbers, optimizer: torch.optim.Optimizer) -> None:
+        # As many steps for everyone from the epoch on, which all know.
+        while not any("returns" in event for row in optimizer.ledger for event in row.events):  # type: ignore[attr-defined]
+            step(model, optimizer)
+            time.sleep(0.01)
+        finish(rank, model)
+
+    def finish(rank: int, model: Numbers) -> None:
+        with exact(model):
+            found[rank] = (model.numbers.detach().clone(), int(model.count))
+
+    def first(rank: int) -> None:
+        transport = connect(store, rank, WORLD, OPTIONS)
+        model = Numbers(1.0, 7)
+        optimizer = prepared(transport, model)
+        for _ in range(2):
+            step(model, optimizer)
+        if rank >= 2:
+            with exact(model):
+                pass
+            transport.close(0.2)
+            if rank == 2:
+                again()
+            return
+        with exact(model):
+            pass
+        live(rank, transport, model, optimizer)
+        done.wait(5.0)
+        transport.close()
+
+    def again() -> None:
+        transport = rejoin(store, 2, WORLD, OPTIONS)
+        model = Numbers(0.0, 0)
+        prepared(transport, model)
+        finish(2, model)
+        done.set()
+        transport.close()
+
+    in_threads([lambda rank=rank: first(rank) for rank in range(WORLD)])  # type: ignore[misc]
+    for rank in range(3):
+        numbers, count = found[rank]
+        assert torch.equal(numbers, torch.ones(100_000)), (
+            f"rank {rank}: {int((numbers != 1).sum())} were not handed over"
+        )
+        assert count == 7
