@@ -2,9 +2,11 @@
 # torch's own backward is untyped.
 """Ranks that die and return while the others train on."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from conftest import store_of_threads
 from stormtorch import BoundedDrift, Options, connect, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.policies.members import Members
 from stormtorch.rendezvous import rejoin
 from stormtorch.udp import UdpTransport
 
@@ -114,3 +117,15 @@ def test_a_rank_returns_while_another_is_dead() -> None:
             f"rank {rank}: {int((numbers != 1).sum())} were not handed over"
         )
         assert count == 7
+
+
+def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way() -> None:
+    store = store_of_threads()
+    transport = SimpleNamespace(rank=2, store=store, incarnation=lambda _rank: 1)
+    members = Members(SimpleNamespace(transport=transport, rank=2, size=3, ranks=(0, 1, 2)), "t", 100, 5.0)  # type: ignore[arg-type]
+    answer = {"step": 9, "members": [0, 1, 2], "joins": {"2": True}, "root": 0}
+    store.set("stormtorch/t/epoch/1", json.dumps(answer))
+    store.add("stormtorch/t/here/1", 1)  # rank 1 will not come
+    began = time.monotonic()
+    assert members.ask_in().number == 1
+    assert time.monotonic() - began < 2.0

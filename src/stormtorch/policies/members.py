@@ -19,6 +19,8 @@ _log = logging.getLogger("stormtorch")
 # Steps between an answer and the new epoch: no rank is further ahead of another, as each step needs all reports.
 _NOTICE_STEPS = 3
 _POLL_S = 0.05
+# Once somebody has begun the epoch, whoever has not after so much of `give_up_s` has died on the way.
+_PATIENCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class Members:
         give_up_at = time.monotonic() + self._give_up_s
         _log.warning("rank %d: waits to be let in", self.group.rank)
         asked = -1
+        began_at: float | None = None
         try:
             if not self.restarted:
                 self._wait_for_life(give_up_at)
@@ -182,8 +185,13 @@ class Members:
                         asked = latest
                         request = json.dumps({"restarted": self.restarted})
                         self._store.set(self._key("request", asked, self.group.rank), request)
-                elif self._store.add(self._key("here", epoch.number), 0) >= len(epoch.members) - len(epoch.joins):
-                    return epoch
+                else:
+                    here = self._store.add(self._key("here", epoch.number), 0)
+                    began_at = time.monotonic() if here and began_at is None else began_at
+                    if here >= len(epoch.members) - len(epoch.joins):
+                        return epoch
+                    if began_at is not None and time.monotonic() - began_at > _PATIENCE * self._give_up_s:
+                        return epoch
                 time.sleep(_POLL_S)
         except RuntimeError as error:
             raise self._given_up(self.group.rank, f"it is cut off, and the store does not answer: {error}") from error
