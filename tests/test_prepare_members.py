@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,7 +18,10 @@ from stormtorch import BoundedDrift, Options, connect, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.members import Members
 from stormtorch.rendezvous import rejoin
+from stormtorch.sim import SimNetwork
+from stormtorch.transport import Transport
 from stormtorch.udp import UdpTransport
+from training import Vector
 
 OPTIONS = Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)
 WORLD = 4
@@ -129,3 +134,27 @@ def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way() -> Non
     began = time.monotonic()
     assert members.ask_in().number == 1
     assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
+def test_a_rank_that_is_missing_does_not_shrink_the_gradient(weights: Any) -> None:
+    network = SimNetwork(WORLD, seed=1)
+    models = [Vector(400) for _ in range(WORLD)]
+
+    def body(transport: Transport) -> torch.Tensor:
+        model = models[transport.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        prepare(model, optimizer, policy=BoundedDrift(weights=weights), group=Group(transport, range(WORLD)))
+        for number in range(6):
+            if number == 2 and transport.rank == 3:
+                network.set_dark(3, True)
+                break
+            model(torch.ones(400)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own: torch.Tensor = optimizer.param_groups[0]["params"][0]
+        return own.detach()
+
+    for own in network.run(body)[:3]:
+        # But for the step in which it fell silent.
+        assert own.mean() <= -5.7

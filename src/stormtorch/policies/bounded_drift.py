@@ -126,6 +126,7 @@ class BoundedDriftTraining(Training):
         row.missing = self._members.hear(set(reports), self.steps, row.events)
         if self._members.cut_off:
             return False
+        self._reduction.present = self.group.size - len(row.missing)
         self._learn(reports, row, samples_S)
         for report in reports.values():
             used_P |= report.used_P
@@ -278,6 +279,7 @@ class BoundedDriftTraining(Training):
         self._reports.group, self._norms.group = self._channel("reports"), self._channel("norms")
         self._repair = self._channel("exact")
         self._last_broadcast_exact = True
+        self._reduction.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
         if new:
             self._hand_over(epoch, new)

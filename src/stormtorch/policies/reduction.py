@@ -32,6 +32,8 @@ class Reduction:
         self.variance_inflation = 1.0
         self.losses = [0.0] * groups[0].size
         """Of this rank's gradients at each owner, as that one tells; for weights by the chance to arrive."""
+        self.present = groups[0].size
+        """Ranks that are there, as far as is known: the weights of those that are missing go to the others."""
         self.groups = groups
         self._policy = policy
         self._buckets = buckets
@@ -100,11 +102,11 @@ class Reduction:
         return collectives.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
 
     def _weigh(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
-        """Senders have scaled by the inverse chance, so what counts is the sum over all ranks, lost ones as zero."""
+        """Senders have scaled by the inverse chance, so what counts is the sum over all ranks, lost parts as zero."""
         if not self._by_chance:
             return
         group = self.groups[bucket.index]
         wire = Wire(self._wire(bucket), group.transport.chunk_bytes)
         out = bucket.host_own_grads
-        factor_C = counts_C.float() / group.size
+        factor_C = counts_C.float() / self.present
         out.mul_(factor_C.repeat_interleave(wire.per_chunk)[: out.numel()])
