@@ -1,21 +1,25 @@
 """A rank is killed, the others go on, another process takes its place, and all go on together."""
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but its types do not
 
 from conftest import OPTIONS, store_of_threads
-from stormtorch import Options, cards, connect
+from stormtorch import LOSSY, Options, StormError, cards, connect
 from stormtorch.backend.creation import _generation_of_others
-from stormtorch.rendezvous import rejoin, returned
+from stormtorch.collectives import Group, all_reduce
+from stormtorch.rendezvous import reincarnate, rejoin, returned
 from stormtorch.udp import UdpTransport
 
 HERE = Path(__file__).parent
@@ -193,6 +197,26 @@ def test_nobody_has_returned_until_a_card_says_so_and_a_gap_does_no_harm() -> No
                 transports[0].readmit(1, card)
             with pytest.raises(ValueError, match="another rank"):
                 transports[0].readmit(0, card)
+    finally:
+        for transport in transports:
+            transport.close(0.0)
+
+
+def test_what_was_under_way_before_a_rank_came_back_is_over_and_takes_nothing_of_what_follows() -> None:
+    _, transports = connected(2, Options(silence_s=0.5, linger_s=0.1))
+    try:
+        before = [all_reduce(Group(transports[1], name="before"), torch.ones(8), reliability=LOSSY) for _ in range(2)]
+        reincarnate(transports[1])
+        after = [all_reduce(Group(transports[1], name="after"), torch.ones(8), reliability=LOSSY) for _ in range(2)]
+        time.sleep(1.0)
+        assert before[0].done()
+        with pytest.raises(StormError, match="came back"):
+            before[0].wait()
+        del before
+        gc.collect()
+        all_reduce(Group(transports[1], name="more"), torch.ones(8), reliability=LOSSY)
+        for each in after:
+            each.wait(5.0)
     finally:
         for transport in transports:
             transport.close(0.0)

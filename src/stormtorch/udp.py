@@ -16,10 +16,11 @@ from stormtorch.transport import Arrival, Plan, conclude
 class UdpExchange:
     """An exchange over UDP."""
 
-    __slots__ = ("_id", "_outcome", "_transport", "plan")
+    __slots__ = ("_endpoint", "_id", "_outcome", "_transport", "plan")
 
     def __init__(self, transport: "UdpTransport", plan: Plan, exchange_id: int) -> None:
         self._transport = transport
+        self._endpoint = transport.endpoint
         self.plan = plan
         self._id = exchange_id
         self._outcome: _engine.Outcome | None = None
@@ -27,6 +28,8 @@ class UdpExchange:
     def wait(self, timeout_s: float | None = None) -> Arrival:
         """Blocks until the exchange has ended; the tensors are then the caller's again."""
         transport = self._transport
+        if self._outcome is None and self._past:
+            raise Closed(f"rank {transport.rank}: {self.plan.what}: it ended when the rank was cut off and came back")
         if self._outcome is None:
             self._outcome = transport.wait(self._id, self.plan, timeout_s)
         return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
@@ -34,15 +37,21 @@ class UdpExchange:
     def done(self) -> bool:
         """Whether it has ended, if only with its transport."""
         transport = self._transport
-        return self._outcome is not None or transport.closed or transport.endpoint.ended(self._id)
+        return self._outcome is not None or transport.closed or self._past or transport.endpoint.ended(self._id)
 
     def __del__(self) -> None:
-        if self._outcome is None:
+        if self._outcome is None and not self._past:
             self._transport.orphan(self._id)
 
     def cancel(self) -> None:
         """Gives it up; wait() then raises `Closed`."""
-        self._transport.endpoint.cancel(self._id)
+        if not self._past:
+            self._endpoint.cancel(self._id)
+
+    @property
+    def _past(self) -> bool:
+        """Whether the transport goes on with another endpoint, for which the same number is another exchange."""
+        return self._endpoint is not self._transport.endpoint
 
 
 class UdpTransport:
