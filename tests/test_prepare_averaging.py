@@ -3,6 +3,7 @@
 """The policies under which every rank has a model and an optimizer of its own."""
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -148,3 +149,19 @@ def test_a_rank_that_skips_a_step_still_takes_part(policy: Policy, unscaling: bo
             alone = perceptron()
             train(Rank(number, WORLD, alone, make(alone)))
             assert_close(ours, values(alone))
+
+
+@pytest.mark.parametrize(
+    "policy, steps",
+    [(GradientAveraging(), range(6)), (ModelAveraging(), range(6)), (ModelAveraging(every=2), (1, 3, 5))],
+)
+def test_the_ledger_names_steps_from_zero_and_peers_by_their_rank(policy: Policy, steps: Iterable[int]) -> None:
+    def work(rank: Rank) -> None:
+        rank.train(6)
+        rank.model(vectors(0, 0))  # waits for the mean
+        ledger = rank.optimizer.ledger
+        assert [row.step for row in ledger] == list(steps)
+        for row in ledger:
+            assert set(row.gradients) == set(range(WORLD)) - {rank.rank}
+
+    on_ranks(perceptron(), simple, work, policy=policy)

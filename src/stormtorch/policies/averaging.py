@@ -41,25 +41,22 @@ class _Averaging(Training):
         self._reliability = policy.reliability
         self._groups = [self.subgroup(f"mean/{bucket.index}") for bucket in self.buckets]
         self._to_owners, self._back = Links(group.size), Links(group.size)
-        self._pending: dict[int, tuple[Group, Pending]] = {}
+        self._pending: dict[int, Pending] = {}
 
     def begin_mean(self, bucket: Bucket, vector: torch.Tensor, group: Group) -> None:
         """Begins to average a vector of a bucket; where the mean is lost, it stays as it is."""
-        self._pending[bucket.index] = (
-            group,
-            collectives.all_reduce(group, vector, Op.AVG, reliability=self._reliability),
-        )
+        self._pending[bucket.index] = collectives.all_reduce(group, vector, Op.AVG, reliability=self._reliability)
 
     def end_mean(self, bucket: Bucket) -> None:
         """Waits for it."""
-        group, pending = self._pending.pop(bucket.index)
-        for arrival in pending.wait():
-            self._to_owners.add(group, arrival)
-            self._back.add(group, arrival, stage=1)
+        for arrival in self._pending.pop(bucket.index).wait():
+            # Peers are named by their place among all ranks, not by the one that this round has given them.
+            self._to_owners.add(self.group, arrival)
+            self._back.add(self.group, arrival, stage=1)
 
     def note(self, waited_s: float) -> None:
-        """Completes the row of a step."""
-        row = Row(self.steps, gradients=self._to_owners.fractions(), broadcast=self._back.fractions())
+        """Completes the row of the step that was made last."""
+        row = Row(self.steps - 1, gradients=self._to_owners.fractions(), broadcast=self._back.fractions())
         row.broadcast_wait_s = waited_s
         row.bytes_sent = self.bytes_sent()
         self.ledger.add(row)

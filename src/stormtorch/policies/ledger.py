@@ -18,6 +18,7 @@ class Row:
     """One step as one rank saw it. Fractions are of chunks; a link is named by the peer's rank in the group."""
 
     step: int
+    """Which one, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
     gradients: dict[int, float] = field(default_factory=dict)
     """What arrived here of each peer's gradients."""
     broadcast: dict[int, float] = field(default_factory=dict)
