@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
 from stormtorch.collectives import Group
@@ -252,3 +253,15 @@ def test_a_model_smaller_than_a_datagram_survives_loss(wire: torch.dtype, dtype:
     for ours in found:
         assert_same(ours, found[0])
         assert all(bool(each.isfinite().all()) for each in ours)
+
+
+def test_a_model_that_is_distributed_already_is_refused() -> None:
+    def work(transport: Transport) -> None:
+        inner = perceptron()
+        wrapped = DistributedDataParallel.__new__(DistributedDataParallel)  # making one takes a process group
+        nn.Module.__init__(wrapped)
+        wrapped.module = inner
+        with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
+            prepare(wrapped, sgd(inner), group=Group(transport))
+
+    SimNetwork(2).run(work)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
@@ -44,6 +46,7 @@ class Training(ABC):
         self._bytes_sent = 0
         self._frozen = [each for each in trained(optimizer) if not each.requires_grad]
         self.parameters = trained(optimizer)
+        self._check_model()
         self._check()
 
     def take_over(self) -> None:
@@ -201,6 +204,12 @@ class Training(ABC):
                 "a parameter that was frozen when the model was prepared is so no longer, and has no place in what "
                 "ranks exchange: let all that will ever be trained require a gradient at prepare(), and freeze it then"
             )
+
+    def _check_model(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            raise ValueError("prepare() takes the place of DistributedDataParallel: give it the model itself")
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters):
+            raise ValueError("prepare() takes the place of FSDP, and does not know DTensors: give it a plain model")
 
     def _check(self) -> None:
         seen: set[int] = set()
