@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
+from stormtorch import EXACT, BoundedDrift, ModelAveraging, Options, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
@@ -263,5 +263,24 @@ def test_a_model_that_is_distributed_already_is_refused() -> None:
         wrapped.module = inner
         with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
             prepare(wrapped, sgd(inner), group=Group(transport))
+
+    SimNetwork(2).run(work)
+
+
+@pytest.mark.parametrize(
+    "what, make, policies",
+    [
+        # All of them have the same number of bytes on both ranks, once they are aligned.
+        ("model", lambda rank: (nn.Linear(10, 10 + rank), sgd), (EXACTLY, EXACTLY)),
+        ("optimizer", lambda rank: (perceptron(), adamw if rank else sgd), (EXACTLY, EXACTLY)),
+        ("policy", lambda rank: (perceptron(), sgd), (BoundedDrift(), BoundedDrift(max_lag=2))),
+        ("policy", lambda rank: (perceptron(), sgd), (BoundedDrift(), ModelAveraging())),
+    ],
+)
+def test_ranks_that_prepare_different_things_are_told(what: str, make: Any, policies: tuple[Any, Any]) -> None:
+    def work(transport: Transport) -> None:
+        model, make_optimizer = make(transport.rank)
+        with pytest.raises(ValueError, match=f"rank 1 has prepared another {what} than rank 0"):
+            prepare(model, make_optimizer(model), policy=policies[transport.rank], group=Group(transport))
 
     SimNetwork(2).run(work)

@@ -33,7 +33,7 @@ class _Averaging(Training):
         name: str,
         policy: ModelAveraging | GradientAveraging,
     ) -> None:
-        super().__init__(model, optimizer, group, name)
+        super().__init__(model, optimizer, group, name, policy)
         self.buckets = self.make_buckets(policy.bucket_mb, whole=False)
         if any(bucket.on_gpu for bucket in self.buckets):
             raise ValueError(f"{type(policy).__name__} is for parameters on the CPU; use BoundedDrift on a GPU")

@@ -41,7 +41,7 @@ class BoundedDriftTraining(Training):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: BoundedDrift
     ) -> None:
-        super().__init__(model, optimizer, group, name)
+        super().__init__(model, optimizer, group, name, policy)
         self.policy = policy
         whole = owns_whole(optimizer, policy.ownership)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=whole)

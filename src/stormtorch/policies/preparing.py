@@ -27,7 +27,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     """Makes a model and its optimizer train together with those of the other ranks, over a network that may lose.
 
     The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
-    the same ones. All ranks call it with the same model and optimizer, and begin with rank 0's parameters. The
+    the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that tells what happened at every step.
 
     A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.layout import Layout, Slot, plan
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.optimizer import adopt, trained
+from stormtorch.policies.policy import Policy
 from stormtorch.transport import WIRE_DTYPES
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
@@ -33,9 +35,12 @@ class Training(ABC):
         optimizer: The user's.
         group: Who trains together.
         name: Of the channels; every training of a transport has its own.
+        policy: The user's.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.group = group
@@ -44,6 +49,11 @@ class Training(ABC):
         self.steps = 0
         """Optimizer steps so far."""
         self._bytes_sent = 0
+        self._given = {
+            "model": [(each.shape, each.dtype, each.requires_grad) for each in trained(optimizer)],
+            "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
+            "policy": policy,
+        }
         self._frozen = [each for each in trained(optimizer) if not each.requires_grad]
         self.parameters = trained(optimizer)
         self._check_model()
@@ -182,8 +192,13 @@ class Training(ABC):
         return [Bucket(index, layout, self.parameters, self.group.rank) for index, layout in enumerate(layouts)]
 
     def agree(self, buckets: Sequence[Bucket]) -> None:
-        """Every rank begins with the parameters and buffers of rank 0."""
+        """Every rank begins with the parameters and buffers of rank 0.
+
+        Raises:
+            ValueError: A rank was given something else than rank 0. Without a look, much of that would go unnoticed.
+        """
         group = self.subgroup("begin")
+        self._compare(group)
         for bucket in buckets:
             collectives.broadcast(group, bucket.host_flat, 0).wait()
             if bucket.on_gpu:
@@ -197,6 +212,15 @@ class Training(ABC):
                     values = tensor.detach().to("cpu").contiguous()
                     collectives.broadcast(group, values, 0).wait()
                     tensor.copy_(values)
+
+    def _compare(self, group: Group) -> None:
+        digests = [zlib.crc32(repr(each).encode()) for each in self._given.values()]
+        all_N = [torch.tensor(digests, dtype=torch.int64, device="cpu") for _ in range(group.size)]
+        collectives.all_gather(group, all_N, all_N[group.rank]).wait()
+        for what, first, *others in zip(self._given, *(each.tolist() for each in all_N), strict=True):
+            for peer, digest in enumerate(others, 1):
+                if digest != first:
+                    raise ValueError(f"rank {peer} has prepared another {what} than rank 0: give all ranks the same")
 
     def _check_frozen(self) -> None:
         if any(parameter.requires_grad for parameter in self._frozen):
