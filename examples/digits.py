@@ -24,7 +24,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model(seed: int) -> nn.Module:
-    """A small network. Every rank may pass a seed of its own: DDP begins by giving all of them rank 0's parameters."""
+    """A small network. Every rank may pass a seed of its own: DDP and prepare() begin with rank 0's parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 

@@ -24,20 +24,39 @@ def verdict(output: str) -> tuple[int, float, str]:
     return int(ranks), float(accuracy), replicas
 
 
-def run(launcher: tuple[str, ...], script: str, home: Path) -> None:
+def run(launcher: tuple[str, ...], script: str, home: Path, *arguments: str) -> str:
     # A home of its own: Ray and Lightning write there. And nobody is to be told that they were used.
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [*launcher, str(EXAMPLES / script)], capture_output=True, text=True, check=False, timeout=110, env=environment
+        [*launcher, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     ranks, accuracy, replicas = verdict(done.stdout)
     assert (ranks, replicas) == (2, "identical")
     assert accuracy > 80
+    return done.stdout
 
 
 def test_plain_ddp_runs_on_storm(tmp_path: Path) -> None:
     run(TORCHRUN, "ddp.py", tmp_path)
+
+
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(runs: int, tmp_path: Path) -> None:
+    checkpoint, ledger = tmp_path / "checkpoint.pt", tmp_path / "ledger.jsonl"
+    for run_before in range(runs):
+        assert checkpoint.exists() == bool(run_before)
+        files = ("--checkpoint", str(checkpoint), "--ledger", str(ledger))
+        output = run(TORCHRUN, "prepare.py", tmp_path, "--loss", "0.1", *files)
+        steps, arrived = re.findall(r"(\d+) steps, ([0-9.]+)% of the chunks arrived", output)[0]
+        assert 85 < float(arrived) < 95
+        assert len(ledger.read_text().splitlines()) == (run_before + 1) * int(steps)
+    assert checkpoint.exists()
 
 
 @pytest.mark.slow
