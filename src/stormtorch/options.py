@@ -69,8 +69,8 @@ class Options:
     coalescing: bool = True
     """Use UDP_GRO where the kernel has it."""
     rejoin: bool = False
-    """This process takes the place of a rank that died, in a job that goes on without it. The others hear it once they
-    have readmitted it (`stormtorch.rendezvous.returned`, `UdpTransport.readmit`)."""
+    """This process takes the place of a rank that died, in a job that goes on without it. `prepare` has the others let
+    it in; without that they must readmit it (`stormtorch.rendezvous.returned`, `UdpTransport.readmit`)."""
 
     def __post_init__(self) -> None:
         if self.rate not in ("auto", "low", "unlimited"):
