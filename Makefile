@@ -115,8 +115,10 @@ thread-test: build/thread/build.ninja
 	@cmake --build build/thread
 	$(FIXED_ADDRESSES) build/thread/engine_tests test_driver
 
+# Those that need no clock share the cores; the others get them one by one. Exit code 5: none was chosen.
 python-test: setup
-	$(BIN)/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS)
 
 lint: setup stub-check  ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff check .

@@ -107,6 +107,7 @@ def test_a_bad_setting_is_refused_by_name(name: str, value: object) -> None:
     assert caught.value.name == name
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_in_a_lab_a_backend_that_stands_still_is_given_up_and_the_next_one_learns() -> None:
     lab_or_skip()

@@ -27,6 +27,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 8
 
 

@@ -36,6 +36,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 BEFORE, AFTER = range(6), range(6, 12)
 
 

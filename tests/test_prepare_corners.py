@@ -30,6 +30,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 4
 
 

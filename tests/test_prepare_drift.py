@@ -20,6 +20,8 @@ from training import (
     on_ranks,
 )
 
+pytestmark = pytest.mark.pure
+
 SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
 
 

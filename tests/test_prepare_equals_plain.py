@@ -28,6 +28,8 @@ from training import (
     words,
 )
 
+pytestmark = pytest.mark.pure
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": Llama, "resnet20": resnet20, "lstm": Recurrent}
 
 

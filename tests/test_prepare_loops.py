@@ -33,6 +33,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 8
 
 

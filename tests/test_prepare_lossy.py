@@ -36,6 +36,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
 
 

@@ -38,6 +38,8 @@ from training import (
     words,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 6
 
 

@@ -21,6 +21,8 @@ from training import (
     values,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 6
 
 

@@ -88,7 +88,7 @@ def undisturbed_loss(steps: int) -> float:
 
 
 def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_started_again(job: Job) -> None:
-    steps = 500
+    steps = 350
     for rank in range(WORLD):
         job.start(rank, steps=steps)
     job.hear(0, "step", 50)
@@ -110,7 +110,7 @@ def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_starte
 
 
 def test_a_rank_that_was_cut_off_waits_and_comes_back_with_what_it_knows(job: Job) -> None:
-    steps = 300
+    steps = 220
     for rank in range(WORLD):
         job.start(rank, steps=steps, deaf=(50, 4.0) if rank == 1 else (None, 0.0))
     told = {rank: job.hear(rank, "values") for rank in range(WORLD)}

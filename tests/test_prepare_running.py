@@ -36,6 +36,8 @@ from training import (
     vectors,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 6
 
 

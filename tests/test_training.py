@@ -167,6 +167,7 @@ def test_a_training_that_diverged_is_told_and_written(report: TrainReport, tmp_p
     assert json.loads((tmp_path / "lm.json").read_text())["results"][1]["perplexity"] is None
 
 
+@pytest.mark.slow
 def test_pictures_are_learned_under_every_policy(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     settings = ImageSettings(

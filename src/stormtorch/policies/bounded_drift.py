@@ -13,7 +13,6 @@ from torch import nn
 from stormtorch import collectives, theory
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group
-from stormtorch.errors import StormError
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.buffers import average_buffers
@@ -21,6 +20,7 @@ from stormtorch.policies.gate import Gate
 from stormtorch.policies.gauge import Gauge
 from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.guard import Guard, Smoothed
+from stormtorch.policies.handing import hand_over
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.members import Epoch, Members
 from stormtorch.policies.norms import Norms
@@ -282,46 +282,8 @@ class BoundedDriftTraining(Training):
         self._reduction.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
         if new:
-            self._hand_over(epoch, new)
+            hand_over(self, self.buckets, epoch, new, self._certain)
         self.synchronise()
-
-    def _hand_over(self, epoch: Epoch, new: list[int]) -> None:
-        """New processes get what the root has: their own shards and those of ranks that are still missing, as others
-        last heard of them, and all that has no owner. Everyone takes the same, so that no two copies differ.
-        """
-        # Of those that are here alone: whoever is dead would pass nothing on.
-        ranks = [self.group.ranks[peer] for peer in epoch.members]
-        group = Group(self.group.transport, ranks, name=f"{self.name}/{epoch.number}/members")
-        root = epoch.members.index(epoch.root)
-        missing = sorted(set(range(self.group.size)) - set(epoch.members))
-
-        def hand(values: torch.Tensor) -> None:
-            for arrival in collectives.broadcast(group, values, root, reliability=self._certain).wait():
-                if self.group.rank in new and arrival.arrived < 1.0:
-                    raise StormError(
-                        f"rank {self.group.rank}: a rank fell silent while it handed over what this one needs to "
-                        "return: start it again"
-                    )
-
-        for bucket in self.buckets:
-            for peer in (*new, *missing):
-                hand(bucket.shard(bucket.host_flat, peer))
-            if bucket.on_gpu:
-                bucket.flat.copy_(bucket.host_flat)
-            if self.group.rank in new:
-                bucket.adopt()
-        homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if id(tensor) not in homes and tensor.numel():
-                values = tensor.detach().to("cpu", copy=True).contiguous()
-                raw = values.view(-1).view(torch.uint8)
-                # Only floats may be lost, and an exact exchange would end the job of all if a rank died now.
-                message = torch.zeros(-(-raw.numel() // 4), dtype=torch.float32, device="cpu")
-                message.view(torch.uint8)[: raw.numel()] = raw
-                hand(message)
-                if self.group.rank in new:
-                    raw.copy_(message.view(torch.uint8)[: raw.numel()])
-                    tensor.copy_(values)
 
     # --- for the user -----------------------------------------------------------------------------------------------
 
@@ -351,7 +313,7 @@ class BoundedDriftTraining(Training):
                 self._broadcast.refresh(bucket, self._repair, arrival)
             if bucket.on_gpu:
                 bucket.flat.copy_(bucket.host_flat)
-        average_buffers(self.model, self._repair, self._certain)
+        average_buffers(self.model, self._repair, self._certain, self._members.lowest)
 
     @torch.no_grad()
     def loaded(self) -> None:

@@ -111,7 +111,9 @@ class Broadcast:
         reliability: Reliability,
     ) -> None:
         group, wire = self.groups[bucket.index], self._wires[bucket.index]
-        certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s)
+        # Where one side knows of it and the other does not, as a report was lost with its rank, nobody waits for long.
+        silence_s = getattr(group.transport, "silence_s", None)
+        certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
         self._serves[bucket.index], self._fetches[bucket.index] = [], []
         for peer, chunks_C in enumerate(serve):
             if chunks_C is not None and bool(chunks_C.any()):

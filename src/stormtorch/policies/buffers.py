@@ -9,15 +9,22 @@ from stormtorch.reliability import Reliability
 
 
 @torch.no_grad()
-def average_buffers(model: nn.Module, group: Group, reliability: Reliability) -> None:
-    """Floating-point buffers become the mean over all ranks. What is the same everywhere keeps every bit."""
+def average_buffers(model: nn.Module, group: Group, reliability: Reliability, root: int = 0) -> None:
+    """Floating-point buffers become the mean over all ranks. What is the same everywhere keeps every bit.
+
+    Args:
+        model: Whose buffers.
+        group: Who takes part.
+        reliability: How much may be missing.
+        root: A rank that is there.
+    """
     buffers = [each for each in model.buffers() if each.is_floating_point() and each.numel()]
     if not buffers:
         return
     own = torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
-    # Rank 0's and the mean difference to it: a mean of equal numbers is rounded, and tables would change at every call.
+    # The root's and the mean difference to it: a mean of equal numbers is rounded, and tables would change each time.
     first = own.clone()
-    collectives.broadcast(group, first, 0, reliability=reliability).wait()
+    collectives.broadcast(group, first, root, reliability=reliability).wait()
     difference = torch.where(own == first, 0.0, own - first)
     collectives.all_reduce(group, difference, Op.AVG, reliability=reliability).wait()
     changed = (own != first) | (difference != 0.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-_MOST_ROWS = 100_000
+_MOST_ROWS = 10_000
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Row:
 
 
 class Ledger:
-    """The rows of a job, the latest hundred thousand of them."""
+    """The rows of a job, the latest ten thousand of them."""
 
     def __init__(self) -> None:
         self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)

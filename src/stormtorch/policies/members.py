@@ -64,6 +64,11 @@ class Members:
         self.restarted = incarnation is not None and incarnation(group.transport.rank) > 0
         """Whether this process has taken the place of one that died, and knows nothing yet."""
 
+    @property
+    def lowest(self) -> int:
+        """The lowest rank that is there."""
+        return min(self._members)
+
     # --- those that are there ---------------------------------------------------------------------------------------
 
     def hear(self, heard: set[int], step: int, events: list[str]) -> list[int]:

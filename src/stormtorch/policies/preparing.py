@@ -30,6 +30,9 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that tells what happened at every step.
 
+    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own: all ranks call them, also where
+    only one of them saves the result.
+
     A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
     the other, on all ranks in the same order.
 

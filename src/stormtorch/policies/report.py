@@ -1,5 +1,6 @@
 """What ranks tell each other at every step, beside the gradients: a few numbers, so that nothing waits for them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,15 +73,18 @@ class Reports:
         """What a rank has told, once the exchange has ended; None if it did not arrive."""
         message = self._received[peer]
         header = message[:_HEADER].tolist()
-        if header[0] != self._step:
-            return None
+        if header[0] != self._step or not all(map(math.isfinite, header)):
+            return None  # it did not arrive, or is not one of ours: no number in it may upset what follows
         flags = int(header[1])
         samples_S = message[_HEADER : _HEADER + self._samples].clone()
         packed = message[_HEADER + self._samples :].view(torch.uint8)
         middle = _packed_bytes(self._parameters)
         used_P = _unpack(packed[:middle], self._parameters)
         wanted_C = _unpack(packed[middle:], self._chunks[self.group.rank])
-        return Report(bool(flags & 1), bool(flags & 2), header[2], header[3], header[4], samples_S, used_P, wanted_C)
+        parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
+        return Report(
+            *(bool(flags & 1), bool(flags & 2), parameters, gradients, max(header[4], 0.0)), samples_S, used_P, wanted_C
+        )
 
     def _room(self, chunks: int) -> torch.Tensor:
         packed = _packed_bytes(self._parameters) + _packed_bytes(chunks)
