@@ -28,7 +28,7 @@ class Report:
     gradients_missing: float
     """What it did not get of the receiver's last gradients; negative if there were none."""
     update_variance: float
-    """Mean square of its own last update."""
+    """Mean square of its own last update; NaN where it owns nothing."""
     samples_S: torch.Tensor
     """Its copy of the numbers that all ranks compare."""
     used_P: torch.Tensor
@@ -73,7 +73,7 @@ class Reports:
         """What a rank has told, once the exchange has ended; None if it did not arrive."""
         message = self._received[peer]
         header = message[:_HEADER].tolist()
-        if header[0] != self._step or not all(map(math.isfinite, header)):
+        if header[0] != self._step or not all(map(math.isfinite, header[:4])):
             return None  # it did not arrive, or is not one of ours: no number in it may upset what follows
         flags = int(header[1])
         samples_S = message[_HEADER : _HEADER + self._samples].clone()
@@ -83,7 +83,7 @@ class Reports:
         wanted_C = _unpack(packed[middle:], self._chunks[self.group.rank])
         parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
         return Report(
-            *(bool(flags & 1), bool(flags & 2), parameters, gradients, max(header[4], 0.0)), samples_S, used_P, wanted_C
+            *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]), samples_S, used_P, wanted_C
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
