@@ -43,21 +43,21 @@ def stormtorch(
 
     [bold]Examples[/bold]
 
-      stormtorch demo                                  see it work, in about a minute
+      stormtorch demo                                  see it work, in a minute
 
-      stormtorch train lm --loss 0.1 --seeds 3         a language model under loss, policies side by side
+      stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
       stormtorch train image                           ResNet-20, the same
 
-      stormtorch bench allreduce --hosts 4 --mb 25     large tensors, beside gloo
+      stormtorch bench allreduce --hosts 4 --mb 25     beside gloo
 
-      stormtorch bench allreduce --loss 0.1            the same under real loss, in a lab
+      stormtorch bench allreduce --loss 0.1            the same under real loss
 
-      stormtorch bench latency                         small ones, and what idling costs
+      stormtorch bench latency                         small tensors, idling
 
-      stormtorch bench ddp                             training steps, beside gloo
+      stormtorch bench ddp                             training steps
 
-      stormtorch lab run --loss 0.1 -- python train.py    hosts with a bad network between them
+      stormtorch lab run --loss 0.1 -- python train.py a bad network
 
     `stormtorch COMMAND --help` tells more about each.
     """
