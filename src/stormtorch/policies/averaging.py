@@ -33,6 +33,12 @@ class _Averaging(Training):
         name: str,
         policy: ModelAveraging | GradientAveraging,
     ) -> None:
+        incarnation = getattr(group.transport, "incarnation", None)
+        if incarnation is not None and incarnation(group.transport.rank) > 0:
+            raise ValueError(
+                f"a rank cannot return under {type(policy).__name__}, as nobody lets it in: use BoundedDrift, or "
+                "restart all ranks from a checkpoint"
+            )
         super().__init__(model, optimizer, group, name, policy)
         self.buckets = self.make_buckets(policy.bucket_mb, whole=False)
         if any(bucket.on_gpu for bucket in self.buckets):
