@@ -16,25 +16,27 @@ COLOURS = {
 
 
 def plot_training(report: TrainReport, path: Path) -> None:
-    """Draws training and validation curves into `path`; its ending chooses the format. Seeds share a colour."""
+    """Draws validation curves and what they differ by into `path`; its ending is the format. Seeds share a colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
-    training, by_step, by_second = figure.subplots(1, 3)
+    by_step, against, by_second = figure.subplots(1, 3)
+    lossless = {result.seed: result for result in report.results if result.policy == "lossless"}
     for result in report.results:
         colour = COLOURS[result.policy]
         label = result.policy if result.seed == 0 else None
-        steps, losses = zip(*_smoothed(result.curve), strict=True)
-        training.plot(steps, losses, color=colour, linewidth=1, label=label)
+        if result.seed in lossless:
+            steps, more = zip(*_difference(result.val_curve, lossless[result.seed].val_curve), strict=True)
+            against.plot(steps, more, color=colour, marker=".", linewidth=1)
         validated, seconds, val_losses = zip(*result.val_curve, strict=True)
         by_step.plot(validated, val_losses, color=colour, marker=".", linewidth=1, label=label)
         by_second.plot(seconds, val_losses, color=colour, marker=".", linewidth=1, label=label)
-    training.set(xlabel="step", ylabel="training loss, mean of a twentieth of the steps")
     by_step.set(xlabel="step", ylabel="validation loss")
+    against.set(xlabel="step", ylabel="validation loss less that of lossless, same seed")
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
-    for axis in (training, by_step, by_second):
+    for axis in (by_step, against, by_second):
         axis.spines[["top", "right"]].set_visible(False)
-    training.legend(frameon=False)
+    by_step.legend(frameon=False)
     data, settings = report.asked["data"]["name"], report.settings
     figure.suptitle(
         f"{report.asked['params'] / 1e6:.2g} M parameters, {data}, {settings.ranks} ranks, {where_text(report)}\n"
@@ -45,8 +47,8 @@ def plot_training(report: TrainReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _smoothed(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means over so many steps that their noise does not hide what policies differ by."""
-    width = max(len(curve) // 20, 1)
-    parts = [curve[first : first + width] for first in range(0, len(curve), width)]
-    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+def _difference(
+    curve: list[tuple[int, float, float]], other: list[tuple[int, float, float]]
+) -> list[tuple[int, float]]:
+    """What policies differ by, which the curves themselves are too steep to show."""
+    return [(step, loss - base) for (step, _, loss), (_, _, base) in zip(curve, other, strict=True)]
