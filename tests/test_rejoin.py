@@ -108,7 +108,7 @@ def job(way: str) -> Iterator[Job]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in ("sealed", "torch"))])
 def test_killed_rank_returns_and_is_killed_and_returns_again(job: Job) -> None:
     job.check_whole("epoch 0", [0, 0, 0])
     for incarnation in (1, 2):
@@ -148,6 +148,7 @@ def test_ranks_return_while_another_is_dead(job: Job) -> None:
     job.check_whole("epoch 2", [1, 0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["sealed"])
 def test_two_ranks_return_at_once(job: Job) -> None:

@@ -182,6 +182,7 @@ def test_pictures_are_learned_under_every_policy(tmp_path: Path) -> None:
     assert ranks_left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_loss_in_a_lab_is_real() -> None:
     lab_or_skip()
