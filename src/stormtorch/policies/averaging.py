@@ -11,6 +11,7 @@ from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
+from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.buffers import average_buffers
 from stormtorch.policies.gate import Gate
@@ -118,8 +119,7 @@ class ModelAveragingTraining(_Averaging):
             return
         for bucket in reversed(self.buckets):
             bucket.check_homes()
-            # Which rank averages which block is drawn anew, so that no block depends on one rank's links for long.
-            turned = torch.randperm(self.group.size, generator=self._order, device="cpu").tolist()
+            turned = rules.block_order(self.group.size, self._order)
             self.begin_mean(bucket, bucket.flat, self._groups[bucket.index].turned(turned))
         self._gate.close()
 

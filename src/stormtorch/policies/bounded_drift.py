@@ -13,6 +13,7 @@ from torch import nn
 from stormtorch import collectives, theory
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group
+from stormtorch.policies import rules
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.buffers import average_buffers
@@ -30,9 +31,6 @@ from stormtorch.policies.reduction import Reduction
 from stormtorch.policies.report import Report, Reports
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT, REPAIRED, Reliability
-
-# A measured loss above this would ask for a lead that only noise could have.
-_MOST_LOSS = 0.9
 
 
 class BoundedDriftTraining(Training):
@@ -160,7 +158,7 @@ class BoundedDriftTraining(Training):
         for peer, report in reports.items():
             if report.gradients_missing >= 0.0:
                 self._link_losses[peer].add(report.gradients_missing)
-            self._reduction.losses[peer] = min(self._link_losses[peer].value, _MOST_LOSS)
+            self._reduction.losses[peer] = self._link_losses[peer].value
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
         if guarded != self._guarded:
             row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
@@ -170,7 +168,7 @@ class BoundedDriftTraining(Training):
             self._serve[peer] = heard.wanted_C if heard is not None and policy.max_lag else None
             if heard is None:
                 self._fetch[peer] = None
-        p = min(self._loss.value, _MOST_LOSS)
+        p = min(self._loss.value, rules.MOST_LOSS)
         row.loss = p
         row.pair_drift, row.owner_drift = self._gauge.compare(
             samples_S, {peer: report.samples_S for peer, report in reports.items()}
@@ -207,8 +205,8 @@ class BoundedDriftTraining(Training):
             for bucket in self.buckets:
                 bucket.follow()
         self._shards.begin_step()
-        p = min(self._loss.value, _MOST_LOSS)
-        self._lead = 0.0 if self._guarded or self.policy.broadcast.exact else self.policy.lead * theory.lead(p)
+        exact = self._guarded or self.policy.broadcast.exact
+        self._lead = 0.0 if exact else rules.lead_for(self.policy.lead, self._loss.value)
         if self._lead:
             for bucket in self.buckets:
                 bucket.remember()

@@ -8,6 +8,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group, Pending
+from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.links import Links
 from stormtorch.policies.wires import Wire
@@ -166,7 +167,7 @@ class Broadcast:
                 arrived_C = torch.ones(chunks, dtype=torch.bool, device="cpu")
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
-                ages_C.add_(1).masked_fill_(arrived_C, 0)
+                rules.grow_older(ages_C, arrived_C)
             if wire.dtype != bucket.dtype:
                 wire.place(rooms[owner], bucket.shard(bucket.host_flat, owner), arrived_C)
 
@@ -184,7 +185,7 @@ class Broadcast:
 
     def too_old(self, owner: int, most: int) -> torch.Tensor:
         """Which chunks of an owner's shards would be older than that after another loss, over all buckets."""
-        return torch.cat([ages[owner] for ages in self.ages]) >= most
+        return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
 
     def split(self, chunks_C: torch.Tensor, owner: int) -> list[torch.Tensor]:
         """Flags of all an owner's chunks, bucket by bucket."""

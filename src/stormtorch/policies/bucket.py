@@ -7,6 +7,7 @@ from torch import nn
 
 from stormtorch.backend.cuda import Visit
 from stormtorch.backend.order import Moment
+from stormtorch.policies import rules
 from stormtorch.policies.layout import Layout, Piece
 
 
@@ -96,7 +97,7 @@ class Bucket:
         """
         if lead == 0.0 or self._previous is None:
             return self.masters
-        return self._previous.lerp_(self.masters, 1.0 + lead)
+        return rules.ahead(self._previous, self.masters, lead)
 
     def settle(self) -> None:
         """After a step: the parameters of this rank follow their masters."""

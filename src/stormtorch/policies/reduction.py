@@ -8,6 +8,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group, Op, Pending
+from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.links import Links
 from stormtorch.policies.policy import BoundedDrift
@@ -73,8 +74,8 @@ class Reduction:
         grads = bucket.grads
         if self._wire(bucket) == torch.float16 and grads.numel():
             largest = float(torch.linalg.vector_norm(grads, torch.inf))
-            chance = 1.0 - max(self.losses) if self._by_chance else 1.0
-            return largest / chance <= torch.finfo(torch.float16).max
+            weight = rules.chance_weight(max(self.losses)) if self._by_chance else 1.0
+            return largest * weight <= torch.finfo(torch.float16).max
         # One number that is not finite makes the sum so, and a sum is twenty times as fast as looking at each. Finite
         # ones may overflow it: then each is looked at.
         return bool(grads.sum(dtype=torch.float32).isfinite()) or bool(grads.isfinite().all())
@@ -94,7 +95,7 @@ class Reduction:
             grads = grads.clone()
             for owner, loss in enumerate(self.losses):
                 if owner != group.rank:
-                    bucket.shard(grads, owner).mul_(1.0 / (1.0 - loss))
+                    bucket.shard(grads, owner).mul_(rules.chance_weight(loss))
         if wire == torch.int8:
             parts = bucket.shards(grads.float())
             return collectives.reduce_scatter_int8(group, out, parts, Op.AVG, reliability=reliability)
@@ -108,5 +109,5 @@ class Reduction:
         group = self.groups[bucket.index]
         wire = Wire(self._wire(bucket), group.transport.chunk_bytes)
         out = bucket.host_own_grads
-        factor_C = counts_C.float() / self.present
+        factor_C = rules.share_of_all(counts_C, self.present)
         out.mul_(factor_C.repeat_interleave(wire.per_chunk)[: out.numel()])

@@ -132,4 +132,5 @@ def _turned(vectors_BHTK: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
     """Element i pairs with element i + K/2, as in LLaMA's published code."""
     cosines, sines = turns
     first, second = vectors_BHTK.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
+    turned = torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
+    return turned.type_as(vectors_BHTK)  # under autocast, angles have more bits than what they turn
