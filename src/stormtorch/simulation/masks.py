@@ -1,0 +1,170 @@
+"""Arrival masks of n virtual workers: which chunks arrive, exchange after exchange, under any loss model.
+
+    masks = Masks(GilbertElliott(p=0.1, burst=8), workers=64, owner_C=owner_C, seed=1, device=torch.device("cuda"))
+    up_WC = masks.up()      # the gradients: chunk c of worker w, on its way to the owner of c
+    down_WC = masks.down()  # the parameters: chunk c on its way from its owner to worker w
+
+As in the engine, each link (source, target) has a fate of its own that goes on from exchange to exchange, and a message
+is sent from a chunk on that changes with every exchange, so that bursts begin anywhere. What a worker sends to itself
+arrives. W workers, C chunks, S shards, B workers of a block.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stormtorch.loss import LossModel, PerLink, Trace
+from stormtorch.simulation.fates import Chains, Shards, Traces, random_bits, threshold
+
+__all__ = ["Masks"]
+
+# Chunks that are drawn together: enough to keep the device busy, few enough for its cache or its memory.
+_BLOCK_CPU, _BLOCK_CUDA = 1 << 19, 1 << 24
+
+
+class Masks:
+    """Which chunks arrive, step after step.
+
+    Args:
+        network: The loss model.
+        workers: How many, W.
+        owner_C: The owner of each chunk, int64 and ascending. A worker may own nothing.
+        seed: The same seed gives the same masks on the same kind of device.
+        device: Where masks are drawn and live.
+    """
+
+    def __init__(
+        self, network: LossModel, workers: int, owner_C: Tensor, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self.workers = workers
+        self.device = torch.device(device)
+        self._owner_C = self._checked_owners(owner_C)
+        if not bool((self._owner_C.diff() >= 0).all()):
+            raise ValueError("owner_C must be ascending: a shard is a row of neighbouring chunks")
+        self._shards = Shards.of(self._owner_C)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._chains, self._traces = self._links(network)
+        block = _BLOCK_CPU if self.device.type == "cpu" else _BLOCK_CUDA
+        self._block_rows = max(1, block // max(1, self._owner_C.numel()))
+
+    def up(self, owner_C: Tensor | None = None) -> Tensor:
+        """Stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
+
+        An `owner_C` given here counts for this exchange alone: the same shards with other, distinct owners.
+        """
+        return self._exchange(owner_C, True, None)
+
+    def down(self, owner_C: Tensor | None = None) -> Tensor:
+        """Stage 2, bool (W, C): whether chunk c has reached worker w from its owner; `owner_C` as for `up`."""
+        return self._exchange(owner_C, False, None)
+
+    def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+        """Repair: sends what is missing once more, on the same links. True is what has arrived by it."""
+        expected = (self.workers, self._owner_C.numel())
+        if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
+            raise ValueError(f"missing_WC must be bool {expected}, got {missing_WC.dtype} {tuple(missing_WC.shape)}")
+        return self._exchange(owner_C, up, missing_WC).logical_and_(missing_WC)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later masks depend on."""
+        state: dict[str, Any] = {"generator": self._generator.get_state()}
+        if self._chains is not None:
+            state["bad"] = self._chains.bad.clone()
+        if self._traces is not None:
+            state["next"] = self._traces.next.clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the masks of `state` stood: of the same network, workers, owners and kind of device."""
+        mine = self.state_dict()
+        if state.keys() != mine.keys() or any(state[key].shape != mine[key].shape for key in mine):
+            raise ValueError("these masks are of another network, or of another number of workers")
+        self._generator.set_state(state["generator"].cpu())
+        if self._chains is not None:
+            self._chains.bad.copy_(state["bad"])
+        if self._traces is not None:
+            self._traces.next.copy_(state["next"])
+
+    def _links(self, network: LossModel) -> tuple[Chains | None, Traces | None]:
+        """The links' fates, as matrices (source, target). Independent loss is a chain without memory."""
+        shape = (self.workers, self.workers)
+        default = network.default if isinstance(network, PerLink) else network
+        p, burst = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+        which = torch.full(shape, -1)
+        traces: dict[Trace, int] = {}
+        if isinstance(default, Trace):
+            which.fill_(traces.setdefault(default, 0))
+        else:
+            p.fill_(default.link_faults().loss)
+            burst.fill_(default.link_faults().burst)
+        if isinstance(network, PerLink):
+            for (source, target), model in network.links.items():
+                if max(source, target) >= self.workers:
+                    raise ValueError(f"network names the link {source, target}; there are {self.workers} workers")
+                if isinstance(model, Trace):
+                    which[source, target] = traces.setdefault(model, len(traces))
+                else:
+                    which[source, target] = -1
+                    p[source, target], burst[source, target] = model.link_faults()[:2]
+        for each in (which, p, burst):
+            each.fill_diagonal_(each.flatten()[-2:].tolist()[0])  # never asked for: not to count as a kind of its own
+        chains = None if bool((which >= 0).all()) else Chains(p.to(self.device), burst.to(self.device), self._generator)
+        replay = Traces(list(traces), which.to(self.device), self._generator) if bool((which >= 0).any()) else None
+        return chains, replay
+
+    def _exchange(self, owner_C: Tensor | None, up: bool, missing_WC: Tensor | None) -> Tensor:
+        owner_C = self._owner_C if owner_C is None else self._checked_owners(owner_C)
+        shards, chunks = self._shards, owner_C.numel()
+        owner_S = owner_C[shards.first_S]
+        if owner_C is not self._owner_C:
+            self._check_relabelled(owner_C, owner_S)
+        arrived_WC = torch.empty(self.workers, chunks, dtype=torch.bool, device=self.device)
+        simple = self._chains is not None and self._traces is None and self._chains.independent
+        if not simple:
+            turn = torch.rand((), dtype=torch.float64, device=self.device, generator=self._generator)
+            turn_S = (turn * shards.size_S).long()
+            chunk_at_C, place_of_C = shards.rotated(turn_S), shards.rotated(turn_S, back=True)
+        for begin in range(0, self.workers, self._block_rows):
+            rows = slice(begin, min(begin + self._block_rows, self.workers))
+            into_BC = arrived_WC[rows]
+            if simple and self._chains is not None:
+                if self._chains.only_p is not None:
+                    bits_BC = random_bits(tuple(into_BC.shape), self._generator)
+                    torch.ge(bits_BC, threshold(self._chains.only_p), out=into_BC)
+                else:
+                    lost_BC = self._chains.lost(rows, owner_S, shards, up=up, sent_BC=None)
+                    torch.logical_not(lost_BC, out=into_BC)
+                continue
+            sent_BC = None if missing_WC is None else missing_WC[rows].index_select(1, chunk_at_C)
+            lost_BC = self._lost(rows, owner_S, up, sent_BC)
+            torch.index_select(lost_BC.logical_not_(), 1, place_of_C, out=into_BC)
+        arrived_WC[owner_C, torch.arange(chunks, device=self.device)] = True
+        return arrived_WC
+
+    def _lost(self, rows: slice, owner_S: Tensor, up: bool, sent_BC: Tensor | None) -> Tensor:
+        """In the order of sending."""
+        if self._traces is None:
+            assert self._chains is not None
+            return self._chains.lost(rows, owner_S, self._shards, up=up, sent_BC=sent_BC)
+        replayed_BC = self._traces.lost(rows, owner_S, self._shards, up=up, sent_BC=sent_BC)
+        if self._chains is None:
+            return replayed_BC
+        drawn_BC = self._chains.lost(rows, owner_S, self._shards, up=up, sent_BC=sent_BC)
+        here = self._traces.here if up else self._traces.here.t()
+        here_BC = here[rows].index_select(1, owner_S).index_select(1, self._shards.shard_C)
+        return torch.where(here_BC, replayed_BC, drawn_BC)
+
+    def _checked_owners(self, owner_C: Tensor) -> Tensor:
+        if owner_C.ndim != 1 or owner_C.numel() == 0 or owner_C.dtype != torch.int64:
+            raise ValueError(f"owner_C must be int64 with one entry per chunk, got {owner_C.dtype} {owner_C.shape}")
+        if not bool(((owner_C >= 0) & (owner_C < self.workers)).all()):
+            raise ValueError(f"owner_C must name workers in 0 to {self.workers - 1}")
+        return owner_C.to(self.device)
+
+    def _check_relabelled(self, owner_C: Tensor, owner_S: Tensor) -> None:
+        same = owner_C.numel() == self._owner_C.numel() and bool((owner_S[self._shards.shard_C] == owner_C).all())
+        if not same or bool((owner_S.bincount() > 1).any()):
+            raise ValueError("owner_C must give the shards of the constructor other owners, each its own")
