@@ -29,6 +29,8 @@ class LlamaSize:
     vocabulary: int = BYTES
     tied: bool = True
     """The matrix that reads tokens also writes them: fewer parameters, which a small model gains most from."""
+    epsilon: float | None = None
+    """Added to the mean square in RMSNorm; None is the smallest that float32 tells from 1."""
 
     def __post_init__(self) -> None:
         check_between("layers", self.layers, 1, 1000)
@@ -37,6 +39,8 @@ class LlamaSize:
         check_between("vocabulary", self.vocabulary, 2, 1_000_000)
         if self.hidden is not None:
             check_between("hidden", self.hidden, 1, 1_000_000)
+        if self.epsilon is not None:
+            check_between("epsilon", self.epsilon, 0.0, 1.0)
         if self.width % (2 * self.heads):
             raise BadSetting("width", f"must be an even multiple of heads, got {self.width} for {self.heads} heads")
 
@@ -55,7 +59,7 @@ class Llama(nn.Module):
         self.size = size
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.layers = nn.ModuleList(_Layer(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width)
+        self.norm = nn.RMSNorm(size.width, eps=size.epsilon)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -78,9 +82,9 @@ class Llama(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, size: LlamaSize) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(size.width)
+        self.attention_norm = nn.RMSNorm(size.width, eps=size.epsilon)
         self.attention = _Attention(size)
-        self.feed_norm = nn.RMSNorm(size.width)
+        self.feed_norm = nn.RMSNorm(size.width, eps=size.epsilon)
         self.feed = _Feed(size)
 
     def forward(self, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
