@@ -1,6 +1,7 @@
-"""Text to learn from, as bytes: the source of Python's own standard library, or a file."""
+"""Text to learn from, as bytes: the source of Python's own standard library, a file, or WikiText-2's folder."""
 
 import hashlib
+import lzma
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,34 @@ class Corpus:
 
 
 def open_corpus(text: Path | None = None) -> Corpus:
-    """The corpus of a file, or that of the standard library; the same in every process.
+    """The corpus of a file, of a folder of WikiText-2, or of the standard library; the same in every process.
 
     Raises:
         BadSetting: It cannot be read or is too small; names `text`.
     """
-    return _from_library() if text is None else _from_file(text)
+    if text is None:
+        return _from_library()
+    return _from_wikitext(text) if text.is_dir() else _from_file(text)
+
+
+def read_wikitext(folder: Path, part: str) -> bytes:
+    """WikiText-2's "train", "valid" or "test": wiki.train.tokens of that folder, or wiki.train.tokens.xz.
+
+    Raises:
+        BadSetting: It cannot be read; names `text`.
+    """
+    plain = folder / f"wiki.{part}.tokens"
+    packed = plain.with_name(f"{plain.name}.xz")
+    try:
+        if not plain.exists() and packed.exists():
+            with lzma.open(packed) as file:
+                return file.read(_MOST_BYTES)
+        with plain.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        raise BadSetting(
+            "text", f"must hold WikiText-2: {plain}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def library_files(root: Path | None = None) -> tuple[list[Path], list[Path]]:
@@ -64,6 +87,13 @@ def _from_library() -> Corpus:
     if min(map(len, parts)) < _LEAST_BYTES:
         raise BadSetting("text", "must name a file here: the standard library's source is not installed")
     return Corpus("Python's standard library", *(_tensor(part) for part in parts))
+
+
+def _from_wikitext(folder: Path) -> Corpus:
+    parts = [read_wikitext(folder, part) for part in ("train", "valid")]
+    if min(map(len, parts)) < _LEAST_BYTES:
+        raise BadSetting("text", f"must have at least {_LEAST_BYTES:,} bytes in each part, {folder} has fewer")
+    return Corpus("WikiText-2", *(_tensor(part) for part in parts))
 
 
 def _from_file(path: Path) -> Corpus:
