@@ -14,8 +14,8 @@ from stormtorch.bench.settings import BadSetting
 CLASSES = 10
 _DIGITS_HELD_OUT = 297
 # Enough to judge by, where ten thousand would take longer than the steps between two judgements.
-_CIFAR_HELD_OUT = 2000
-_CIFAR_SHAPE = (3, 32, 32)
+CIFAR_HELD_OUT = 2000
+CIFAR_SHAPE = (3, 32, 32)
 # A true batch has 31 MB.
 _MOST_PICKLE_BYTES = 100_000_000
 
@@ -70,12 +70,12 @@ def _digits() -> Images:
 def _cifar10(folder: Path) -> Images:
     inner = folder / "cifar-10-batches-py"
     folder = inner if inner.is_dir() else folder
-    batches = [_cifar_batch(folder / name) for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch")]
+    batches = [pickled_batch(folder / name) for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch")]
     pictures = torch.cat([pictures for pictures, _ in batches])
     labels = torch.cat([labels for _, labels in batches])
     tested = len(batches[-1][1])
-    kept = len(labels) - max(tested - _CIFAR_HELD_OUT, 0)
-    return _normalized("CIFAR-10", pictures[:kept].float(), labels[:kept], min(tested, _CIFAR_HELD_OUT))
+    kept = len(labels) - max(tested - CIFAR_HELD_OUT, 0)
+    return _normalized("CIFAR-10", pictures[:kept].float(), labels[:kept], min(tested, CIFAR_HELD_OUT))
 
 
 def _normalized(name: str, pictures: torch.Tensor, labels: torch.Tensor, held_out: int) -> Images:
@@ -142,7 +142,12 @@ class _BatchReader(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs") from None
 
 
-def _cifar_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def pickled_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures as bytes, and labels, of one batch of the Python version.
+
+    Raises:
+        BadSetting: It cannot be read, or is none; names `cifar10`.
+    """
     try:
         if path.stat().st_size > _MOST_PICKLE_BYTES:
             raise BadSetting("cifar10", f"holds no batch of CIFAR-10 in {path}: it is too large")
@@ -156,10 +161,10 @@ def _cifar_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         raise BadSetting("cifar10", f"holds no batch of CIFAR-10 in {path}: {error}") from error
     try:
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
-        rows = fields["data"].bytes_of(math.prod(_CIFAR_SHAPE))
+        rows = fields["data"].bytes_of(math.prod(CIFAR_SHAPE))
         labels = torch.tensor(fields["labels"], dtype=torch.int64)
         if labels.shape != (len(rows),) or not len(rows) or not 0 <= int(labels.min()) <= int(labels.max()) < CLASSES:
             raise ValueError(f"its labels are not one of 0 to {CLASSES - 1} for each picture")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise BadSetting("cifar10", f"holds no batch of CIFAR-10 in {path}: {error}") from error
-    return torch.from_numpy(rows.copy()).view(-1, *_CIFAR_SHAPE), labels
+    return torch.from_numpy(rows.copy()).view(-1, *CIFAR_SHAPE), labels
