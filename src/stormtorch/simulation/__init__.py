@@ -1,1 +1,1 @@
-"""Training on n virtual workers of one device: only the network between them is simulated."""
+"""Any number of virtual workers in one process."""

@@ -99,10 +99,10 @@ class _Language:
         return torch.optim.AdamW(model.parameters(), lr=self._settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        return self._windows(self._corpus.training, self._settings.batch, _generator(seed, step, rank))
+        return self._windows(self._corpus.training, self._settings.batch, generator_of(seed, step, rank))
 
     def validation(self, rank: int) -> Iterator[Batch]:
-        inputs, targets = self._windows(self._corpus.validation, _VALIDATION_SEQUENCES, _generator(0, 0, 0))
+        inputs, targets = self._windows(self._corpus.validation, _VALIDATION_SEQUENCES, generator_of(0, 0, 0))
         return _parts(inputs, targets, rank, self._settings.ranks)
 
     def to_json(self) -> dict[str, object]:
@@ -137,7 +137,7 @@ class _Pictures:
         count = len(self._images.training)
         steps = max(count // together, 1)
         epoch, within = divmod(step, steps)
-        order = torch.randperm(count, generator=_generator(seed, epoch, 0))
+        order = torch.randperm(count, generator=generator_of(seed, epoch, 0))
         first = within * together + rank * self._settings.batch
         chosen = order[torch.arange(first, first + self._settings.batch) % count]
         return Batch(self._images.training[chosen], self._images.training_labels[chosen])
@@ -149,8 +149,8 @@ class _Pictures:
         return self._images.to_json()
 
 
-def _generator(seed: int, step: int, rank: int) -> torch.Generator:
-    """Random numbers of one rank's step."""
+def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
+    """Random numbers of one rank's step, drawn on the CPU: the same on every machine."""
     # Hashed, as torch reads no more than 32 bits of a seed: the three numbers do not fit into them.
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest))
