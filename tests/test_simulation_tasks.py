@@ -250,6 +250,19 @@ def test_what_is_held_out_of_language_is_as_much_as_was_asked_for_and_counts_eve
     assert {shape[1] for shape in seen} == {16}
 
 
+def test_the_record_says_how_many_examples_a_model_was_judged_by(tmp_path: Path) -> None:
+    for name, folder in (("resnet20", write_cifar10(tmp_path / "a")), ("lstm", write_atis(tmp_path / "b"))):
+        task = open_task(name, folder, held_out=3)
+        model = task.model(0)
+        seen: list[int] = []
+        model.register_forward_hook(lambda _module, given, _scores, seen=seen: seen.append(len(given[0])))
+        task.evaluate(model)
+        assert task.to_json()["held_out"] == sum(seen) == 3
+        everything = open_task(name, folder, held_out=1000).to_json()
+        assert everything == open_task(name, folder).to_json()
+        assert everything["held_out"] in (8, 40)
+
+
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 

@@ -124,7 +124,7 @@ def open_task(
     if name == "stories15m":
         return _Stories(_named(data, name), device, batch or 2, lr or 3e-4, context or 128, held_out or _HELD_OUT)
     if name == "lstm":
-        return _Slots(_named(data, name), device, batch or 8, lr or 1e-3, held_out)
+        return _Slots(_named(data, name), device, batch or 8, lr or 5e-3, held_out)
     return _Pictures(name, data, device, batch or 32, lr or 0.1, held_out)
 
 
@@ -297,7 +297,11 @@ class _Pictures(_Learned):
             mean, deviation = torch.zeros(found.training.shape[1]), torch.ones(found.training.shape[1])
         self._mean, self._deviation = (each.view(-1, 1, 1).to(device) for each in (mean, deviation))
         self._epochs = _Epochs(len(found.training), batch)
-        self._facts = {"data": found.to_json(), "shifted_and_mirrored": self._changed}
+        self._facts = {
+            "held_out": len(self._validation),
+            "data": found.to_json(),
+            "shifted_and_mirrored": self._changed,
+        }
 
     def model(self, seed: int) -> nn.Module:
         blocks = 18 if self.name == "resnet110" else 3
@@ -355,12 +359,12 @@ class _Slots(_Learned):
 
     def __init__(self, data: Path, device: torch.device, batch: int, lr: float, held_out: int | None) -> None:
         super().__init__("lstm", device, batch, lr)
-        self._judged = held_out
         self._atis = open_atis(data)
+        self._judged = min(held_out or len(self._atis.validation.words), len(self._atis.validation.words))
         self._training, self._validation = (_on(device, part) for part in (self._atis.training, self._atis.validation))
         self._lengths = self._atis.training.lengths
         self._epochs = _Epochs(len(self._lengths), batch)
-        self._facts = {"data": self._atis.to_json()}
+        self._facts = {"held_out": self._judged, "data": self._atis.to_json()}
 
     def model(self, seed: int) -> nn.Module:
         return _seeded(seed, lambda: LstmTagger(self._atis.words, self._atis.slots))
