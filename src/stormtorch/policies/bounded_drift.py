@@ -61,8 +61,8 @@ class BoundedDriftTraining(Training):
         )
         self._guard = Guard(policy.guard, policy.max_lag)
         self._guarded = False
-        self._loss = Smoothed()
-        self._link_losses = [Smoothed() for _ in range(group.size)]
+        self._loss = Smoothed(0.0)
+        self._link_losses = [Smoothed(0.0) for _ in range(group.size)]
         self._lead = 0.0
         self._serve: list[torch.Tensor | None] = [None] * group.size
         self._fetch: list[torch.Tensor | None] = [None] * group.size

@@ -1,5 +1,9 @@
 """The convergence guard: exact while the network is worse than the settings allow for."""
 
+from typing import Generic, TypeVar
+
+import torch
+
 # How quickly the measured loss is forgotten: about so many steps.
 _MEMORY = 20
 # Once exact, so for this many steps at least, and until loss is this much below the limit.
@@ -7,19 +11,29 @@ _HOLD = 20
 _RELIEF = 0.9
 
 
-class Smoothed:
-    """A mean of the latest values, right from the first one on."""
+Value = TypeVar("Value", float, torch.Tensor)
 
-    def __init__(self, memory: int = _MEMORY) -> None:
+
+class Smoothed(Generic[Value]):
+    """A mean of the latest values, right from the first one on.
+
+    Args:
+        zero: What it is before the first: a number, or a tensor of them.
+        memory: How quickly values are forgotten.
+    """
+
+    def __init__(self, zero: Value, memory: int = _MEMORY) -> None:
         self._decay = 1.0 - 1.0 / memory
-        self._sum = self._weight = 0.0
+        self._sum: Value = zero
+        self._weight = 0.0
 
     @property
-    def value(self) -> float:
-        """0 before the first."""
-        return self._sum / self._weight if self._weight else 0.0
+    def value(self) -> Value:
+        """`zero` before the first."""
+        mean: Value = self._sum / self._weight if self._weight else self._sum
+        return mean
 
-    def add(self, value: float) -> None:
+    def add(self, value: Value) -> None:
         """The next one."""
         self._sum = self._decay * self._sum + (1.0 - self._decay) * value
         self._weight = self._decay * self._weight + (1.0 - self._decay)
@@ -37,7 +51,7 @@ class Guard:
         self.alarm = False
         self._limit = limit
         self._max_lag = max_lag
-        self._loss = Smoothed()
+        self._loss = Smoothed(0.0)
         self._since = 0
 
     def watch(self, loss: float, oldest: int) -> None:

@@ -21,6 +21,11 @@ def chance_weight(loss: float) -> float:
     return 1.0 / (1.0 - min(loss, MOST_LOSS))
 
 
+def chance_weights(losses: torch.Tensor) -> torch.Tensor:
+    """The same of many links."""
+    return 1.0 / (1.0 - losses.clamp(max=MOST_LOSS))
+
+
 def share_of_all(count_C: torch.Tensor, present: int) -> torch.Tensor:
     """Makes of a mean over those that arrived one over all that are present: what is missing counts as zero."""
     return count_C.float() / present

@@ -1,1 +1,10 @@
-"""Any number of virtual workers in one process."""
+"""Any number of virtual workers in one process: what loss does to a model before a real network is trusted with it.
+
+    report = simulate(model, loss, batches, optimizer, workers=64, steps=300, network=Bernoulli(p=0.1))
+
+Every virtual worker computes gradients on its own stale replica; the policies' own arithmetic does the rest.
+"""
+
+from stormtorch.simulation.run import Simulated, Spot, simulate
+
+__all__ = ["Simulated", "Spot", "simulate"]

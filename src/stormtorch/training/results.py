@@ -54,7 +54,7 @@ def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainRe
         seed=first.seed,
         loss=_mean(losses[-max(len(losses) // 10, 1) :]),
         val_loss=val_loss,
-        perplexity=_exp(val_loss) if language else None,
+        perplexity=exp_of(val_loss) if language else None,
         accuracy=None if language else accuracy,
         step_s=median(times_s),
         drift=first.drift,
@@ -97,7 +97,7 @@ class TrainReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        found: dict[str, Any] = _without_nan(
+        found: dict[str, Any] = without_nan(
             {
                 "settings": self.asked,
                 "measured": self.measured,
@@ -119,16 +119,17 @@ def _above(own: TrainResult, other: TrainResult) -> float:
     return own.perplexity / other.perplexity - 1
 
 
-def _without_nan(data: Any) -> Any:
+def without_nan(data: Any) -> Any:
     """JSON knows no infinity: what a training that diverged leaves becomes null."""
     if isinstance(data, dict):
-        return {key: _without_nan(value) for key, value in data.items()}
+        return {key: without_nan(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_without_nan(value) for value in data]
+        return [without_nan(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _exp(value: float) -> float:
+def exp_of(value: float) -> float:
+    """The perplexity of a loss."""
     return math.exp(value) if value < 700 else math.inf
 
 

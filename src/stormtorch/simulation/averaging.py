@@ -1,0 +1,190 @@
+"""Policies under which every virtual worker has a model and an optimizer of its own: RPS, and what it warns of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.policies import rules
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import GradientAveraging, ModelAveraging
+from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.setting import MakeOptimizer, Setting
+
+# Workers whose own models are judged where there is no common one.
+_JUDGED = 4
+_DRIFT_SAMPLES = 256
+
+
+class Averaging:
+    """A simulated training under `ModelAveraging` or `GradientAveraging`.
+
+    Args:
+        setting: What all policies share.
+        policy: The user's.
+        model: What all begin with; judged in the end with the parameters that stand for all.
+        optimizer: Made once for each worker.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        policy: ModelAveraging | GradientAveraging,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+    ) -> None:
+        self.setting, self.policy, self.model = setting, policy, model
+        n, cut, device = setting.workers, setting.cut, setting.device
+        self.first, self.last = setting.together.part(n)
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        own = self.last - self.first
+        self._models = cut.empty(own, device=device)
+        self._grads = cut.empty(own, device=device)
+        self._gradients = setting.gradients(model, own)
+        for stacked, parameter in zip(cut.views(self._models), self._trained, strict=True):
+            stacked.copy_(parameter.detach().expand_as(stacked))
+        self.optimizers = [optimizer(self._parameters(worker)) for worker in range(own)]
+        self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
+        self._order = torch.Generator().manual_seed(policy.seed if isinstance(policy, ModelAveraging) else 0)
+        self._samples = torch.Generator().manual_seed(setting.seed)
+        self._steps = 0
+
+    def _parameters(self, worker: int) -> list[nn.Parameter]:
+        cut = self.setting.cut
+        found = []
+        for values, grad in zip(cut.views(self._models[worker]), cut.views(self._grads[worker]), strict=True):
+            parameter = nn.Parameter(values)
+            parameter.data = values  # the memory itself, whatever Parameter makes of it
+            parameter.grad = grad
+            found.append(parameter)
+        return found
+
+    @torch.no_grad()
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
+        """One step of all workers: their mean loss, and what happened.
+
+        Args:
+            number: Of the step.
+            batches: The stacked batches of some workers.
+        """
+        row = Row(number)
+        losses = self._compute(batches)
+        if isinstance(self.policy, GradientAveraging):
+            self._average(self._grads, row, self.setting.cut.owner_C)
+            self._clip()
+        else:
+            self._clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._steps += 1
+        if isinstance(self.policy, ModelAveraging) and self._steps % self.policy.every == 0:
+            turned = torch.tensor(rules.block_order(self.setting.workers, self._order))
+            self._average(self._models, row, turned[self.setting.cut.owner_C])
+        row.pair_drift = self._sampled_drift()
+        return losses, row
+
+    def _compute(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
+        losses = []
+        for first in range(self.first, self.last, self._gradients.at_once):
+            last = min(first + self._gradients.at_once, self.last)
+            here = slice(first - self.first, last - self.first)
+            self._gradients.replicas[: last - first].copy_(self._models[here])
+            with torch.enable_grad():
+                losses.append(self._gradients.compute(batches(first, last), first - self.first, last - first))
+            self._grads[here].copy_(self._gradients.grads[: last - first])
+        return self.setting.together.add_up(torch.cat(losses).sum()) / self.setting.workers
+
+    def _clip(self) -> None:
+        """Each worker by the length of what it applies, as it knows no other."""
+        if self.setting.clip is not None:
+            norm_W = torch.linalg.vector_norm(self._grads, dim=(1, 2))
+            self._grads.mul_((self.setting.clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))
+
+    def _average(self, vectors_WCE: torch.Tensor, row: Row, owner_C: torch.Tensor) -> None:
+        """Block by block, over what arrives at the block's owner; where the mean is lost, one's own stays."""
+        setting = self.setting
+        exact = self.policy.reliability.exact
+        everything = torch.ones(setting.workers, setting.cut.chunks, dtype=torch.bool, device=setting.device)
+        up_WC = everything if exact else self._masks.up(owner_C)
+        down_WC = everything if exact else self._masks.down(owner_C)
+        # Worker by worker: a copy of all models would be as large as they are.
+        sums_CE = torch.zeros_like(vectors_WCE[0])
+        for own, arrived_C in zip(vectors_WCE, up_WC[self.first : self.last], strict=True):
+            sums_CE.addcmul_(own, arrived_C.unsqueeze(-1).to(own.dtype))
+        setting.together.add_up(sums_CE)
+        mean_CE = rules.mean_of_arrived(sums_CE, up_WC.sum(0))
+        for own, arrived_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
+            rules.keep_where_lost(own, mean_CE, arrived_C.unsqueeze(-1))
+        sent, heard = up_WC.double().mean(1).tolist(), down_WC.double().mean(1).tolist()
+        row.gradients, row.broadcast = dict(enumerate(sent)), dict(enumerate(heard))
+        row.effective_batch = sum(sent) / len(sent)
+
+    def _sampled_drift(self) -> float:
+        cut, n = self.setting.cut, self.setting.workers
+        at_S = torch.randint(cut.chunks * cut.per_chunk, (_DRIFT_SAMPLES,), generator=self._samples)
+        values_WS = self._models.view(len(self._models), -1)[:, at_S.to(self.setting.device)].double()
+        if n < 2:
+            return 0.0
+        return float(2 * self.setting.together.everyone(values_WS, n).var(0).mean())
+
+    # --- for the run --------------------------------------------------------------------------------------------------
+
+    def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
+        """What the mean of the models is worth; of models that drift apart, the mean of what a few are worth."""
+        self._gradients.average_buffers_into(self.model, self.setting.together)
+        if isinstance(self.policy, ModelAveraging):
+            mean_CE = self.setting.together.add_up(self._models.sum(0)) / self.setting.workers
+            return self._judge(mean_CE, evaluate)
+        chosen = range(min(_JUDGED, len(self._models)))
+        found = torch.tensor([self._judge(self._models[worker], evaluate) for worker in chosen], dtype=torch.float64)
+        loss, right = (self.setting.together.add_up(found.mean(0)) / self.setting.together.world).tolist()
+        return loss, right
+
+    def _judge(
+        self, values_CE: torch.Tensor, evaluate: Callable[[nn.Module], tuple[float, float]]
+    ) -> tuple[float, float]:
+        for parameter, values in zip(self._trained, self.setting.cut.views(values_CE), strict=True):
+            parameter.data.copy_(values)
+        return evaluate(self.model)
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Mean squared difference per parameter between two models, on average over all pairs of workers."""
+        n, together = self.setting.workers, self.setting.together
+        if n < 2:
+            return 0.0
+        mean_CE = together.add_up(self._models.sum(0)) / n
+        square = sum(float((own - mean_CE).double().square().sum()) for own in self._models)
+        total = together.add_up(torch.tensor(square, dtype=torch.float64))
+        return 2 * float(total) / (n - 1) / self.setting.elements
+
+    @property
+    def how(self) -> str:
+        """How gradients are computed: "batched" or "loop"."""
+        return self._gradients.how
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on."""
+        return {
+            "models": self._models,
+            "optimizers": [each.state_dict() for each in self.optimizers],
+            "masks": self._masks.state_dict(),
+            "buffers": self._gradients.buffers,
+            "order": self._order.get_state(),
+            "samples": self._samples.get_state(),
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._models.copy_(state["models"])
+        for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            own.load_state_dict(saved)
+        self._masks.load_state_dict(state["masks"])
+        self._gradients.load_buffers(state["buffers"])
+        self._order.set_state(state["order"])
+        self._samples.set_state(state["samples"])
+        self._steps = state["steps"]

@@ -1,0 +1,302 @@
+"""`BoundedDrift` with virtual workers: owners average what arrived, step and send; what is lost stays stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.policies import rules
+from stormtorch.policies.guard import Guard, Smoothed
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import BoundedDrift
+from stormtorch.reliability import Reliability
+from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
+from stormtorch.simulation.setting import MakeOptimizer, Setting
+
+
+class Drifting:
+    """A simulated training under `BoundedDrift`.
+
+    Args:
+        setting: What all policies share.
+        policy: The user's.
+        model: Becomes the owners' exact parameters.
+        optimizer: Made for them: owners together hold one state, as each updates its shard alone.
+    """
+
+    def __init__(self, setting: Setting, policy: BoundedDrift, model: nn.Module, optimizer: MakeOptimizer) -> None:
+        self.setting, self.policy, self.model = setting, policy, model
+        n, cut, device = setting.workers, setting.cut, setting.device
+        self.first, self.last = setting.together.part(n)
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._replicas = Replicas(cut, self.first, self.last, device)
+        for own, parameter in zip(cut.views(self._replicas.owned), self._trained, strict=True):
+            own.copy_(parameter.detach())
+        self._bind()
+        self._replicas.begin()
+        self.optimizers = [optimizer(self._trained)]
+        self._gradients = setting.gradients(model, self.last - self.first)
+        self._grads = cut.empty(device=device)
+        self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
+        self._owner_C = cut.owner_C.to(device)
+        self._chunks_of_W = torch.bincount(cut.owner_C, minlength=n).to(device)
+        self._losses = [Smoothed(0.0) for _ in range(n)]
+        self._link_losses_WN = Smoothed(torch.zeros(n, n, device=device))
+        self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
+        self._guarded = False
+        self._oldest = 0
+        self._samples = torch.Generator().manual_seed(setting.seed)
+
+    def _bind(self) -> None:
+        for own, parameter in zip(self.setting.cut.views(self._replicas.owned), self._trained, strict=True):
+            parameter.data = own
+        # The optimizer reads gradients where stage 1 leaves them.
+        if hasattr(self, "_grads"):
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        for grad, parameter in zip(self.setting.cut.views(self._grads), self._trained, strict=True):
+            parameter.grad = grad
+
+    @torch.no_grad()
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
+        """One step of all workers: their mean loss, and what happened.
+
+        Args:
+            number: Of the step.
+            batches: The stacked batches of some workers.
+        """
+        row = Row(number)
+        losses = self._stage_one(batches, row)
+        chunk_S, element_S = self._choose()
+        before_S = self._replicas.owned[chunk_S, element_S]
+        self._stage_two(row)
+        self._measure(row, chunk_S, element_S, before_S)
+        return losses, row
+
+    # --- stage 1 ------------------------------------------------------------------------------------------------------
+
+    def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
+        setting, n = self.setting, self.setting.workers
+        arrived_WC = self._arrived(self._masks.up, self.policy.gradients, up=True)
+        weight_WC = self._weights(arrived_WC)
+        self._grads.zero_()
+        losses = []
+        for first in range(self.first, self.last, self._gradients.at_once):
+            last = min(first + self._gradients.at_once, self.last)
+            self._replicas.put(first - self.first, last - self.first, self._gradients.replicas[: last - first])
+            with torch.enable_grad():
+                losses.append(self._gradients.compute(batches(first, last), first - self.first, last - first))
+            grads_WCE = self._gradients.grads[: last - first]
+            setting.round_(grads_WCE)
+            grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
+            self._grads.add_(grads_WCE.sum(0))
+        setting.together.add_up(self._grads)
+        count_C = arrived_WC.sum(0)
+        rules.mean_of_arrived(self._grads, count_C)
+        if self._by_chance:
+            self._grads.mul_(rules.share_of_all(count_C, n).unsqueeze(-1))
+        self._arrived_up, self._count_C = arrived_WC, count_C
+        if setting.clip is not None:
+            norm = torch.linalg.vector_norm(self._grads)
+            self._grads.mul_((setting.clip / (norm + 1e-6)).clamp(max=1.0))
+        return setting.together.add_up(torch.cat(losses).sum()) / n
+
+    @property
+    def _by_chance(self) -> bool:
+        return self.policy.weights == "horvitz-thompson" and not self.policy.gradients.exact
+
+    def _weights(self, arrived_WC: torch.Tensor) -> torch.Tensor:
+        """What each gradient is multiplied by: 1 where it arrived, or one over its measured chance to."""
+        if not self._by_chance:
+            return arrived_WC.float()
+        n = self.setting.workers
+        weight_WN = rules.chance_weights(self._link_losses_WN.value)
+        weight_WN.fill_diagonal_(1.0)
+        missing_WN = torch.zeros(n, n, device=weight_WN.device)
+        missing_WN.index_add_(1, self._owner_C, (~arrived_WC).float())
+        self._link_losses_WN.add(missing_WN / self._chunks_of_W.clamp(min=1))
+        return arrived_WC * weight_WN[:, self._owner_C]
+
+    def _arrived(self, draw: Callable[[], torch.Tensor], reliability: Reliability, *, up: bool) -> torch.Tensor:
+        """(W, C): what arrives in the end, repaired until at most the budget of each message is missing."""
+        n = self.setting.workers
+        if reliability.exact:
+            return torch.ones(n, len(self._owner_C), dtype=torch.bool, device=self._owner_C.device)
+        arrived_WC = draw()
+        if reliability.budget >= 1.0:
+            return arrived_WC
+        allowed_N = torch.floor(reliability.budget * self._chunks_of_W)
+        while True:
+            missing_WN = torch.zeros(n, n, device=arrived_WC.device)
+            missing_WN.index_add_(1, self._owner_C, (~arrived_WC).float())
+            over_WN = missing_WN > allowed_N
+            if not bool(over_WN.any()):
+                return arrived_WC
+            asked_WC = ~arrived_WC & over_WN[:, self._owner_C]
+            arrived_WC |= asked_WC & self._masks.again(asked_WC, up=up)
+
+    # --- the step, and stage 2 ----------------------------------------------------------------------------------------
+
+    def _stage_two(self, row: Row) -> None:
+        policy, replicas = self.policy, self._replicas
+        if replicas.make_room(self._oldest):
+            self._bind()
+        self._show_gradients()
+        exact = self._guarded or policy.broadcast.exact
+        leads = [0.0 if exact else rules.lead_for(policy.lead, each.value) for each in self._losses]
+        room = replicas.next_room()
+        room.copy_(replicas.owned)
+        self.optimizers[0].step()
+        if any(leads):
+            lead_C = torch.tensor(leads, device=room.device)[self._owner_C]
+            rules.ahead(room, replicas.owned, lead_C.unsqueeze(-1))
+        else:
+            room.copy_(replicas.owned)
+        self.setting.round_(room)
+        if self._guarded:
+            arrived_WC = torch.ones_like(self._arrived_up)
+        else:
+            arrived_WC = self._arrived(self._masks.down, policy.broadcast, up=False)
+        self._first_pass = arrived_WC
+        own_WC = arrived_WC[self.first : self.last]
+        most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
+        if self._oldest >= most:
+            overdue_WC = rules.overdue(replicas.ages, most) & ~own_WC
+            row.fetched = int(self.setting.together.add_up(overdue_WC.sum()))
+            own_WC = own_WC | overdue_WC
+        replicas.broadcast(own_WC)
+        row.lead = sum(leads) / len(leads)
+        row.guarded = self._guarded
+
+    # --- what is measured ---------------------------------------------------------------------------------------------
+
+    def _choose(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Elements that all replicas are compared by, chosen anew at every step."""
+        cut, count = self.setting.cut, self.policy.drift_samples
+        at_S = torch.randint(cut.chunks * cut.per_chunk, (count,), generator=self._samples).to(self._owner_C.device)
+        return at_S // cut.per_chunk, at_S % cut.per_chunk
+
+    def _measure(self, row: Row, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
+        n, together, replicas = self.setting.workers, self.setting.together, self._replicas
+        others_W = (len(self._owner_C) - self._chunks_of_W).clamp(min=1)
+        down_WC, up_WC = self._first_pass, self._arrived_up
+        lost_by_C = n - down_WC.sum(0)
+        of_owner_N = torch.zeros(n, device=lost_by_C.device).index_add_(0, self._owner_C, lost_by_C.float())
+        owned_N = self._chunks_of_W.clamp(min=1) * max(n - 1, 1)
+        values_WS, own_WS = replicas.look(chunk_S, element_S)
+        owned_S = replicas.owned[chunk_S, element_S]
+        away_WS = (values_WS - owned_S).masked_fill_(own_WS, 0.0).double()
+        sums = together.add_up(torch.stack([away_WS.sum(0), away_WS.square().sum(0)]))
+        lags = torch.bincount(replicas.ages[~replicas.own].flatten(), minlength=replicas.versions).double()
+        together.add_up(lags)
+        oldest_W = together.everyone(replicas.ages.amax(1).double(), n)
+        # One copy from the device for all of it.
+        parts = [
+            of_owner_N.double() / owned_N,
+            (~down_WC).sum(1).double() / others_W,
+            (~up_WC).sum(1).double() / others_W,
+            oldest_W,
+            lags,
+            sums.flatten(),
+            (owned_S - before_S).double().square().mean().view(1),
+            torch.stack([self._count_C.double().mean(), self._count_C.double().reciprocal().mean()]),
+        ]
+        of_owner, heard, sent_up, oldest, lag, spread, variance, counts = (
+            part.tolist() for part in torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+        )
+        self._learn(row, of_owner, heard, sent_up, oldest)
+        row.lag = {age: int(count) for age, count in enumerate(lag) if count}
+        m = max(n - 1, 1)
+        half = len(spread) // 2
+        row.owner_drift = sum(spread[half:]) / m / half if half else None
+        if half and m > 1:
+            pairs = [
+                2 * (square - total * total / m) / (m - 1)
+                for total, square in zip(spread[:half], spread[half:], strict=True)
+            ]
+            row.pair_drift = sum(pairs) / half
+        row.update_variance = variance[0]
+        row.effective_batch = counts[0] / n
+        row.variance_inflation = n * counts[1]
+
+    def _learn(
+        self, row: Row, of_owner: list[float], heard: list[float], sent_up: list[float], oldest: list[float]
+    ) -> None:
+        exact = self._guarded or self.policy.broadcast.exact
+        if not exact:
+            for smoothed, lost in zip(self._losses, of_owner, strict=True):
+                smoothed.add(lost)
+        row.loss = sum(each.value for each in self._losses) / len(self._losses)
+        row.gradients = {worker: 1.0 - lost for worker, lost in enumerate(sent_up)}
+        row.broadcast = {owner: 1.0 - lost for owner, lost in enumerate(of_owner)}
+        self._oldest = int(max(oldest))
+        # Where the broadcast is exact, gradients tell what it would lose, as they do in a training.
+        watched = sent_up if self._guarded else heard
+        for guard, lost, age in zip(self._guards, watched, oldest, strict=True):
+            guard.watch(lost, int(age))
+        guarded = any(guard.alarm for guard in self._guards)
+        if guarded != self._guarded:
+            row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
+        self._guarded = guarded
+
+    # --- for the run --------------------------------------------------------------------------------------------------
+
+    def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
+        """What the owners' parameters are worth, with the mean of all workers' buffers."""
+        self._gradients.average_buffers_into(self.model, self.setting.together)
+        return evaluate(self.model)
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Mean squared difference per parameter between two replicas, on average over all pairs of workers."""
+        n, replicas = self.setting.workers, self._replicas
+        total = torch.zeros_like(replicas.owned)
+        square = torch.zeros((), dtype=torch.float64, device=total.device)
+        for first in range(self.first, self.last, self._gradients.at_once):
+            count = min(self._gradients.at_once, self.last - first)
+            away = self._gradients.replicas[:count]
+            replicas.put(first - self.first, first - self.first + count, away)
+            away -= replicas.owned
+            total += away.sum(0)
+            square += away.double().square().sum() if away.device.type == "cpu" else away.square().sum().double()
+        together = self.setting.together
+        together.add_up(total)
+        together.add_up(square)
+        spread = float(square) - float((total / n).double().square().sum()) * n
+        return max(2 * spread / (n - 1) / self.setting.elements, 0.0) if n > 1 else 0.0
+
+    @property
+    def how(self) -> str:
+        """How gradients are computed: "batched" or "loop"."""
+        return self._gradients.how
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on."""
+        return {
+            "replicas": self._replicas.state_dict(),
+            "optimizer": self.optimizers[0].state_dict(),
+            "masks": self._masks.state_dict(),
+            "buffers": self._gradients.buffers,
+            "losses": self._losses,
+            "links": self._link_losses_WN,
+            "guards": self._guards,
+            "guarded": self._guarded,
+            "oldest": self._oldest,
+            "samples": self._samples.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._replicas.load_state_dict(state["replicas"])
+        self._bind()
+        self.optimizers[0].load_state_dict(state["optimizer"])
+        self._masks.load_state_dict(state["masks"])
+        self._gradients.load_buffers(state["buffers"])
+        self._losses, self._link_losses_WN, self._guards = state["losses"], state["links"], state["guards"]
+        self._guarded, self._oldest = state["guarded"], state["oldest"]
+        self._samples.set_state(state["samples"])

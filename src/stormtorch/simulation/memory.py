@@ -1,0 +1,41 @@
+"""How many workers fit at a time: found by computing one, and what that took."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.simulation.setting import Setting
+
+# On the CPU replicas only compete for caches and for memory that is shared with everything else.
+_CPU_BYTES = 1 << 30
+_CPU_MOST = 16
+# Of the GPU's free memory; the rest is for versions, recorded graphs, and what fragments.
+_GPU_SHARE = 0.5
+
+
+def fitting(setting: Setting, model: nn.Module, batches: Callable[[int, int, int], Any], workers: int) -> Setting:
+    """The setting with as many workers at a time as fit: a divisor of `workers` where there is a good one."""
+    if setting.reuse is not None and setting.reuse.gradients is not None:
+        return setting.with_at_once(setting.reuse.gradients.at_once)
+    replica_bytes = 4 * setting.cut.chunks * setting.cut.per_chunk
+    if setting.device.type != "cuda":
+        fit = max(min(_CPU_BYTES // (4 * replica_bytes), _CPU_MOST), 1)
+        return setting.with_at_once(_even(workers, fit))
+    torch.cuda.reset_peak_memory_stats(setting.device)
+    before = torch.cuda.memory_allocated(setting.device)
+    trial = setting.for_trial().gradients(model, 1)
+    trial.compute(batches(0, 0, 1), 0, 1)
+    each = torch.cuda.max_memory_allocated(setting.device) - before
+    del trial
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(setting.device)
+    return setting.with_at_once(_even(workers, max(int(_GPU_SHARE * free / max(each, 1)), 1)))
+
+
+def _even(workers: int, fit: int) -> int:
+    """At most `fit`, in groups that are all alike if that does not make them much smaller."""
+    if workers <= fit:
+        return workers
+    return next((size for size in range(fit, fit // 2, -1) if workers % size == 0), fit)

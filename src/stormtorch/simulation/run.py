@@ -1,0 +1,264 @@
+"""One simulated training: any model, loss and optimizer, on any number of virtual workers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from stormtorch import _engine
+from stormtorch.loss import Bernoulli, LossModel
+from stormtorch.policies.ledger import Ledger
+from stormtorch.policies.policy import BoundedDrift, Policy
+from stormtorch.policies.wires import Wire
+from stormtorch.simulation.averaging import Averaging
+from stormtorch.simulation.cut import Cut
+from stormtorch.simulation.drifting import Drifting
+from stormtorch.simulation.gradients import How, Loss
+from stormtorch.simulation.memory import fitting
+from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
+from stormtorch.simulation.together import Together
+
+DATAGRAM_BYTES = 1472
+"""Ethernet's: what is lost at once, with the headers."""
+
+Batches = Callable[[int, int, int], Any]
+"""The stacked batches of a step and of workers from the second to before the third argument."""
+Evaluate = Callable[[nn.Module], tuple[float, float]]
+"""The loss and the fraction of right answers on what is held out."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """How a simulation fares."""
+
+    step: int
+    """Steps done."""
+    loss: float
+    """Mean of all workers in the last one."""
+
+
+@dataclass
+class Simulated:
+    """What came out."""
+
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """Step, counted from 1, and training loss, mean over the workers."""
+    validations: list[tuple[int, float, float]] = field(default_factory=list)
+    """After how many steps, the loss and the fraction of right answers on what is held out."""
+    times_s: list[float] = field(default_factory=list)
+    """Of each step."""
+    drift: float = 0.0
+    """Mean squared difference per parameter between two replicas after the last step."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What happened, step by step: links are summed up, {worker: what arrived of it at all owners, or of it as an owner
+    at all workers}."""
+    how: str = ""
+    """Whether workers were computed "batched" or in a "loop"."""
+    at_once: int = 0
+    """Workers computed at a time."""
+    peak_bytes: int | None = None
+    """The most memory of the GPU that was in use; None on the CPU."""
+
+
+def simulate(
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    optimizer: MakeOptimizer,
+    *,
+    workers: int,
+    steps: int,
+    network: LossModel | float = 0.0,
+    policy: Policy | Callable[[int], Policy] | None = None,
+    seed: int = 0,
+    rate: Callable[[int], float] | None = None,
+    clip: float | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int | None = None,
+    device: torch.device | str = "cpu",
+    how: How = "auto",
+    at_once: int | None = None,
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32",
+    capture: bool = True,
+    fuse: bool = False,
+    checkpoint: Path | None = None,
+    checkpoint_every_s: float = 60.0,
+    advance: Callable[[Spot], None] | None = None,
+    reuse: Reuse | None = None,
+) -> Simulated:
+    """Trains a model on virtual workers, each with a replica of its own, over a network that loses.
+
+    Args:
+        model: Its weights are where all workers begin. It is left as it is.
+        loss: `loss(model, batch)` is the scalar loss of one worker's batch.
+        batches: `batches(step, first, last)` are the batches of workers first to last - 1, stacked.
+        optimizer: `optimizer(parameters)` makes one.
+        workers: How many.
+        steps: How many.
+        network: A loss model, or a loss rate: independent loss on all links.
+        policy: As for `prepare`; the default is `BoundedDrift()`. Settings about time have no effect. A function gives
+            the policy of each step, all of one kind.
+        seed: Of the losses.
+        rate: The learning rate of each step; None leaves it to the optimizer.
+        clip: The longest gradient that is applied.
+        evaluate: Judges a model; that is given the owners' exact parameters, or the mean of all models.
+        evaluate_every: Steps between two judgements; the default makes ten of them. The last step is always judged.
+        device: "cpu", "cuda".
+        how: "batched" computes workers at once by `torch.func.vmap`, "loop" one by one, "auto" finds out.
+        at_once: Workers computed at a time; None takes as many as fit.
+        precision: What matrices are multiplied in.
+        capture: On a GPU, whether kernels are recorded once and replayed; needs a loss without data-dependent shapes.
+        fuse: Whether `torch.compile` makes fewer kernels of them: a minute at first, then steps of half the time.
+        checkpoint: Where to save the state every so often, and to go on from if it is there; removed in the end.
+        checkpoint_every_s: How often.
+        advance: Called after each step.
+        reuse: What was compiled and recorded for an earlier simulation of the same model, loss and batch size.
+
+    Raises:
+        ValueError: A setting has no sensible value, or the checkpoint is of another simulation.
+    """
+    policy_at = policy if callable(policy) else None
+    first_policy: Policy = policy(0) if callable(policy) else policy or BoundedDrift()
+    if isinstance(network, float | int):
+        network = Bernoulli(p=float(network))
+    _check(workers >= 1, "workers", "be at least 1", workers)
+    _check(steps >= 1, "steps", "be at least 1", steps)
+    _check(clip is None or clip > 0, "clip", "be above 0", clip)
+    _check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
+    wire = first_policy.wire if isinstance(first_policy, BoundedDrift) else torch.float32
+    _check(wire != torch.int8, "wire", "be float32, bfloat16 or float16 in a simulation", wire)
+    device = torch.device(device)
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    together = Together()
+    _check(workers >= together.world, "workers", f"be at least the {together.world} processes", workers)
+    exact = copy.deepcopy(model).to(device)
+    trained = [each for each in exact.parameters() if each.requires_grad]
+    per_chunk = Wire(wire, _engine.chunk_bytes(DATAGRAM_BYTES, False)).per_chunk
+    cut = Cut.of(trained, workers, per_chunk)
+    first, last = together.part(workers)
+    setting = Setting(
+        workers=workers,
+        network=network,
+        seed=seed,
+        cut=cut,
+        elements=sum(each.numel() for each in trained),
+        device=device,
+        loss=loss,
+        clip=clip,
+        wire=wire,
+        at_once=1,
+        how=how,
+        precision=torch.bfloat16 if precision == "bfloat16" else torch.float32,
+        capture=capture,
+        fuse=fuse,
+        together=together,
+        reuse=reuse,
+    )
+    setting = fitting(setting, exact, batches, last - first) if at_once is None else setting.with_at_once(at_once)
+    training: Drifting | Averaging
+    if isinstance(first_policy, BoundedDrift):
+        training = Drifting(setting, first_policy, exact, optimizer)
+    else:
+        training = Averaging(setting, first_policy, exact, optimizer)
+    found = Simulated(at_once=min(setting.at_once, last - first))
+    done = 0
+    identity = _identity(workers, steps, network, first_policy, seed, setting)
+    path = None if checkpoint is None else _own_file(checkpoint, together)
+    if path is not None and path.exists():
+        done = _resume(path, identity, training, found)
+    every = max(steps // 10, 1) if evaluate_every is None else evaluate_every
+    saved_at = time.monotonic()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for step in range(done, steps):
+        begin = time.perf_counter()
+        if rate is not None:
+            for each in training.optimizers:
+                for group in each.param_groups:
+                    group["lr"] = rate(step)
+        if policy_at is not None:
+            training.policy = policy_at(step)  # type: ignore[assignment]  # of the same kind, as is asked for
+        mean_loss, row = training.step(step, functools.partial(batches, step))
+        found.curve.append((step + 1, float(mean_loss)))
+        found.ledger.add(row)
+        found.times_s.append(time.perf_counter() - begin)
+        if step + 1 == steps:
+            found.drift = training.drift()
+        if evaluate is not None and ((step + 1) % every == 0 or step + 1 == steps):
+            exact.eval()
+            with torch.no_grad():
+                found.validations.append((step + 1, *training.judge(evaluate)))
+        if advance is not None:
+            advance(Spot(step + 1, found.curve[-1][1]))
+        if path is not None and step + 1 < steps and time.monotonic() - saved_at >= checkpoint_every_s:
+            _save(path, identity, training, found)
+            saved_at = time.monotonic()
+    if path is not None:
+        path.unlink(missing_ok=True)
+    found.how = training.how
+    found.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return found
+
+
+def _check(right: bool, knob: str, demand: str, got: object) -> None:
+    if not right:
+        raise ValueError(f"{knob} must {demand}, got {got!r}")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _identity(
+    workers: int, steps: int, network: LossModel, policy: Policy, seed: int, setting: Setting
+) -> dict[str, object]:
+    """What must be the same for a checkpoint to be gone on from."""
+    return {
+        "workers": workers,
+        "steps": steps,
+        "network": repr(network),
+        "policy": repr(policy),
+        "seed": seed,
+        "elements": setting.elements,
+        "processes": setting.together.world,
+    }
+
+
+def _own_file(checkpoint: Path, together: Together) -> Path:
+    return checkpoint if together.world == 1 else checkpoint.with_name(f"{checkpoint.name}.{together.rank}")
+
+
+def _save(path: Path, identity: dict[str, object], training: Drifting | Averaging, found: Simulated) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A second file first: whoever is stopped while writing still has the one before.
+    beside = path.with_name(path.name + ".new")
+    torch.save({"identity": identity, "training": training.state_dict(), "found": found}, beside)
+    os.replace(beside, path)
+
+
+def _resume(path: Path, identity: dict[str, object], training: Drifting | Averaging, found: Simulated) -> int:
+    try:
+        # Written by this very function for this very user: as trusted as the program.
+        state = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
+    for name, value in identity.items():
+        if state["identity"].get(name) != value:
+            raise ValueError(
+                f"checkpoint {path} is of another simulation: its {name} is {state['identity'].get(name)!r}, not "
+                f"{value!r}; remove it to begin anew"
+            )
+    training.load_state_dict(state["training"])
+    before: Simulated = state["found"]
+    found.curve, found.validations, found.times_s = before.curve, before.validations, before.times_s
+    found.ledger = before.ledger
+    return len(found.curve)
