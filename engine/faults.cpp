@@ -45,6 +45,9 @@ std::uint64_t mix(std::uint64_t x) {
 
 constexpr std::uint64_t golden_gamma = 0x9e3779b97f4a7c15U;
 
+// Random bits as a number in [0, 1).
+double fraction(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1.0p-53; }
+
 LinkFaults validated(LinkFaults faults) {
     faults.validate();
     return faults;
@@ -54,6 +57,7 @@ LinkFaults validated(LinkFaults faults) {
 
 void LinkFaults::validate(std::string_view where) const {
     check_chance(where, "loss", loss);
+    check_chance(where, "shared", shared);
     check_chance(where, "duplicate", duplicate);
     check_chance(where, "reorder", reorder);
     check_chance(where, "corrupt", corrupt);
@@ -77,7 +81,7 @@ FaultyLink::FaultyLink(LinkFaults faults, std::uint64_t seed, std::uint16_t sour
 
 FaultyLink::FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t seed, std::uint16_t source,
                        std::uint16_t target)
-    : faults_(std::move(faults)) {
+    : faults_(std::move(faults)), seed_(seed), source_(source), target_(target) {
     std::uint64_t x = mix(mix(seed + golden_gamma) ^ ((std::uint64_t{source} << 16) | target));
     for (std::uint64_t& word : state_) word = mix(x += golden_gamma);
 
@@ -105,7 +109,7 @@ std::uint64_t FaultyLink::draw() {
     return result;
 }
 
-double FaultyLink::uniform() { return static_cast<double>(draw() >> 11) * 0x1.0p-53; }
+double FaultyLink::uniform() { return fraction(draw()); }
 
 bool FaultyLink::next_is_lost(double u) {
     if (!faults_->trace.empty()) {
@@ -119,14 +123,30 @@ bool FaultyLink::next_is_lost(double u) {
     return lost;
 }
 
+// In a first pass all receivers of a collective get the same exchange and chunk. The draws of the link are not touched:
+// the bit above its two ranks keeps this apart from the links' seeds.
+bool FaultyLink::is_lost_at_source(const Header* header) const {
+    const bool first_pass = header != nullptr && header->kind == Kind::data && (header->flags & flag_repair) == 0;
+    std::uint64_t x = mix(seed_ + golden_gamma) ^ (std::uint64_t{1} << 32) ^ (std::uint64_t{source_} << 16);
+    if (first_pass) {
+        const std::uint64_t stage = header->flags & flag_second_stage;
+        x = mix(mix(x) + exchange_key(header->channel, header->seq));
+        x = mix(x + golden_gamma + (std::uint64_t{header->chunk} << 1 | stage));
+    } else {
+        x = mix(mix(x ^ (std::uint64_t{1} << 33) ^ target_) + golden_gamma * seen_);
+    }
+    return fraction(x) < faults_->shared;
+}
+
 // Every fate takes the same seven draws, needed or not: adding duplicates to a setting must not change what is lost.
-Fate FaultyLink::next() {
+Fate FaultyLink::next(const Header* header) {
     const double loss = uniform(), duplicate = uniform(), reorder = uniform(), corrupt = uniform();
     const double depth = uniform(), jitter = uniform();
     const std::uint64_t bit = draw();
 
     ++seen_;
-    if (next_is_lost(loss)) {
+    const bool lost_at_source = shares() && is_lost_at_source(header);
+    if (next_is_lost(loss) || lost_at_source) {
         ++lost_;
         return Fate{.lost = true, .copies = 0};
     }
@@ -177,7 +197,8 @@ FaultPath::Link& FaultPath::link_from(std::uint16_t source) {
 
 void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver) {
     Link& link = link_from(source);
-    const Fate fate = link.fates.next();
+    const std::optional<Header> header = link.fates.shares() ? parse_header(datagram) : std::nullopt;
+    const Fate fate = link.fates.next(header ? &*header : nullptr);
     ++counters_.seen;
     if (fate.lost) {
         ++counters_.lost;

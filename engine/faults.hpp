@@ -9,6 +9,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -30,6 +31,8 @@ struct LinkFaults {
     // Mean length of a loss burst in datagrams. Exactly 1 is independent loss (Bernoulli, whose runs have the mean length
     // 1 / (1 - loss)); more is Gilbert-Elliott.
     double burst{1.0};
+    // Chance that a chunk is lost on its way out of the source, so for all its receivers alike; in addition to `loss`.
+    double shared{};
     double duplicate{};
     double reorder{};  // chance that a datagram is held back behind up to `reorder_depth` later ones
     double corrupt{};  // chance that a bit of it is flipped
@@ -53,7 +56,8 @@ struct Fate {
     bool operator==(const Fate&) const = default;
 };
 
-// The fates of a directed link, one after the other, a pure function of (seed, source, target, count).
+// The fates of a directed link, one after the other, a pure function of (seed, source, target, count). Only shared loss
+// is a function of the chunk, so that receivers in different processes agree on it.
 class FaultyLink {
 public:
     // Throws std::invalid_argument as LinkFaults::validate does.
@@ -61,7 +65,11 @@ public:
     // Shares what was validated before: a long trace is not copied for every link.
     FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t seed, std::uint16_t source,
                std::uint16_t target);
-    [[nodiscard]] Fate next();
+    // Without a header, or with one of a repair or of a control datagram, nobody else gets this: shared loss is then the
+    // link's own, and another one at each attempt.
+    [[nodiscard]] Fate next(const Header* header = nullptr);
+    // Whether `next` wants to see headers.
+    [[nodiscard]] bool shares() const { return faults_->shared > 0.0; }
     [[nodiscard]] std::uint64_t seen() const { return seen_; }
     [[nodiscard]] std::uint64_t lost() const { return lost_; }
 
@@ -69,8 +77,11 @@ private:
     std::uint64_t draw();
     double uniform();  // in [0, 1)
     bool next_is_lost(double u);
+    [[nodiscard]] bool is_lost_at_source(const Header* header) const;
 
     std::shared_ptr<const LinkFaults> faults_;
+    std::uint64_t seed_;
+    std::uint16_t source_, target_;
     std::uint64_t state_[4];
     std::uint64_t seen_{}, lost_{};
     double enter_burst_{}, leave_burst_{};  // Gilbert-Elliott: chances per datagram

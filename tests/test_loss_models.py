@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stormtorch.faults import LinkOptions, faults
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkFaults, PerLink, Trace
+from stormtorch.loss import Bernoulli, GilbertElliott, LinkFaults, PerLink, Shared, Stragglers, Trace
 
 chances = st.floats(0.0, 1.0)
 not_chances = st.one_of(st.floats().filter(lambda p: not 0.0 <= p <= 1.0), st.sampled_from(["0.1", None, True, [0.1]]))
@@ -154,6 +154,64 @@ def test_a_matrix_takes_models_and_must_be_square_and_valid() -> None:
         PerLink.matrix([[0.0, 0.1], [1.1, 0.0]])
 
 
+def test_a_bad_sender_and_a_bad_rack_are_sets_of_links() -> None:
+    bad, good = Bernoulli(p=0.5), GilbertElliott(p=0.01, burst=2)
+    sender = PerLink.bad_sender(1, 3, bad, good)
+    assert sender == PerLink(default=good, links={(1, 0): bad, (1, 2): bad})
+    rack = PerLink.bad_rack([2, 3], 4, bad, good)
+    assert rack.default == good
+    assert set(rack.links) == {(a, b) for a in range(4) for b in range(4) if (a in (2, 3)) != (b in (2, 3))}
+    assert set(rack.links.values()) == {bad}
+    with pytest.raises(ValueError, match=r"^rank must lie in 0 to 2, got 3"):
+        PerLink.bad_sender(3, 3, bad, good)
+    with pytest.raises(ValueError, match=r"^ranks must lie in 0 to 2, got -1"):
+        PerLink.bad_rack([-1], 3, bad, good)
+
+
+def test_every_link_gets_a_trace_of_the_file_that_loses_neither_too_little_nor_too_much(tmp_path: Path) -> None:
+    path = tmp_path / "links.jsonl"
+    bits = ["0000000000", "1000000000", "0100000000", "1111000000"]
+    path.write_text("".join(json.dumps({"loss": 0.0, "bits": each}) + "\n" for each in bits))
+    made = PerLink.traces(path, 6, 1)
+    assert set(made.links) == {(a, b) for a in range(6) for b in range(6) if a != b}
+    assert set(made.links.values()) == {Trace(bits=bits[1]), Trace(bits=bits[2])}, "by what was lost, not what is said"
+    assert made == PerLink.traces(path, 6, 1) != PerLink.traces(path, 6, 2)
+    assert set(PerLink.traces(path, 6, 1, least=0.4, most=0.4).links.values()) == {Trace(bits=bits[3])}
+    with pytest.raises(ValueError, match=r"^least and most must leave something"):
+        PerLink.traces(path, 6, 1, least=0.5, most=0.9)
+
+
+@given(p=chances, share=chances)
+def test_what_is_shared_and_what_is_not_lose_p_together(p: float, share: float) -> None:
+    model = Shared(p=p, share=share)
+    assert 0.0 <= model.own <= p + 1e-12
+    assert 1.0 - (1.0 - model.common) * (1.0 - model.own) == pytest.approx(p)
+    assert model.link_faults() == LinkFaults(loss=model.own, shared=p * share)
+    assert faults(loss=model).settings["default"]["shared"] == p * share
+    kept = faults(loss=model, links={(0, 1): {"delay_ms": 1}, (0, 2): 0.5, (0, 3): {"trace": "01"}}).settings["links"]
+    assert (kept[0, 1]["loss"], kept[0, 1]["shared"]) == (model.own, model.common)
+    assert (kept[0, 2]["loss"], kept[0, 2]["shared"], kept[0, 3]["shared"]) == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (Shared, {"p": 1.5, "share": 0.5}, "^p must"),
+        (Shared, {"p": 0.5, "share": -0.5}, "^share must"),
+        (Shared, {"p": 0.9, "share": 0.5, "burst": 2}, "^burst 2.0 is too short"),
+        (Stragglers, {"chance": 2}, "^chance must"),
+        (Stragglers, {"chance": 0.1, "delivered": 0.0}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "delivered": 1.0}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "delivered": "half"}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "network": 0.1}, "^network must"),
+        (Stragglers, {"chance": 0.1, "network": Stragglers(chance=0.1)}, "^network must"),
+    ],
+)
+def test_a_wrong_model_of_many_links_is_refused_by_name(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)
+
+
 @pytest.mark.parametrize("knob", ["loss", "duplicate", "reorder", "corrupt"])
 @given(value=not_chances)
 def test_faults_names_a_chance_outside_0_to_1(knob: str, value: Any) -> None:
@@ -188,6 +246,11 @@ def test_faults_names_a_chance_outside_0_to_1(knob: str, value: Any) -> None:
         ({"links": {(0, 1): 1.5}}, r"^links\[\(0, 1\)\]: loss must"),
         ({"links": {(0, 1): None}}, r"^links\[\(0, 1\)\]: loss must"),
         ({"links": {(0, 1): PerLink()}}, r"^links\[\(0, 1\)\]: .*PerLink"),
+        ({"links": {(0, 1): Shared(p=0.1, share=1)}}, r"^links\[\(0, 1\)\]: .*Shared"),
+        ({"loss": Shared(p=0.1, share=1), "burst": 2}, "^burst goes with a loss rate"),
+        ({"loss": Shared(p=0.1, share=1, burst=2)}, "^burst must be 1 where loss is shared"),
+        ({"loss": Shared(p=0.1, share=1), "links": {(0, 1): {"burst": 2}}}, r"^links\[\(0, 1\)\]: burst has no effect"),
+        ({"loss": Stragglers(chance=0.1)}, r"Stragglers.*deadline_s.*delay_ms"),
         ({"links": {(0, 1): {"los": 0.1}}}, r"^links\[\(0, 1\)\]: 'los' is no knob"),
         ({"links": {(0, 1): {"delay_ms": "5"}}}, r"^links\[\(0, 1\)\]: delay_ms must"),
         ({"trace": "01", "links": {(0, 1): {"burst": 4}}}, r"^links\[\(0, 1\)\]: burst has no effect"),
@@ -201,7 +264,7 @@ def test_faults_names_what_is_wrong(arguments: dict[str, Any], message: str) -> 
 
 def test_settings_are_what_the_engine_takes() -> None:
     made = faults(loss=0.1, burst=8, duplicate=0.01, delay_ms=1.5, jitter_ms=0.000001, seed=7).settings
-    chances = {"loss": 0.0, "burst": 1.0, "duplicate": 0.0, "reorder": 0.0, "corrupt": 0.0}
+    chances = {"loss": 0.0, "burst": 1.0, "shared": 0.0, "duplicate": 0.0, "reorder": 0.0, "corrupt": 0.0}
     none = {**chances, "delay_ns": 0, "jitter_ns": 0, "trace": b""}
     expected = {**none, "loss": 0.1, "burst": 8.0, "duplicate": 0.01, "delay_ns": 1_500_000, "jitter_ns": 1}
     assert made == {"seed": 7, "default": expected, "links": {}}

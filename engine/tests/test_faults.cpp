@@ -132,6 +132,92 @@ TEST(bursts_of_different_links_are_independent) {
     }
 }
 
+TEST(shared_loss_takes_the_same_chunks_from_all_receivers) {
+    constexpr std::size_t n = 100'000;
+    const auto chunk = [](std::size_t i) {
+        return Header{.kind = Kind::data,
+                      .channel = 3,
+                      .seq = static_cast<std::uint32_t>(i / 100),
+                      .chunk = static_cast<std::uint32_t>(i % 100)};
+    };
+    // By place in the sequence, whatever the order of arrival.
+    const auto lost_of = [&](const LinkFaults& f, std::uint64_t seed, std::uint16_t source, std::uint16_t target,
+                             std::uint8_t flags = 0, Kind kind = Kind::data, bool backwards = false) {
+        FaultyLink link(f, seed, source, target);
+        std::vector<bool> lost(n);
+        for (std::size_t i = 0; i < n; ++i) {
+            const std::size_t at = backwards ? n - 1 - i : i;
+            Header header = chunk(at);
+            header.flags = flags;
+            header.kind = kind;
+            lost[at] = link.next(&header).lost;
+        }
+        return lost;
+    };
+    const auto both = [](const std::vector<bool>& a, const std::vector<bool>& b) {
+        std::vector<bool> found;
+        for (std::size_t i = 0; i < a.size(); ++i) found.push_back(a[i] && b[i]);
+        return found;
+    };
+    const LinkFaults only{.shared = 0.2};
+    const auto base = lost_of(only, 5, 0, 1);
+    CHECK(near(mean(base), 0.2, deviation(0.2, n)));
+    CHECK(base == lost_of(only, 5, 0, 2));
+    CHECK(base == lost_of(only, 5, 0, 7, 0, Kind::data, true));
+    CHECK(base == lost_of(only, 5, 0, 1, flag_last));
+    // Neighbours in a message, and what another seed, source or stage loses, are independent of it.
+    std::vector<bool> next(base.begin() + 1, base.end());
+    next.push_back(base.front());
+    for (const auto& other :
+         {next, lost_of(only, 6, 0, 1), lost_of(only, 5, 1, 2), lost_of(only, 5, 0, 1, flag_second_stage)})
+        CHECK(near(mean(both(base, other)), 0.04, deviation(0.04, n)));
+    // A repair goes to one receiver; were it lost as the chunk was, it would be lost for ever.
+    for (const auto& [flags, kind] : {std::pair{flag_repair, Kind::data}, std::pair{std::uint8_t{0}, Kind::report}}) {
+        const auto one = lost_of(only, 5, 0, 1, flags, kind), two = lost_of(only, 5, 0, 2, flags, kind);
+        CHECK(near(mean(one), 0.2, deviation(0.2, n)));
+        CHECK(near(mean(both(one, two)), 0.04, deviation(0.04, n)));
+        CHECK(near(mean(both(one, base)), 0.04, deviation(0.04, n)));
+    }
+    FaultyLink same(only, 5, 0, 1);
+    Header repair = chunk(7);
+    repair.flags = flag_repair;
+    std::vector<bool> attempts;
+    while (attempts.size() < n) attempts.push_back(same.next(&repair).lost);
+    CHECK(near(mean(attempts), 0.2, deviation(0.2, n)));
+
+    // With loss of its own on each link, which is the same as without.
+    const LinkFaults more{.loss = 0.1, .shared = 0.2};
+    const auto one = lost_of(more, 5, 0, 1), two = lost_of(more, 5, 0, 2), own = losses({.loss = 0.1}, n, 5);
+    CHECK(near(mean(one), 0.28, deviation(0.28, n)));
+    CHECK(near(mean(both(one, two)), 0.2 + 0.8 * 0.01, deviation(0.208, n)));
+    for (std::size_t i = 0; i < n; ++i) CHECK_EQUAL(one[i], own[i] || base[i]);
+}
+
+TEST(a_fault_path_reads_which_chunk_it_is) {
+    FaultPath one{1}, two{2};
+    one.set(everywhere({.shared = 0.5}), 0);
+    two.set(everywhere({.shared = 0.5}), 0);
+    std::size_t arrived = 0, differ = 0;
+    for (std::uint32_t i = 0; i < 2000; ++i) {
+        bool at_one = false, at_two = false;
+        std::vector<std::byte> datagram(header_bytes + 8);
+        const auto fill = [&](std::uint32_t number) {  // each link has numbers of its own
+            const Header header{
+                .kind = Kind::data, .number = number, .seq = i / 10, .chunk = i % 10, .message_bytes = 80};
+            write_header(header, std::span<std::byte, header_bytes>(datagram.data(), header_bytes));
+        };
+        fill(i);
+        one.receive(0, datagram, 0, [&](std::span<std::byte>) { at_one = true; });
+        if (i % 3 == 0) two.receive(0, std::span(datagram).first(5), 0, [](std::span<std::byte>) {});  // is no datagram
+        fill(i + 77);
+        two.receive(0, datagram, 0, [&](std::span<std::byte>) { at_two = true; });
+        arrived += at_one;
+        differ += at_one != at_two;
+    }
+    CHECK_EQUAL(differ, 0U);
+    CHECK(arrived > 880 && arrived < 1120);
+}
+
 TEST(a_trace_is_replayed_exactly_in_a_loop_from_an_offset_of_the_seed) {
     const std::vector<std::uint8_t> trace{1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1};  // no two rotations are equal
     std::set<std::size_t> offsets;
@@ -406,6 +492,7 @@ TEST(settings_that_make_no_sense_are_refused_by_the_name_of_the_knob) {
     const double nan = std::nan("");
     for (const double bad : {-0.1, 1.1, nan}) {
         CHECK(names({.loss = bad}, "loss "));
+        CHECK(names({.shared = bad}, "shared "));
         CHECK(names({.duplicate = bad}, "duplicate "));
         CHECK(names({.reorder = bad}, "reorder "));
         CHECK(names({.corrupt = bad}, "corrupt "));

@@ -35,6 +35,8 @@ from stormtorch.loss import (
     LinkModel,
     LossModel,
     PerLink,
+    Shared,
+    Stragglers,
     Trace,
     checked_burst,
     checked_chance,
@@ -68,6 +70,7 @@ class LinkSettings(TypedDict):
 
     loss: float
     burst: float
+    shared: float
     duplicate: float
     reorder: float
     corrupt: float
@@ -113,6 +116,8 @@ def faults(
             is as for the other links.
         trace: Recorded losses (1 is lost), replayed in a loop instead of `loss` and `burst`.
 
+    `Shared` strikes a chunk at all its receivers, where all of them run these faults with the same seed.
+
     Raises:
         ValueError: A knob has no sensible value; the message names it, and the link.
     """
@@ -123,6 +128,11 @@ def faults(
         "delay_ms": delay_ms,
         "jitter_ms": jitter_ms,
     }
+    if isinstance(loss, Stragglers):
+        raise ValueError(
+            "loss cannot be Stragglers, which are for virtual workers: on a transport, end exchanges by "
+            "Reliability(deadline_s=...) and make a rank late by faults(delay_ms=...) in it, or by links"
+        )
     # Left at their defaults they name nothing: `trace` or a model alone is no conflict.
     if loss != 0.0:
         options["loss"] = loss.default if isinstance(loss, PerLink) else loss
@@ -192,7 +202,7 @@ _active: list[Faults] = []
 _lock = threading.Lock()
 
 _NO_FAULTS = LinkSettings(
-    loss=0.0, burst=1.0, duplicate=0.0, reorder=0.0, corrupt=0.0, delay_ns=0, jitter_ns=0, trace=b""
+    loss=0.0, burst=1.0, shared=0.0, duplicate=0.0, reorder=0.0, corrupt=0.0, delay_ns=0, jitter_ns=0, trace=b""
 )
 
 
@@ -222,8 +232,8 @@ def _options(entry: object) -> Mapping[str, object]:
         return entry
     if isinstance(entry, LinkModel):
         return {"loss": entry}
-    if isinstance(entry, PerLink):
-        raise ValueError("a link takes the model of one link, not a PerLink")
+    if isinstance(entry, PerLink | Shared | Stragglers):
+        raise ValueError(f"a link takes the model of one link, not a {type(entry).__name__}")
     # A bare rate says everything about the link's loss, so the others' burst is not inherited.
     return {"loss": entry, "burst": 1.0}
 
@@ -237,6 +247,7 @@ def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
     return LinkSettings(
         loss=loss.loss,
         burst=loss.burst,
+        shared=loss.shared,
         duplicate=checked_chance("duplicate", options.get("duplicate", base["duplicate"])),
         reorder=checked_chance("reorder", options.get("reorder", base["reorder"])),
         corrupt=checked_chance("corrupt", options.get("corrupt", base["corrupt"])),
@@ -260,7 +271,7 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
         except ValueError as error:
             raise ValueError(f"trace: {error}") from error
     loss = options.get("loss", base["loss"])
-    if isinstance(loss, LinkModel):
+    if isinstance(loss, LinkModel | Shared):
         if "burst" in options:
             raise ValueError(f"burst goes with a loss rate; {loss!r} says by itself how losses cluster")
         return loss.link_faults()
@@ -268,6 +279,10 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
         if "burst" in options:
             raise ValueError("burst has no effect on a trace: give a loss rate with it")
         return LinkFaults(trace=base["trace"])
+    if "loss" not in options and base["shared"]:
+        if "burst" in options:
+            raise ValueError("burst has no effect on shared loss: give a loss rate with it")
+        return LinkFaults(loss=base["loss"], shared=base["shared"])
     chance = checked_chance("loss", loss)
     return LinkFaults(loss=chance, burst=checked_burst("loss", chance, options.get("burst", base["burst"])))
 

@@ -7,23 +7,38 @@ and a seed and make the same losses of them every time.
     GilbertElliott(p=0.1, burst=8)       # as many are lost, but in runs of 8 on average, as on Wi-Fi or in a full queue
     Trace(bits="0001100000")             # what a real link did, replayed in a loop: 1 is lost
     PerLink(default=Bernoulli(p=0.01), links={(0, 1): GilbertElliott(p=0.2, burst=16)})
+    Shared(p=0.1, share=0.5)             # half of the loss is on a sender's way out: the same for all its receivers
+    Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.01))    # a rank is late now and then
 
 `Bernoulli` is what most theory assumes. Real losses cluster; at the same rate, bursts take whole neighbourhoods of a
 tensor and spare others, so measure with both. A link is a pair (source, target): the two directions between a pair of
-ranks are two links, with losses of their own.
+ranks are two links, with losses of their own. Only `Shared` ties links together, those of one sender.
+
+`Stragglers` is for virtual workers (`stormtorch.simulation`) alone: on a transport, deadlines and delays are real.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from os import PathLike
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Bernoulli", "GilbertElliott", "LinkFaults", "LinkModel", "LossModel", "PerLink", "Trace"]
+__all__ = [
+    "Bernoulli",
+    "GilbertElliott",
+    "LinkFaults",
+    "LinkModel",
+    "LossModel",
+    "PerLink",
+    "Shared",
+    "Stragglers",
+    "Trace",
+]
 
 MAX_RANKS = 65_536
 """A rank is 16 bits on the wire."""
@@ -38,6 +53,8 @@ class LinkFaults(NamedTuple):
     """Mean length of a run of losses; exactly 1 means independent loss."""
     trace: bytes = b""
     """One byte per datagram, 0 or 1, replayed in a loop; when it is not empty, it replaces the two above."""
+    shared: float = 0.0
+    """Fraction of the chunks that is lost on the way out of the source, for all receivers alike; comes on top."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +184,36 @@ class PerLink:
                     links[source, target] = Bernoulli(p=checked_chance(f"matrix[{source}][{target}]", entry))
         return cls(links=links)
 
+    @classmethod
+    def bad_sender(cls, rank: int, world: int, model: LinkModel, default: LinkModel) -> PerLink:
+        """Whatever `rank` sends fares as `model` says; what it receives, and all else, as `default`."""
+        _check_ranks("rank", [rank], world)
+        return cls(default=default, links={(rank, other): model for other in range(world) if other != rank})
+
+    @classmethod
+    def bad_rack(cls, ranks: Iterable[int], world: int, model: LinkModel, default: LinkModel) -> PerLink:
+        """All links between `ranks` and the others, in both directions; within the rack and outside it is `default`."""
+        inside = sorted(set(ranks))
+        _check_ranks("ranks", inside, world)
+        across = [(rank, other) for rank in inside for other in range(world) if other not in inside]
+        return cls(default=default, links={link: model for pair in across for link in (pair, pair[::-1])})
+
+    @classmethod
+    def traces(
+        cls, path: str | PathLike[str], world: int, seed: int, *, least: float = 0.005, most: float = 0.3
+    ) -> PerLink:
+        """Gives every link a trace: one of those lines of a file (see `Trace.from_file`) that lose `least` to `most`.
+
+        Recorded links are seldom alike: many lose nothing and a few nearly all, so most files need the bounds.
+        """
+        low, high = checked_chance("least", least), checked_chance("most", most)
+        found = [trace for trace in Trace.all_from_file(path) if low <= sum(trace.bits) / len(trace.bits) <= high]
+        if not found:
+            raise ValueError(f"least and most must leave something: no line of {path} loses {low} to {high}")
+        draw = random.Random(seed)
+        links = [(source, target) for source in range(world) for target in range(world) if source != target]
+        return cls(links={link: draw.choice(found) for link in links})
+
     def model(self, source: int, target: int) -> LinkModel:
         """The model of the link from `source` to `target`."""
         return self.links.get((source, target), self.default)
@@ -176,8 +223,75 @@ class PerLink:
         return self.model(source, target).link_faults()
 
 
-LossModel: TypeAlias = LinkModel | PerLink
-"""Whatever `faults(loss=...)` and the simulator take."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Loss that receivers have in common: part of it strikes before the copies of a chunk part ways.
+
+    A chunk that goes to one receiver only, as in a reduce-scatter or a repair, is lost just as often.
+    """
+
+    p: float
+    """Fraction of the datagrams of a link that is lost in all, in [0, 1]."""
+    share: float
+    """How much of that is on the sender's way out, so that all receivers lose the same chunk, in [0, 1]."""
+    burst: float = 1.0
+    """Mean number lost in a row, on the way out and on each link. More than 1 is for virtual workers only."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", checked_chance("p", self.p))
+        object.__setattr__(self, "share", checked_chance("share", self.share))
+        object.__setattr__(self, "burst", checked_burst("p", self.p, self.burst))
+
+    @property
+    def common(self) -> float:
+        """Chance to be lost on the way out."""
+        return self.p * self.share
+
+    @property
+    def own(self) -> float:
+        """Chance to be lost on a link behind it, such that both together lose p."""
+        return 0.0 if self.common == 1.0 else 1.0 - (1.0 - self.p) / (1.0 - self.common)
+
+    def link_faults(self) -> LinkFaults:
+        """The engine's parameters of this model."""
+        if self.burst != 1.0:
+            raise ValueError(f"burst must be 1 where loss is shared over a transport, got {self.burst}")
+        return LinkFaults(loss=self.own, shared=self.common)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stragglers:
+    """Ranks that are late: in some exchanges, only the first part of all that a rank sends makes the deadline.
+
+    For virtual workers. On a transport it is `Reliability(deadline_s=...)` that ends an exchange, and
+    `faults(delay_ms=...)` that makes a rank late.
+    """
+
+    chance: float
+    """Probability that a rank is late in an exchange, each rank and each exchange by itself, in [0, 1]."""
+    delivered: float | None = None
+    """How much of each of its messages, in the order of sending, is in time, in (0, 1); None draws it each time."""
+    network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
+    """What happens to datagrams that are in time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chance", checked_chance("chance", self.chance))
+        if self.delivered is not None:
+            object.__setattr__(self, "delivered", checked_number("delivered", self.delivered))
+            if not 0.0 < self.delivered < 1.0:
+                raise ValueError(f"delivered must lie in (0, 1), got {self.delivered}")
+        if not isinstance(self.network, LinkModel | PerLink | Shared):
+            raise ValueError(f"network must be another loss model, got {self.network!r}")
+
+
+LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers
+"""All there is. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
+
+
+def _check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
+    for rank in ranks:
+        if not 0 <= rank < world:
+            raise ValueError(f"{name} must lie in 0 to {world - 1}, got {rank}")
 
 
 def checked_number(name: str, value: object) -> float:

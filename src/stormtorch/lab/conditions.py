@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, LossModel, PerLink, Trace
+from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace
 from stormtorch.options import parse_rate
 
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?)\s*"
@@ -54,8 +54,8 @@ class Conditions:
     """Of each host's line to the switch, in each direction, Ethernet headers included; None is as fast as it goes."""
     queue: str | int = 512 << 10
     """Bytes that may wait at each end of such a line; what comes on top is dropped and counted as overflow."""
-    loss: float | LossModel = 0.0
-    """Of packets on their way from host to host: a probability or a model of `stormtorch.loss`."""
+    loss: float | LinkModel | PerLink = 0.0
+    """Of packets on their way from host to host: a probability or a model of links in `stormtorch.loss`."""
     burst: float = 1.0
     """Mean length of a run of losses, where `loss` is a probability."""
     delay: str | float = 0.0
@@ -83,7 +83,7 @@ class Conditions:
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
-        if not isinstance(self.loss, LossModel):
+        if not isinstance(self.loss, LinkModel | PerLink):
             object.__setattr__(self, "loss", model_of(self.loss, self.burst))
         elif self.burst != 1.0:
             raise BadCondition("burst", "goes with a loss that is a number; a model brings its own")
@@ -123,7 +123,7 @@ class Conditions:
 
     def model(self, source: int, target: int) -> LinkModel:
         """The loss of one link."""
-        assert isinstance(self.loss, LossModel)
+        assert isinstance(self.loss, LinkModel | PerLink)
         return self.loss.model(source, target) if isinstance(self.loss, PerLink) else self.loss
 
     def link_delay_s(self, source: int, target: int) -> float:
