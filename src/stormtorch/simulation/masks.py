@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormtorch.loss import LossModel, PerLink, Trace
+from stormtorch.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace
 from stormtorch.simulation.fates import Chains, Shards, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
@@ -46,7 +46,15 @@ class Masks:
             raise ValueError("owner_C must be ascending: a shard is a row of neighbouring chunks")
         self._shards = Shards.of(self._owner_C)
         self._generator = torch.Generator(self.device).manual_seed(seed)
-        self._chains, self._traces = self._links(network)
+        self._late = network if isinstance(network, Stragglers) else None
+        reached = network.network if isinstance(network, Stragglers) else network
+        self._chains, self._traces = self._links(reached)
+        self._common_p = reached.common if isinstance(reached, Shared) else 0.0
+        self._uplinks = self._common(reached) if isinstance(reached, Shared) else None
+        chains = [each for each in (self._chains, self._uplinks) if each is not None]
+        self._ordered = bool(self._late or self._traces or not all(each.independent for each in chains))
+        self._row = Shards.of(torch.zeros_like(self._owner_C))
+        self._column = torch.zeros(1, dtype=torch.int64, device=self.device)
         block = _BLOCK_CPU if self.device.type == "cpu" else _BLOCK_CUDA
         self._block_rows = max(1, block // max(1, self._owner_C.numel()))
 
@@ -62,7 +70,10 @@ class Masks:
         return self._exchange(owner_C, False, None)
 
     def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-        """Repair: sends what is missing once more, on the same links. True is what has arrived by it."""
+        """Repair: sends what is missing once more, on the same links. True is what has arrived by it.
+
+        Repair goes to one receiver and waits for late ones, so nothing is lost in common and nobody is a straggler.
+        """
         expected = (self.workers, self._owner_C.numel())
         if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
             raise ValueError(f"missing_WC must be bool {expected}, got {missing_WC.dtype} {tuple(missing_WC.shape)}")
@@ -73,6 +84,8 @@ class Masks:
         state: dict[str, Any] = {"generator": self._generator.get_state()}
         if self._chains is not None:
             state["bad"] = self._chains.bad.clone()
+        if self._uplinks is not None:
+            state["uplinks_bad"] = self._uplinks.bad.clone()
         if self._traces is not None:
             state["next"] = self._traces.next.clone()
         return state
@@ -85,10 +98,17 @@ class Masks:
         self._generator.set_state(state["generator"].cpu())
         if self._chains is not None:
             self._chains.bad.copy_(state["bad"])
+        if self._uplinks is not None:
+            self._uplinks.bad.copy_(state["uplinks_bad"])
         if self._traces is not None:
             self._traces.next.copy_(state["next"])
 
-    def _links(self, network: LossModel) -> tuple[Chains | None, Traces | None]:
+    def _common(self, network: Shared) -> Chains:
+        """The way out of each worker, as a matrix of one column."""
+        p = torch.full((self.workers, 1), network.common, dtype=torch.float64, device=self.device)
+        return Chains(p, torch.full_like(p, network.burst), self._generator)
+
+    def _links(self, network: LinkModel | PerLink | Shared) -> tuple[Chains | None, Traces | None]:
         """The links' fates, as matrices (source, target). Independent loss is a chain without memory."""
         shape = (self.workers, self.workers)
         default = network.default if isinstance(network, PerLink) else network
@@ -97,6 +117,9 @@ class Masks:
         traces: dict[Trace, int] = {}
         if isinstance(default, Trace):
             which.fill_(traces.setdefault(default, 0))
+        elif isinstance(default, Shared):
+            p.fill_(default.own)
+            burst.fill_(default.burst)
         else:
             p.fill_(default.link_faults().loss)
             burst.fill_(default.link_faults().burst)
@@ -121,28 +144,54 @@ class Masks:
         owner_S = owner_C[shards.first_S]
         if owner_C is not self._owner_C:
             self._check_relabelled(owner_C, owner_S)
-        arrived_WC = torch.empty(self.workers, chunks, dtype=torch.bool, device=self.device)
-        simple = self._chains is not None and self._traces is None and self._chains.independent
-        if not simple:
+        place_C = chunk_at_C = None
+        if self._ordered:
             turn = torch.rand((), dtype=torch.float64, device=self.device, generator=self._generator)
             turn_S = (turn * shards.size_S).long()
-            chunk_at_C, place_of_C = shards.rotated(turn_S), shards.rotated(turn_S, back=True)
+            chunk_at_C, place_C = shards.rotated(turn_S), shards.rotated(turn_S, back=True)
+        arrived_WC = torch.empty(self.workers, chunks, dtype=torch.bool, device=self.device)
         for begin in range(0, self.workers, self._block_rows):
             rows = slice(begin, min(begin + self._block_rows, self.workers))
             into_BC = arrived_WC[rows]
-            if simple and self._chains is not None:
-                if self._chains.only_p is not None:
-                    bits_BC = random_bits(tuple(into_BC.shape), self._generator)
-                    torch.ge(bits_BC, threshold(self._chains.only_p), out=into_BC)
-                else:
-                    lost_BC = self._chains.lost(rows, owner_S, shards, up=up, sent_BC=None)
-                    torch.logical_not(lost_BC, out=into_BC)
-                continue
-            sent_BC = None if missing_WC is None else missing_WC[rows].index_select(1, chunk_at_C)
-            lost_BC = self._lost(rows, owner_S, up, sent_BC)
-            torch.index_select(lost_BC.logical_not_(), 1, place_of_C, out=into_BC)
+            if not self._ordered and self._chains is not None and self._chains.only_p is not None:
+                bits_BC = random_bits(tuple(into_BC.shape), self._generator)
+                torch.ge(bits_BC, threshold(self._chains.only_p), out=into_BC)
+            else:
+                sent_BC = missing_WC[rows] if missing_WC is not None else None
+                if sent_BC is not None and chunk_at_C is not None:
+                    sent_BC = sent_BC.index_select(1, chunk_at_C)
+                into_BC.copy_(_by_chunk(self._lost(rows, owner_S, up, sent_BC), place_C).logical_not_())
+            if self._uplinks is not None:
+                if missing_WC is not None:
+                    into_BC &= random_bits(tuple(into_BC.shape), self._generator) >= threshold(self._common_p)
+                elif up:
+                    out_BC = self._uplinks.lost(rows, self._column, self._row, up=True, sent_BC=None)
+                    into_BC &= _by_chunk(out_BC, place_C).logical_not_()
+        if missing_WC is None:
+            if self._uplinks is not None and not up:
+                out_1C = self._uplinks.lost(slice(0, 1), owner_S, shards, up=False, sent_BC=None)
+                arrived_WC &= _by_chunk(out_1C, place_C).logical_not_()
+            if self._late is not None and place_C is not None:
+                self._cut_late(self._late, arrived_WC, place_C, owner_S, up)
         arrived_WC[owner_C, torch.arange(chunks, device=self.device)] = True
         return arrived_WC
+
+    def _cut_late(self, late: Stragglers, arrived_WC: Tensor, place_C: Tensor, owner_S: Tensor, up: bool) -> None:
+        """Takes away what late senders sent last."""
+        shards = self._shards
+        is_late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
+        drawn_2W = torch.rand(2, self.workers, device=self.device, generator=self._generator)
+        part_W = drawn_2W[0] if late.delivered is None else torch.full_like(drawn_2W[0], late.delivered)
+        # Rounded up or down by chance, so that on average it is that part of short messages, too.
+        in_time_WS = (part_W[:, None] * shards.size_S + drawn_2W[1][:, None]).long()
+        in_time_WS = torch.where(is_late_W[:, None], in_time_WS, shards.size_S)
+        nth_C = place_C - shards.first_S[shards.shard_C]
+        if not up:
+            in_time_S = in_time_WS[owner_S, torch.arange(owner_S.numel(), device=self.device)]
+            arrived_WC &= nth_C < in_time_S[shards.shard_C]
+            return
+        for worker in is_late_W.nonzero().flatten().tolist():
+            arrived_WC[worker] &= nth_C < in_time_WS[worker, shards.shard_C]
 
     def _lost(self, rows: slice, owner_S: Tensor, up: bool, sent_BC: Tensor | None) -> Tensor:
         """In the order of sending."""
@@ -168,3 +217,8 @@ class Masks:
         same = owner_C.numel() == self._owner_C.numel() and bool((owner_S[self._shards.shard_C] == owner_C).all())
         if not same or bool((owner_S.bincount() > 1).any()):
             raise ValueError("owner_C must give the shards of the constructor other owners, each its own")
+
+
+def _by_chunk(sent_BC: Tensor, place_C: Tensor | None) -> Tensor:
+    """From the order of sending to that of chunks; None is no difference."""
+    return sent_BC if place_C is None else sent_BC.index_select(1, place_C)
