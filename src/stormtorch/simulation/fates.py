@@ -82,8 +82,8 @@ class Chains:
         self._flips = enter > stay
         self.independent = bool((enter == stay).all())
         self.may_flip = bool(self._flips.any())
-        same = self.independent and bool((p == p[0, 0]).all())
-        self.only_p = float(p[0, 0]) if same else None
+        self._alike = bool(((p == p[0, 0]) & (burst == burst[0, 0])).all())
+        self.only_p = float(p[0, 0]) if self._alike and self.independent else None
         """The loss of all links, where there is nothing else to know."""
         self._generator = generator
         self.bad = random_bits(tuple(p.shape), generator) < thresholds(p)
@@ -91,17 +91,15 @@ class Chains:
 
     def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
         """The next fates of the links (rows, columns_S), or of (columns_S, rows) where not `up`; moves them on."""
-        low_BS, high_BS = _part(self._low, rows, columns_S, up), _part(self._high, rows, columns_S, up)
+        was_bad_BS = _part(self.bad, rows, columns_S, up)
         chunks = shards.shard_C.numel()
-        bits_BC = random_bits((low_BS.shape[0], chunks), self._generator)
-        bad_BC = bits_BC < low_BS.index_select(1, shards.shard_C)
+        bits_BC = random_bits((was_bad_BS.shape[0], chunks), self._generator)
+        bad_BC = bits_BC < self._spread(self._low, rows, columns_S, shards, up)
         if self.independent:
             return bad_BC
-        good_BC = bits_BC >= high_BS.index_select(1, shards.shard_C)
+        good_BC = bits_BC >= self._spread(self._high, rows, columns_S, shards, up)
         del bits_BC
         first_S, last_S = shards.first_S, shards.first_S + shards.size_S - 1
-        flip_BC = ~(bad_BC | good_BC)
-        flip_BC &= _part(self._flips, rows, columns_S, up).index_select(1, shards.shard_C)
         if sent_BC is not None:
             # A link moves on by what it is sent: after a place that is left out nothing happens.
             before = torch.arange(-1, chunks - 1, device=sent_BC.device)
@@ -109,16 +107,21 @@ class Chains:
             moves_BC = sent_BC.index_select(1, before)
             bad_BC &= moves_BC
             good_BC &= moves_BC
-            flip_BC &= moves_BC
         # Column c moves the chain from place c - 1 to c. At the first place of a message nothing moves: the state there
         # is what it was, and the column serves to move the chain on behind the last place.
-        end_bad, end_good, end_flip = (each.index_select(1, first_S) for each in (bad_BC, good_BC, flip_BC))
         set_BC = bad_BC | good_BC
-        set_BC.index_fill_(1, first_S, True)
-        bad_BC.index_copy_(1, first_S, _part(self.bad, rows, columns_S, up))
+        end_bad, end_good = bad_BC.index_select(1, first_S), good_BC.index_select(1, first_S)
+        end_flip = torch.zeros_like(end_bad)
         if self.may_flip:
+            flip_BC = ~set_BC & self._spread(self._flips, rows, columns_S, shards, up)
+            if sent_BC is not None:
+                flip_BC &= moves_BC
+            end_flip = flip_BC.index_select(1, first_S)
             flip_BC.index_fill_(1, first_S, False)
             odd_BC = flip_BC.cumsum(1, dtype=torch.int32).bitwise_and_(1).bool()
+        set_BC.index_fill_(1, first_S, True)
+        bad_BC.index_copy_(1, first_S, was_bad_BS)
+        if self.may_flip:
             bad_BC ^= odd_BC
         code = torch.int16 if 2 * chunks < 2**15 else torch.int32
         when_C = torch.arange(0, 2 * chunks, 2, dtype=code, device=bad_BC.device)
@@ -129,6 +132,12 @@ class Chains:
         end_BS = bad_BC.index_select(1, last_S) ^ end_flip
         _whole(self.bad, up)[rows, columns_S] = (end_BS | end_bad) & ~end_good
         return bad_BC
+
+    def _spread(self, matrix: Tensor, rows: slice, columns_S: Tensor, shards: Shards, up: bool) -> Tensor:
+        """A property of links for each of their chunks; one for all where links are alike."""
+        if self._alike:
+            return matrix[0, 0]
+        return _part(matrix, rows, columns_S, up).index_select(1, shards.shard_C)
 
 
 class Traces:
