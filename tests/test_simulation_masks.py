@@ -385,6 +385,22 @@ def test_shared_bursts_go_on_and_are_those_of_the_sender() -> None:
     assert within(float(up.sum()) / bursts, 6.0, math.sqrt(30.0 / bursts) + 50 / bursts)
 
 
+@pytest.mark.parametrize("model", [Shared(p=0.2, share=1.0, burst=50), GilbertElliott(p=0.2, burst=50)])
+def test_bursts_stay_with_sender_and_link_when_shards_change_owners(model: Shared | GilbertElliott) -> None:
+    masks = Masks(model, 12, torch.arange(12), 1, CPU)
+    generator = torch.Generator().manual_seed(1)
+    last, stays = torch.zeros(12, 12, dtype=torch.bool), []
+    for _ in range(600):
+        owner = torch.randperm(12, generator=generator)
+        lost = torch.zeros(12, 12, dtype=torch.bool)
+        lost[:, owner] = ~masks.down(owner)  # by receiver and sender
+        stays.append(lost[last & ~torch.eye(12, dtype=torch.bool)])
+        last = lost
+    stayed = torch.cat(stays).double()
+    # All eleven receivers of a sender may be one and the same sample.
+    assert within(float(stayed.mean()), 0.98, math.sqrt(0.98 * 0.02 / stayed.numel() * 11))
+
+
 def test_the_simulated_network_shares_loss_as_masks_do() -> None:
     n, chunks = 4, 3_000
     options = Options(datagram_bytes=256, silence_s=5.0)
@@ -439,6 +455,20 @@ def test_only_the_first_part_of_what_a_late_worker_sends_is_in_time(delivered: f
         assert float(part.mean()) == pytest.approx(delivered, abs=1e-9), "10 and 32 of 40 are whole numbers"
     counts = torch.bincount(torch.tensor(begins), minlength=chunks).double()
     assert (counts > 0).all(), "from anywhere on"
+
+
+def test_workers_are_late_each_by_itself() -> None:
+    workers, exchanges = 20, 500
+    masks = Masks(Stragglers(chance=0.3, delivered=0.5), workers, owners(*[2] * workers), 1, CPU)
+    for up in (True, False):
+        late = []
+        for _ in range(exchanges):
+            lost = ~(masks.up() if up else masks.down()).view(workers, workers, 2)  # by worker and owner
+            late.append(lost.any(2).any(1 if up else 0))
+        by_exchange = torch.stack(late).double().sum(1)
+        assert within(float(by_exchange.mean()), 6.0, math.sqrt(4.2 / exchanges))
+        # A binomial's variance; that of a sample varies by the root of two over its size.
+        assert within(float(by_exchange.var()), 4.2, 4.2 * math.sqrt(2.0 / exchanges))
 
 
 def test_a_late_worker_delivers_its_part_of_short_messages_on_average_and_all_of_a_repair() -> None:
