@@ -424,6 +424,25 @@ def test_the_simulated_network_shares_loss_as_masks_do() -> None:
                 assert within(both, rate, math.sqrt(rate * (1.0 - rate) / chunks))
 
 
+@pytest.mark.parametrize("key", [None, bytes(range(16))], ids=["plain", "sealed"])
+def test_what_is_lost_for_all_is_repaired_for_each(key: bytes | None) -> None:
+    options = Options(datagram_bytes=256, silence_s=5.0, key=key)
+    network = SimNetwork(3, loss=Shared(p=0.4, share=1.0), options=options, seed=3)
+
+    def work(transport: Transport) -> list[bool]:
+        group, mine = Group(transport), torch.full((20_000,), float(transport.rank))
+        lossy, exact = ([torch.full((20_000,), -1.0) for _ in range(3)] for _ in range(2))
+        arrival = all_gather(group, lossy, mine, reliability=LOSSY).wait()[0]
+        all_gather(group, exact, mine).wait()
+        assert all(bool((each == rank).all()) for rank, each in enumerate(exact))
+        source = 0 if transport.rank else 1
+        return [bool(each) for each in arrival.mask(source)]
+
+    _, one, two = network.run(work)
+    assert one == two, "both lose the same of rank 0"
+    assert 0.5 < sum(one) / len(one) < 0.7
+
+
 @pytest.mark.parametrize("delivered", [0.25, 0.8, None])
 def test_only_the_first_part_of_what_a_late_worker_sends_is_in_time(delivered: float | None) -> None:
     chunks, workers, exchanges = 40, 10, 400

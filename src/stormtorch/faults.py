@@ -16,7 +16,7 @@ What to know before trusting a result:
 - They apply to every transport of this process, those that exist and those made later.
 - They are reproducible: the fate of the n-th datagram of a link depends on `seed`, source, target and n alone. Each
   knob has random numbers of its own, so adding `duplicate` does not change which datagrams are lost. (How many are sent
-  may still depend on timing.) Links are independent under one seed.
+  may still depend on timing.) Links are independent under one seed, but for what `Shared` takes from all receivers.
 - Blocks nest: the inner one replaces the outer one entirely, and its end brings the outer one back, which then begins
   its fates anew. Datagrams held back at a change are delivered, not lost.
 - An endpoint holds back at most 4,096 datagrams or 64 MiB. A long delay at a high rate exceeds that, and the rest is
