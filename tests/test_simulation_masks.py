@@ -330,7 +330,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"workers|owner_C|network"):
             Masks(**{**good, name: value})
     masks = Masks(**good)
-    for owner_C in (owners(1, 2, 1), torch.tensor([0, 1, 1, 1]), owners(1, 1, 1)):
+    for owner_C in (owners(1, 2, 1), torch.tensor([0, 1, 1, 1]), owners(1, 1, 1), owners(1)):
         with pytest.raises(ValueError, match="owner_C"):
             masks.up(owner_C)
     with pytest.raises(ValueError, match="missing_WC"):

@@ -41,7 +41,7 @@ class Masks:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self.workers = workers
         self.device = torch.device(device)
-        self._owner_C = self._checked_owners(owner_C)
+        self._owner_C = self._checked_owners(owner_C).clone()
         if not bool((self._owner_C.diff() >= 0).all()):
             raise ValueError("owner_C must be ascending: a shard is a row of neighbouring chunks")
         self._shards = Shards.of(self._owner_C)
@@ -124,14 +124,16 @@ class Masks:
             p.fill_(default.link_faults().loss)
             burst.fill_(default.link_faults().burst)
         if isinstance(network, PerLink):
+            # Lists first: there may be a million links, and writing a tensor one by one is slow.
+            at, rows = [], []
             for (source, target), model in network.links.items():
                 if max(source, target) >= self.workers:
                     raise ValueError(f"network names the link {source, target}; there are {self.workers} workers")
-                if isinstance(model, Trace):
-                    which[source, target] = traces.setdefault(model, len(traces))
-                else:
-                    which[source, target] = -1
-                    p[source, target], burst[source, target] = model.link_faults()[:2]
+                at.append(source * self.workers + target)
+                trace = traces.setdefault(model, len(traces)) if isinstance(model, Trace) else -1
+                rows.append((trace, *model.link_faults()[:2]))
+            for each, values in zip((which, p, burst), zip(*rows, strict=True), strict=False):
+                each.view(-1)[at] = torch.tensor(values, dtype=each.dtype)
         for each in (which, p, burst):
             each.fill_diagonal_(each.flatten()[-2:].tolist()[0])  # never asked for: not to count as a kind of its own
         chains = None if bool((which >= 0).all()) else Chains(p.to(self.device), burst.to(self.device), self._generator)
@@ -141,6 +143,8 @@ class Masks:
     def _exchange(self, owner_C: Tensor | None, up: bool, missing_WC: Tensor | None) -> Tensor:
         owner_C = self._owner_C if owner_C is None else self._checked_owners(owner_C)
         shards, chunks = self._shards, owner_C.numel()
+        if chunks != self._owner_C.numel():
+            raise ValueError(f"owner_C must have {self._owner_C.numel()} entries, as the constructor's, got {chunks}")
         owner_S = owner_C[shards.first_S]
         if owner_C is not self._owner_C:
             self._check_relabelled(owner_C, owner_S)
@@ -214,7 +218,7 @@ class Masks:
         return owner_C.to(self.device)
 
     def _check_relabelled(self, owner_C: Tensor, owner_S: Tensor) -> None:
-        same = owner_C.numel() == self._owner_C.numel() and bool((owner_S[self._shards.shard_C] == owner_C).all())
+        same = bool((owner_S[self._shards.shard_C] == owner_C).all())
         if not same or bool((owner_S.bincount() > 1).any()):
             raise ValueError("owner_C must give the shards of the constructor other owners, each its own")
 
