@@ -1,0 +1,45 @@
+"""What mathematics says about training under loss: pure functions, no tensors, nothing else of ours.
+
+`p` is the chance that a chunk is lost, independently of all others; `n` the number of ranks. Two papers are named
+throughout: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packet Loss, 2025 (arXiv 2507.07114), and
+"RPS" is Yu et al., Distributed Learning over Unreliable Networks, ICML 2019 (arXiv 1810.07766).
+"""
+
+from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
+from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
+from stormtorch.theory.drift import best_lead, owner_drift, pair_drift, pair_drift_published
+from stormtorch.theory.gradients import (
+    horvitz_thompson_inflation,
+    mean_inverse_count,
+    owner_overweight,
+    variance_inflation,
+)
+from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
+from stormtorch.theory.prediction import KINDS, Kind, Prediction, predict
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Prediction",
+    "averaging_rate",
+    "averaging_steps",
+    "best_lead",
+    "fetched",
+    "horvitz_thompson_inflation",
+    "lag_chance",
+    "lag_variance",
+    "largest_lag",
+    "lead",
+    "lead_steps",
+    "mean_inverse_count",
+    "mean_lag",
+    "mixing",
+    "owner_drift",
+    "owner_overweight",
+    "pair_drift",
+    "pair_drift_published",
+    "plain_steps",
+    "predict",
+    "rate_factor",
+    "variance_inflation",
+]

@@ -1,0 +1,49 @@
+"""RPS: every rank has a model of its own, and what arrives of the models is averaged.
+
+A round takes models X (a column per rank) to XW. W depends on what arrived on the way to the owner of a block, which is
+drawn from all ranks, and on the way back. With A the matrix that averages all ranks, `E[W W'] = a1 I + (1-a1) A` and
+`E[W A W'] = a2 I + (1-a2) A`: 0 would be perfect averaging.
+"""
+
+import math
+
+from stormtorch.theory.arguments import check_count, check_loss
+from stormtorch.theory.gradients import mean_inverse_count
+
+
+def mixing(p: float, n: int) -> tuple[float, float]:
+    """a1 and a2 as above; for many ranks they tend to p and to 2p(1-p)/(n-1).
+
+    Exact. They are RPS's; derived here from the traces: a rank that gets the mean of |S| models has a column of squared
+    length 1/|S|, one that does not has 1.
+    """
+    check_loss(p)
+    check_count("n", n)
+    if n == 1:
+        return 0.0, 0.0
+    e = mean_inverse_count(p, n)
+    lost = (n - 1) * p  # on the way back, on average
+    lost_squared = lost * (1.0 - p) + lost**2
+    a1 = (lost + (n - lost) * e - 1.0) / (n - 1)
+    both = 2.0 * (n * lost - lost_squared) * (1.0 - e) / (n - 1)  # counted in a mean that is lost on its way back
+    a2 = (((n * n - 2.0 * n * lost + lost_squared) * e + both + lost) / n - 1.0) / (n - 1)
+    # Without loss both are 0, of which rounding must not leave a negative rest.
+    return max(a1, 0.0), max(min(a2, a1), 0.0)
+
+
+def rate_factor(p: float, n: int) -> float:
+    """By how much loss multiplies the leading term of the convergence rate: (1 + sqrt(n a2)) / (1 - sqrt(a1 - a2)).
+
+    A bound (RPS). For many ranks it tends to (1 + sqrt(2p(1-p))) / (1 - sqrt(p)).
+    """
+    a1, a2 = mixing(p, n)
+    return (1.0 + math.sqrt(n * a2)) / (1.0 - math.sqrt(a1 - a2))
+
+
+def averaging_rate(p: float, n: int, steps: int) -> float:
+    """The leading term itself, `rate_factor` / sqrt(n steps): what the mean squared gradient falls like.
+
+    A bound up to a constant of the problem (RPS): compare two of them, and do not read one.
+    """
+    check_count("steps", steps)
+    return rate_factor(p, n) / math.sqrt(n * steps)

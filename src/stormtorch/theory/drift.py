@@ -1,0 +1,71 @@
+"""How far replicas are from each other and from the owner, in the long run.
+
+All of it is for independent updates of a parameter, each with variance sigma^2 and mean mu, and is given as the mean
+squared difference over sigma^2. `mean_squared` is mu^2 / sigma^2. For vectors both are sums over the elements.
+
+With a lead, an owner sends its value ahead by `lead` times its last update, and the copy of age L is the owner's value
+of L steps ago ahead by as much of the update of that step.
+"""
+
+from stormtorch.theory.arguments import check_loss, check_max_lag, check_size
+from stormtorch.theory.lag import lag_chances, lag_variance, mean_lag
+
+
+def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
+    """Mean squared difference of two replicas over the variance of one update. Exact; derived here.
+
+    Two replicas differ by the updates between the older and the newer of their two copies: 2p/(1-p^2) of them on
+    average. The mean adds E(L1-L2)^2 mu^2, which is twice the variance of the lag: 2p/(1-p)^2 mu^2. A lead makes the
+    newest of these updates count 1+lead times and adds lead times the one before the oldest, if the copies differ in
+    age at all, which they do with a chance of 2p/(1+p): hence 2 lead (1+lead) times that chance. It does nothing to
+    what the mean adds.
+    """
+    check_loss(p)
+    check_max_lag(max_lag)
+    check_size("mean_squared", mean_squared)
+    check_size("lead", lead)
+    apart, unequal = 2.0 * p / (1.0 - p * p), 2.0 * p / (1.0 + p)
+    if max_lag is not None:
+        apart, unequal = _bounded_pair(p, max_lag)
+    return apart + 2.0 * lead * (1.0 + lead) * unequal + 2.0 * lag_variance(p, max_lag) * mean_squared
+
+
+def pair_drift_published(p: float) -> float:
+    """The same as published for updates of mean zero (Weintraub), which counts every stale copy as one step old.
+
+    It is the fixed point of D' = p^2 D + 2p(1-p), and too small by the fraction p of the exact value.
+    """
+    check_loss(p)
+    return 2.0 * p / (1.0 + p)
+
+
+def owner_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
+    """The same between a replica and the owner of what is compared. Exact; derived here.
+
+    A copy of age L lacks L updates: their noise adds up to the mean lag, p/(1-p), and the mean adds E L^2 mu^2, that is
+    p(1+p)/(1-p)^2 mu^2. A lead adds lead times one more update, lead^2 of noise, and leaves E (L-lead)^2 mu^2.
+    """
+    check_size("mean_squared", mean_squared)
+    check_size("lead", lead)
+    mean = mean_lag(p, max_lag)
+    return mean + lead**2 + (lag_variance(p, max_lag) + (mean - lead) ** 2) * mean_squared
+
+
+def best_lead(p: float, mean_squared: float, max_lag: int | None = None) -> float:
+    """The lead that brings replicas closest to the owner: the mean lag times mu^2 / (mu^2 + sigma^2).
+
+    Exact; derived here: it is where the derivative of `owner_drift` by the lead is zero. The mean lag itself takes all
+    of the bias away, which no average over ranks can, and pays for it with noise.
+    """
+    check_size("mean_squared", mean_squared)
+    return mean_lag(p, max_lag) * mean_squared / (1.0 + mean_squared)
+
+
+def _bounded_pair(p: float, max_lag: int) -> tuple[float, float]:
+    """Of two bounded copies: the mean difference of their ages, and the chance that they are not equally old."""
+    apart, equal, younger = 0.0, 0.0, 0.0
+    for chance in lag_chances(p, max_lag):
+        younger += chance
+        equal += chance * chance
+        apart += 2.0 * younger * max(1.0 - younger, 0.0)  # E|L1-L2| is the sum of 2 F (1-F)
+    return apart, 1.0 - equal
