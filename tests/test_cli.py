@@ -31,6 +31,7 @@ def test_version_and_help_answer() -> None:
         (),
         ("bench",),
         ("demo",),
+        ("theory",),
         ("train", "lm"),
         ("train", "image"),
         ("bench", "allreduce"),

@@ -7,6 +7,7 @@ import typer
 from stormtorch.bench import commands as bench
 from stormtorch.console import friendly_errors
 from stormtorch.lab import commands as lab
+from stormtorch.theory_command import theory
 from stormtorch.training import commands as train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(train.app, name="train", help="Train real models over networks that lose, policies side by side.")
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
+app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 
 
@@ -48,6 +50,8 @@ def stormtorch(
       stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
       stormtorch train image                           ResNet-20, the same
+
+      stormtorch theory --workers 64 --loss 0.1        what to expect of it
 
       stormtorch bench allreduce --hosts 4 --mb 25     beside gloo
 
