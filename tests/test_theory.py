@@ -31,7 +31,7 @@ class Walk:
     """Two replicas of many parameters whose updates are independent; an owner broadcasts, and coins lose."""
 
     def __init__(self, p: float, *, mean: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> None:
-        random, count = np.random.default_rng(5), 120_000
+        random, count = np.random.default_rng(5), 80_000
         theta = np.zeros(count)
         copies = np.zeros((2, count))
         self.ages = np.zeros((2, count), dtype=np.int64)
@@ -90,21 +90,32 @@ def test_a_lead_of_independent_updates_is_noise_alone() -> None:
     agrees(walk.owner, theory.owner_drift(0.3, lead=0.8))
 
 
-@pytest.mark.parametrize(("p", "copies", "steps"), [(0.1, 50, 200), (0.4, 30, 200), (0.4, 1, 20), (0.7, 20, 100)])
+@pytest.mark.parametrize(
+    ("p", "copies", "steps"), [(0.1, 50, 200), (0.4, 30, 300), (0.4, 1, 20), (0.8, 1, 10), (0.9, 3, 100)]
+)
 @pytest.mark.parametrize("max_lag", [None, 4])
-def test_the_largest_lag_is_near_that_of_coins(p: float, copies: int, steps: int, max_lag: int | None) -> None:
+def test_the_largest_lag_is_that_of_coins(p: float, copies: int, steps: int, max_lag: int | None) -> None:
     random = np.random.default_rng(3)
-    largest = np.zeros(1000)
-    ages = np.zeros((1000, copies), dtype=np.int64)
+    largest = np.zeros(1500)
+    ages = np.zeros((1500, copies), dtype=np.int16)
     for _ in range(steps):
         lost = random.random(ages.shape, dtype=np.float32) < p
         if max_lag is not None:
             lost &= ages < max_lag
-        ages = np.where(lost, ages + 1, 0)
+        ages = np.where(lost, ages + 1, 0).astype(np.int16)
         largest = np.maximum(largest, ages.max(axis=1))
-    near = theory.largest_lag(p, copies, steps, max_lag)
-    error = 4.0 * float(largest.std()) / math.sqrt(largest.size)
-    assert abs(float(largest.mean()) - near) <= 0.1 + error, (float(largest.mean()), near)
+    if largest.std() == 0.0:
+        assert theory.largest_lag(p, copies, steps, max_lag) == pytest.approx(max_lag, abs=1e-3)
+    else:
+        agrees(largest, theory.largest_lag(p, copies, steps, max_lag))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_the_largest_lag_of_very_many_copies_is_that_of_extreme_values(p: float) -> None:
+    # Chances of runs beyond a double's precision: the mean of a Gumbel distribution, less half a step for whole steps.
+    copies, steps = 10**9, 10**9
+    limit = (math.log(copies * steps * (1.0 - p)) + 0.5772156649) / math.log(1.0 / p) - 0.5
+    assert theory.largest_lag(p, copies, steps) == pytest.approx(limit, abs=0.1)
 
 
 @pytest.mark.parametrize(("p", "n"), [(0.1, 4), (0.4, 2), (0.4, 16), (0.8, 5)])

@@ -66,7 +66,7 @@ def test_numbers_and_kinds_are_written_as_json(tmp_path: Path) -> None:
     assert written["kinds"] == {name: str(kind) for name, kind in KINDS.items()}
 
 
-@pytest.mark.parametrize("options", [(), ("--max-lag", "4"), ("--loss", "0"), ("--loss", "0.9", "--workers", "2")])
+@pytest.mark.parametrize("options", [("--max-lag", "4"), ("--loss", "0"), ("--loss", "0.9", "--workers", "2")])
 def test_a_picture_is_drawn_of_any_conditions(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "theory.svg"

@@ -96,7 +96,6 @@ class Prediction:
 
 
 _LESS_THAN_EXACT = {
-    "largest_lag": Kind.APPROXIMATE,
     "pair_drift_published": Kind.PUBLISHED,
     "rate_factor": Kind.BOUND,
     "averaging_rate": Kind.BOUND,
