@@ -45,6 +45,7 @@ class Walk:
             self.ages = np.where(arrived, 0, self.ages + 1)
         self.pair = (copies[0] - copies[1]) ** 2
         self.owner = (copies[0] - theta) ** 2
+        self.common = (copies[0] - theta) * (copies[1] - theta)
         self.behind = theta - copies[0]
 
 
@@ -61,6 +62,7 @@ def test_lags_and_drift_are_those_of_a_walk(p: float, max_lag: int | None) -> No
     agrees(walk.fetched[0].astype(float), theory.fetched(p, max_lag))
     agrees(walk.pair, theory.pair_drift(p, max_lag=max_lag))
     agrees(walk.owner, theory.owner_drift(p, max_lag=max_lag))
+    agrees(walk.common, theory.common_drift(p, max_lag=max_lag))
     if max_lag is None:
         with pytest.raises(AssertionError):  # the published form is told from the exact one
             agrees(walk.pair, theory.pair_drift_published(p))
@@ -71,6 +73,7 @@ def test_a_mean_adds_what_the_spread_of_lags_makes_of_it(p: float, max_lag: int 
     walk = Walk(p, mean=1.5, max_lag=max_lag)
     agrees(walk.pair, theory.pair_drift(p, mean_squared=1.5**2, max_lag=max_lag))
     agrees(walk.owner, theory.owner_drift(p, mean_squared=1.5**2, max_lag=max_lag))
+    agrees(walk.common, theory.common_drift(p, mean_squared=1.5**2, max_lag=max_lag))
     agrees(walk.behind, 1.5 * theory.mean_lag(p, max_lag))
 
 
@@ -81,6 +84,7 @@ def test_a_lead_takes_the_bias_and_adds_noise(p: float, max_lag: int | None, sca
     walk = Walk(p, mean=1.5, max_lag=max_lag, lead=ahead)
     agrees(walk.pair, theory.pair_drift(p, mean_squared=1.5**2, max_lag=max_lag, lead=ahead))
     agrees(walk.owner, theory.owner_drift(p, mean_squared=1.5**2, max_lag=max_lag, lead=ahead))
+    agrees(walk.common, theory.common_drift(p, mean_squared=1.5**2, max_lag=max_lag, lead=ahead))
     agrees(walk.behind, 1.5 * (1.0 - scale) * theory.lead(p, max_lag))
 
 
@@ -223,6 +227,26 @@ def test_more_loss_is_never_better(p: float, other: float, n: int, max_lag: int 
         if name in ("up_to_date", "a2"):  # of the second there is less again where hardly any mean comes back
             continue
         assert getattr(more, name) >= getattr(less, name) * (1 - 1e-9) - 1e-9, name
+
+
+@relaxed
+@given(losses, st.floats(0.0, 4.0))
+def test_with_the_lead_replicas_are_off_each_for_itself(p: float, mean_squared: float) -> None:
+    ahead = theory.lead(p)
+    assert theory.common_drift(p, mean_squared=mean_squared, lead=ahead) == pytest.approx(0.0, abs=1e-9 / (1 - p) ** 3)
+    apart = theory.pair_drift(p, mean_squared=mean_squared, lead=ahead)
+    assert apart == pytest.approx(2.0 * p / (1.0 - p) ** 2 * (1.0 + mean_squared))
+    assert theory.common_drift(p) == pytest.approx(p**2 / (1.0 - p**2))
+
+
+def test_with_the_lead_the_mean_over_replicas_is_right_whatever_the_updates_are() -> None:
+    random, count, p = np.random.default_rng(9), 200_000, 0.3
+    theta, copies = 0.0, np.zeros(count)
+    for step in range(60):
+        update = math.sin(step) * step  # nothing like independent
+        theta += update
+        copies = np.where(random.random(count) < p, copies, theta + theory.lead(p) * update)
+    agrees(copies, theta)
 
 
 @relaxed

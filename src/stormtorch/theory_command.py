@@ -175,6 +175,18 @@ def table_rows(found: "Prediction") -> dict[str, list[tuple[str, str, str, str]]
                 _number(found.owner_drift_by_mean_lead),
                 "What the lead leaves of the mean's part; the bias is gone.",
             ),
+            (
+                "common_drift",
+                "all together",
+                _number(found.common_drift),
+                "What a mean over many replicas is off by: no number of ranks averages it out.",
+            ),
+            (
+                "common_drift_lead",
+                "all together, lead",
+                _number(found.common_drift_lead),
+                "The lead takes it away: what replicas are off by is then each one's own.",
+            ),
         ],
         "What averaged gradients suffer": [
             (

@@ -7,7 +7,7 @@ throughout: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under P
 
 from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
 from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
-from stormtorch.theory.drift import best_lead, owner_drift, pair_drift, pair_drift_published
+from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_drift, pair_drift_published
 from stormtorch.theory.gradients import (
     horvitz_thompson_inflation,
     mean_inverse_count,
@@ -24,6 +24,7 @@ __all__ = [
     "averaging_rate",
     "averaging_steps",
     "best_lead",
+    "common_drift",
     "fetched",
     "horvitz_thompson_inflation",
     "lag_chance",

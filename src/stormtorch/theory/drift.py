@@ -51,11 +51,24 @@ def owner_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = No
     return mean + lead**2 + (lag_variance(p, max_lag) + (mean - lead) ** 2) * mean_squared
 
 
+def common_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
+    """What replicas are off by together, so that no mean over many of them takes it away: in squares, as above.
+
+    Exact; derived here: it is the mean product of two replicas' distances to the owner, `owner_drift` less half of
+    `pair_drift`. Without a lead it is p^2/(1-p^2) and the squared mean lag times mu^2. With a lead of p/(1-p) and no
+    bound it is 0 for any updates whatever: of the update j steps ago, the fraction p^(j+1) of the copies lacks all and
+    the fraction (1-p) p^j is ahead by lead times as much.
+    """
+    own = pair_drift(p, mean_squared=mean_squared, max_lag=max_lag, lead=lead) / 2.0
+    common = owner_drift(p, mean_squared=mean_squared, max_lag=max_lag, lead=lead) - own
+    return common if common > 1e-12 * own else 0.0  # less is rounding
+
+
 def best_lead(p: float, mean_squared: float, max_lag: int | None = None) -> float:
     """The lead that brings replicas closest to the owner: the mean lag times mu^2 / (mu^2 + sigma^2).
 
     Exact; derived here: it is where the derivative of `owner_drift` by the lead is zero. The mean lag itself takes all
-    of the bias away, which no average over ranks can, and pays for it with noise.
+    of what replicas are off by together (`common_drift`), and pays for it with what they are off by each for itself.
     """
     check_size("mean_squared", mean_squared)
     return mean_lag(p, max_lag) * mean_squared / (1.0 + mean_squared)

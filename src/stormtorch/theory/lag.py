@@ -91,7 +91,8 @@ def fetched(p: float, max_lag: int | None = None) -> float:
 def lead(p: float, max_lag: int | None = None) -> float:
     """By how many updates an owner's broadcast must be ahead so that replicas are right on average: the mean lag.
 
-    Exact where updates have a constant mean; derived here: a copy of age L is L - lead updates behind.
+    Exact; derived here: a copy of age L is L - lead updates behind. Without a bound, replicas are then right on average
+    whatever the updates are (see `common_drift`); with one, if updates have a constant mean.
     """
     return mean_lag(p, max_lag)
 

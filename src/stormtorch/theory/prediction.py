@@ -6,7 +6,7 @@ from enum import StrEnum
 from stormtorch.theory.arguments import check_count, check_loss, check_max_lag
 from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
 from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
-from stormtorch.theory.drift import owner_drift, pair_drift, pair_drift_published
+from stormtorch.theory.drift import common_drift, owner_drift, pair_drift, pair_drift_published
 from stormtorch.theory.gradients import horvitz_thompson_inflation, owner_overweight, variance_inflation
 from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
 
@@ -68,6 +68,10 @@ class Prediction:
     """`owner_drift` with the lead."""
     owner_drift_by_mean_lead: float
     """`owner_drift_by_mean` with the lead."""
+    common_drift: float
+    """What is left of `owner_drift` in a mean over very many replicas."""
+    common_drift_lead: float
+    """`common_drift` with the lead."""
 
     variance_inflation: float
     """Of the mean of what arrived, over that of all."""
@@ -143,6 +147,8 @@ def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, 
         pair_drift_lead=noise_lead[0],
         owner_drift_lead=noise_lead[1],
         owner_drift_by_mean_lead=variance,
+        common_drift=common_drift(p, max_lag=max_lag),
+        common_drift_lead=common_drift(p, max_lag=max_lag, lead=ahead),
         variance_inflation=variance_inflation(p, n),
         owner_overweight=owner_overweight(p, n),
         horvitz_thompson_inflation=reweighted,
