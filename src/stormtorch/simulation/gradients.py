@@ -160,12 +160,9 @@ class Gradients:
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             losses = self._stacked(leaves, buffers, batch)
         # A worker's loss depends on its own replica alone, so the gradient of the sum is everyone's own gradient.
-        found = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
+        found = torch.autograd.grad(losses.float().sum(), leaves, materialize_grads=True)
         for own, grad in zip(self._cut.views(self.grads[:count]), found, strict=True):
-            if grad is None:
-                own.zero_()
-            else:
-                own.copy_(grad)
+            own.copy_(grad)
         return losses.detach().float()
 
     def _losses_of(self, leaves: list[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:

@@ -187,7 +187,7 @@ def simulate(
                 for group in each.param_groups:
                     group["lr"] = rate(step)
         if policy_at is not None:
-            training.policy = policy_at(step)  # type: ignore[assignment]  # of the same kind, as is asked for
+            training.policy = policy_at(step)
         mean_loss, row = training.step(step, functools.partial(batches, step))
         found.curve.append((step + 1, float(mean_loss)))
         found.ledger.add(row)
