@@ -1,0 +1,101 @@
+"""RPS: does averaging models survive loss, where averaging gradients does not?
+
+16 workers, arrival of 100, 99, 95 and 90 %: ResNet-20 and ResNet-110 on CIFAR-10, a one-layer LSTM on ATIS. What counts is
+the training loss, as in the publication (Yu et al., ICML 2019).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from grid import Run, main, mean_text, seeds
+
+from stormtorch.simulation.settings import SimSettings
+
+LOSSES = (0.0, 0.01, 0.05, 0.1)
+MODELS = ("resnet20", "resnet110", "lstm")
+STEPS = {"resnet20": 1560, "resnet110": 390, "lstm": 875}
+SEEDS = {"resnet20": 1, "resnet110": 1, "lstm": 3}
+POLICIES = ("model-averaging", "gradient-averaging")
+
+
+def settings_of(chosen: argparse.Namespace, model: str, **other: Any) -> SimSettings:
+    """ResNets on the device, the LSTM on the CPU: it is small, and its sentences differ in length."""
+    data = {"resnet20": "cifar10.pack", "resnet110": "cifar10.pack", "lstm": "atis"}[model]
+    options: dict[str, Any] = {"model": model, "data": chosen.data / data, "workers": 16, "steps": STEPS[model]}
+    if model == "lstm":
+        options |= {"device": "cpu"}
+    else:
+        options |= {"device": chosen.device, "batch": 32}
+        if chosen.device == "cuda":
+            options |= {"precision": "tf32"}
+    return SimSettings(**(options | other))
+
+
+def runs(chosen: argparse.Namespace) -> list[Run]:
+    """The most telling first."""
+    found = []
+    for loss in (0.0, 0.1, 0.01, 0.05):
+        for policy in POLICIES:
+            for model in MODELS:
+                if policy == "gradient-averaging" and (loss == 0.0 or (model == "resnet110" and loss != 0.01)):
+                    continue  # without loss both are the same; ResNet-110 takes long
+                for seed in range(SEEDS[model]):
+                    settings = settings_of(chosen, model, policies=(policy,), loss=loss, first_seed=seed)
+                    found.append(Run(key=f"{model}/{policy}/{loss:g}/{seed}", settings=settings))
+    return sorted(found, key=lambda run: MODELS.index(run.settings.model))
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Training loss by step: models above, gradients below."""
+    from matplotlib.figure import Figure
+
+    titles = {"resnet20": "ResNet-20, CIFAR-10", "resnet110": "ResNet-110, CIFAR-10", "lstm": "LSTM, ATIS"}
+    shades = {0.0: "#212529", 0.01: "#74c0fc", 0.05: "#1c7ed6", 0.1: "#0b4884"}
+    figure = Figure(figsize=(12.5, 7), layout="constrained")
+    axes = figure.subplots(2, 3, sharex="col", sharey="col")
+    for column, model in enumerate(MODELS):
+        base = [run["loss"] for run in seeds(found, f"{model}/model-averaging/0")]
+        for row, policy in enumerate(POLICIES):
+            axis = axes[row, column]
+            for loss in LOSSES:
+                prefix = f"{model}/{'model-averaging' if loss == 0.0 else policy}/{loss:g}"
+                results = seeds(found, prefix)
+                for number, run in enumerate(results):
+                    steps, values = zip(*_smooth(run["curve"]), strict=True)
+                    label = f"{100 - 100 * loss:g} % arrive" if number == 0 else None
+                    axis.plot(steps, values, color=shades[loss], linewidth=1.2, label=label)
+                if results and (loss or policy == "model-averaging"):
+                    ends = [run["loss"] for run in results]
+                    drifts = [run["drift"] for run in results]
+                    held = [run["val_loss"] for run in results]
+                    rights = [run["accuracy"] for run in results]
+                    print(
+                        f"{prefix}: training loss {mean_text(ends, '.4f')}, "
+                        f"{statistics.fmean(ends) - statistics.fmean(base):+.4f}; held out {mean_text(held, '.4f')}, "
+                        f"right {mean_text(rights, '.4f')}, drift {statistics.fmean(drifts):.2e}"
+                    )
+            axis.set_yscale("log")
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(frameon=False, fontsize=8)
+            axis.set_title(f"{titles[model]}: {policy.replace('-', ' ')}", fontsize=10)
+            if row == 1:
+                axis.set_xlabel("step")
+            if column == 0:
+                axis.set_ylabel("training loss, mean of 16 workers")
+    figure.savefig(path, dpi=150)
+
+
+def _smooth(curve: list[list[float]], window: int = 5) -> list[tuple[float, float]]:
+    """Means over a few points, as single batches are noisy."""
+    losses = [loss for _, loss in curve]
+    return [
+        (step, statistics.fmean(losses[max(at - window + 1, 0) : at + 1])) for at, (step, _) in enumerate(curve)
+    ]
+
+
+if __name__ == "__main__":
+    main("averaging", __doc__, runs, draw)

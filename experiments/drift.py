@@ -1,0 +1,82 @@
+"""How far do replicas drift apart over time, and do the formulas say it?
+
+16 workers, 300 steps at a constant learning rate. Drift is shown in terms of the mean square of one update at that time:
+the formulas are about independent updates of mean zero, and updates of real training are neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from grid import Run, main, seeds
+from small import small
+
+from stormtorch import theory
+
+LOSSES = (0.1, 0.4)
+COLOURS = {
+    "plain": "#f59f00",
+    "lead": "#d9480f",
+    "model-averaging": "#1c7ed6",
+    "gradient-averaging": "#5f3dc4",
+}
+
+
+def runs(chosen: argparse.Namespace) -> list[Run]:
+    """All policies at two losses; momentum-free SGD beside AdamW for the formulas."""
+    found = []
+    for loss in LOSSES:
+        for policy in COLOURS:
+            found.append(Run(key=f"{policy}/{loss:g}/0", settings=small(chosen, policies=(policy,), loss=loss)))
+        for policy in ("plain", "lead"):
+            settings = small(chosen, policies=(policy,), loss=loss, optimizer="sgd", lr=1.0)
+            found.append(Run(key=f"{policy}-sgd/{loss:g}/0", settings=settings))
+    return found
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Drift by step: as it is, and over one update beside the formulas."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 7.4), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for column, loss in enumerate(LOSSES):
+        raw, relative = axes[0, column], axes[1, column]
+        for policy, colour in COLOURS.items():
+            for run in seeds(found, f"{policy}/{loss:g}"):
+                points = [(step, pair) for step, pair, _, _ in run["drift_curve"] if pair]
+                raw.plot(*zip(*points, strict=True), color=colour, label=policy.replace("-", " "))
+                print(f"{policy} {loss}: drift at the end {run['drift']:.3e}")
+        raw.set_yscale("log")
+        raw.set(title=f"{100 * loss:g} % loss, AdamW", ylabel="mean squared difference of two replicas")
+        raw.legend(frameon=False, fontsize=8)
+        for name, style, label in (("", "-", "AdamW"), ("-sgd", "--", "SGD without momentum")):
+            for policy in ("plain", "lead"):
+                for run in seeds(found, f"{policy}{name}/{loss:g}"):
+                    rows = [(step, pair / update) for step, pair, _, update in run["drift_curve"][1:] if pair and update]
+                    steps, ratios = zip(*rows, strict=True)
+                    relative.plot(
+                        steps, ratios, style, color=COLOURS[policy], linewidth=1, label=f"{policy}, {label}"
+                    )
+                    half = sorted(ratios[len(ratios) // 2 :])
+                    print(f"{policy}{name} {loss}: median of the second half {half[len(half) // 2]:.3f} updates squared")
+        lead = theory.lead(loss)
+        relative.axhline(theory.pair_drift(loss), color="#212529", linewidth=1.2, label="2p/(1-p²), exact")
+        relative.axhline(
+            theory.pair_drift_published(loss), color="#212529", linewidth=1.2, linestyle=":", label="2p/(1+p), published"
+        )
+        relative.axhline(
+            theory.pair_drift(loss, lead=lead), color="#868e96", linewidth=1.2, linestyle="-.", label="with the lead, exact"
+        )
+        relative.set_yscale("log")
+        relative.set(xlabel="step", ylabel="the same over the mean square of an update")
+        relative.legend(frameon=False, fontsize=8, ncols=2)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main("drift", __doc__, runs, draw)

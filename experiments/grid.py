@@ -1,0 +1,229 @@
+"""Runs the simulations of an experiment: each once, kept as soon as it is done, so that any of them can be stopped.
+
+An experiment is a list of runs and a picture of their results:
+
+    if __name__ == "__main__":
+        main("lead", __doc__, runs, draw)
+
+`python experiments/lead.py --data DIR` computes what is missing in results/lead.json and draws results/lead.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from stormtorch.bench.conditions import surroundings
+from stormtorch.bench.display import progress_bar
+from stormtorch.policies import rules
+from stormtorch.simulation.setting import Reuse
+from stormtorch.simulation.settings import SimSettings
+from stormtorch.simulation.tasks import Task
+from stormtorch.simulation.trainings import simulate_one, task_of
+from stormtorch.training.results import without_nan
+
+RESULTS = Path(__file__).parent / "results"
+# Points of a curve that are kept.
+_POINTS = 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One simulated training of an experiment."""
+
+    key: str
+    """Names it in the results."""
+    settings: SimSettings
+    """With one policy; `first_seed` is the seed."""
+    lead_steps: tuple[int, int] | None = None
+    """The steps from the first to before the second have the lead, the others none; None: all as the settings say."""
+    lookahead: float | None = None
+    """A lead of so many updates, whatever was lost, in place of p/(1-p)."""
+    task: Callable[[SimSettings], Task] = task_of
+    """What is learned."""
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Runs of the same shape share what was compiled for one of them."""
+        each = self.settings
+        names = "model data workers batch context width layers held_out device precision how at_once fuse".split()
+        return (self.task, *(getattr(each, name) for name in names))
+
+
+def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> dict[str, Any]:
+    """Settings, result and seconds, as plain data."""
+    began = time.monotonic()
+    task = task or run.task(run.settings)
+    settings = run.settings
+    if run.lead_steps is not None:
+        settings = _Switched(**{name.name: getattr(settings, name.name) for name in dataclasses.fields(settings)})
+        object.__setattr__(settings, "lead_steps", run.lead_steps)
+    (policy,) = settings.policies
+    with _looking_ahead(run.lookahead):
+        result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
+    for name in ("curve", "drift_curve"):
+        result[name] = result[name][:: max(len(result[name]) // _POINTS, 1)]
+    asked = run.settings.to_json() | {"data": task.to_json(), "lead_steps": run.lead_steps, "lookahead": run.lookahead}
+    found: dict[str, Any] = without_nan(
+        {"settings": asked, "result": result, "seconds": round(time.monotonic() - began, 1), **surroundings()}
+    )
+    return found
+
+
+class _Switched(SimSettings):
+    """Settings whose lead is on for some steps only."""
+
+    lead_steps: tuple[int, int]
+
+    def policy_of(self, name: str) -> Any:
+        first, last = self.lead_steps
+        on, off = super().policy_of("lead"), super().policy_of("plain")
+        return lambda step: on if first <= step < last else off
+
+
+def _looking_ahead(updates: float | None) -> AbstractContextManager[object]:
+    if updates is None:
+        return nullcontext()
+    return patch.object(rules, "lead_for", lambda _factor, _loss: updates)
+
+
+# --- keeping ----------------------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> dict[str, dict[str, Any]]:
+    """What is there of an experiment, by key."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    return found
+
+
+def keep(name: str, runs: dict[str, dict[str, Any]]) -> None:
+    """Writes them, through a second file, so that nothing is lost when it is stopped."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(run)}" for key, run in sorted(runs.items()))
+    beside.write_text(f'{{"runs": {{\n{lines}\n}}}}\n')
+    os.replace(beside, path)
+
+
+def run_all(name: str, runs: Sequence[Run], processes: int, stop_after_s: float) -> dict[str, dict[str, Any]]:
+    """Computes what is missing; starts nothing more when the time is over."""
+    found = load(name)
+    missing = [run for run in runs if run.key not in found]
+    until = time.monotonic() + stop_after_s
+    with progress_bar(len(runs), name, unit="runs") as advance:
+        done = _in_processes if processes > 1 else _here
+        for run, result in done(missing, processes, until):
+            found[run.key] = result
+            keep(name, found)
+            advance(run.key, sum(each.key in found for each in runs))
+            print(f"{name} {run.key}: {_brief(result)}", flush=True)
+    left = [run.key for run in runs if run.key not in found]
+    if left:
+        print(f"{name}: {len(left)} runs are left: {', '.join(left[:8])} ...", flush=True)
+    return found
+
+
+def _here(runs: Sequence[Run], _processes: int, until: float) -> Iterable[tuple[Run, dict[str, Any]]]:
+    tasks: dict[object, tuple[Task, Reuse]] = {}
+    for run in runs:
+        if time.monotonic() > until:
+            return
+        if run.shape not in tasks:
+            tasks.clear()  # and with it the memory of what came before
+            tasks[run.shape] = run.task(run.settings), Reuse()
+        task, reuse = tasks[run.shape]
+        yield run, run_one(run, task, reuse)
+
+
+def _in_processes(runs: Sequence[Run], processes: int, until: float) -> Iterable[tuple[Run, dict[str, Any]]]:
+    waiting = list(runs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        working: dict[Future[dict[str, Any]], Run] = {}
+        while waiting or working:
+            while waiting and len(working) < processes and time.monotonic() < until:
+                run = waiting.pop(0)
+                working[pool.submit(run_one, run)] = run
+            if not working:
+                return
+            for future in wait(working, return_when=FIRST_COMPLETED).done:
+                yield working.pop(future), future.result()
+
+
+def _brief(run: dict[str, Any]) -> str:
+    result = run["result"]
+    return f"loss {result['loss']}, held out {result['val_loss']}, {run['seconds']} s"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def seeds(runs: dict[str, dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    """The results whose keys are `prefix` and a seed."""
+    return [run["result"] for key, run in sorted(runs.items()) if key.rpartition("/")[0] == prefix]
+
+
+def above(runs: dict[str, dict[str, Any]], prefix: str, base: str) -> list[float]:
+    """By how many per cent perplexity is above that of the same seed under `base`."""
+    bases = {run["seed"]: run for run in seeds(runs, base)}
+    pairs = [(run, bases[run["seed"]]) for run in seeds(runs, prefix) if run["seed"] in bases]
+    return [100 * math.expm1(run["val_loss"] - other["val_loss"]) for run, other in pairs]
+
+
+def mean_text(values: Sequence[float], form: str = "+.2f") -> str:
+    """The mean and its standard error."""
+    if not values:
+        return "-"
+    mean, error = statistics.fmean(values), standard_error(values)
+    return f"{mean:{form}} ± {error:{form.lstrip('+')}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(
+    name: str,
+    about: str,
+    runs: Callable[[argparse.Namespace], Sequence[Run]],
+    draw: Callable[[dict[str, dict[str, Any]], Path], None],
+) -> None:
+    """An experiment's command line."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with wikitext-2, atis, stories.pt and cifar10 (see README.md)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, each with one thread")
+    parser.add_argument("--only", default="", help="only runs whose key contains this")
+    parser.add_argument("--stop-after-s", type=float, default=math.inf, help="start no run after so many seconds")
+    parser.add_argument("--draw", action="store_true", help="compute nothing, draw what is there")
+    chosen = parser.parse_args()
+    if chosen.draw:
+        found = load(name)
+    else:
+        if chosen.data is None or not chosen.data.is_dir():
+            parser.error("--data must name the folder of the data: README.md tells what is in it")
+        wanted = [run for run in runs(chosen) if chosen.only in run.key]
+        found = run_all(name, wanted, chosen.processes, chosen.stop_after_s)
+    if found:
+        draw(found, RESULTS / f"{name}.png")
+        print(f"{RESULTS / f'{name}.png'} is drawn")

@@ -1,0 +1,111 @@
+"""The lead, studied: too much and too little of it, with other optimizers, early and late; and is it a look-ahead?
+
+16 workers, 300 steps. A factor of 1 is p/(1-p), what makes replicas right on average; 0 is no lead; 2 is what an estimate
+of twice the loss would give. "Look-ahead" is the same extrapolation where nothing is lost, so that it mends nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from grid import Run, above, main, mean_text, standard_error
+from small import small
+
+FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
+LOSSES = (0.1, 0.4)
+SEEDS = 4
+# Learning rates at which each ends about as well as it can.
+RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 2.0}
+AHEADS = (0.11, 0.22, 0.67, 1.33, 2.0)
+
+
+def runs(chosen: argparse.Namespace) -> list[Run]:
+    """The most telling first."""
+    found = []
+
+    def add(key: str, seed: int, policy: str = "lead", **other: Any) -> None:
+        more = {name: other.pop(name) for name in ("lead_steps", "lookahead") if name in other}
+        settings = small(chosen, policies=(policy,), first_seed=seed, **other)
+        found.append(Run(key=f"{key}/{seed}", settings=settings, **more))
+
+    for seed in range(SEEDS):
+        add("adamw/lossless", seed, "lossless")
+        for loss in LOSSES:
+            for factor in FACTORS:
+                add(f"adamw/{loss:g}/{factor:g}", seed, loss=loss, lead=factor)
+        for ahead in AHEADS:
+            add(f"ahead/{ahead:g}", seed, loss=0.0, lookahead=ahead)
+    for seed in range(SEEDS - 1):
+        add("early/0.4", seed, loss=0.4, lead_steps=(0, 150))
+        add("late/0.4", seed, loss=0.4, lead_steps=(150, 300))
+        for optimizer in ("sgd", "momentum"):
+            options: dict[str, Any] = {"optimizer": optimizer, "lr": RATES[optimizer]}
+            add(f"{optimizer}/lossless", seed, "lossless", **options)
+            for loss in LOSSES:
+                for factor in (0.0, 1.0, 2.0):
+                    add(f"{optimizer}/{loss:g}/{factor:g}", seed, loss=loss, lead=factor, **options)
+    return found
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Perplexity against the factor; and the look-ahead without loss beside it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 4.4), layout="constrained")
+    by_factor, by_optimizer, by_updates = figure.subplots(1, 3)
+    for loss, colour in zip(LOSSES, ("#d9480f", "#862e9c"), strict=True):
+        points = _points(found, "adamw", loss, FACTORS)
+        if points:
+            by_factor.errorbar(*zip(*points, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} %")
+            updates = [(factor * loss / (1 - loss), more, error) for factor, more, error in points]
+            by_updates.errorbar(
+                *zip(*updates, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} % lost"
+            )
+        for optimizer, style in (("sgd", ":"), ("momentum", "--"), ("adamw", "-")):
+            points = _points(found, optimizer, loss, (0.0, 1.0, 2.0))
+            if points:
+                x, y, error = zip(*points, strict=True)
+                by_optimizer.errorbar(
+                    x, y, error, color=colour, linestyle=style, marker="o", capsize=3, label=f"{optimizer}, {100 * loss:g} %"
+                )
+    points = []
+    for ahead in AHEADS:
+        more = above(found, f"ahead/{ahead:g}", "adamw/lossless")
+        if more:
+            points.append((ahead, sum(more) / len(more), 2 * standard_error(more)))
+            print(f"look-ahead of {ahead:g} updates without loss: {mean_text(more)} %")
+    if points:
+        by_updates.errorbar(
+            *zip(*points, strict=True), color="#1c7ed6", marker="s", capsize=3, label="nothing lost: look-ahead"
+        )
+    for when in ("early", "late"):
+        print(f"lead only {when}, 40 %: {mean_text(above(found, f'{when}/0.4', 'adamw/lossless'))} %")
+    by_factor.set(xlabel="lead over p/(1-p)", title="AdamW")
+    by_optimizer.set(xlabel="lead over p/(1-p)", title="optimizers")
+    by_updates.set(xlabel="lead in updates", title="with loss, and without")
+    for axis in (by_factor, by_optimizer, by_updates):
+        axis.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
+        axis.set_yscale("symlog", linthresh=1)
+        axis.set_yticks([-3, -1, 0, 1, 3, 10, 30], ["-3", "-1", "0", "1", "3", "10", "30"])
+        axis.set_ylabel("perplexity above lossless, per cent")
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _points(
+    found: dict[str, dict[str, Any]], optimizer: str, loss: float, factors: tuple[float, ...]
+) -> list[tuple[float, float, float]]:
+    points = []
+    for factor in factors:
+        more = above(found, f"{optimizer}/{loss:g}/{factor:g}", f"{optimizer}/lossless")
+        if more:
+            points.append((factor, sum(more) / len(more), 2 * standard_error(more)))
+            print(f"{optimizer} {100 * loss:g} % lead x {factor:g}: {mean_text(more)} %")
+    return points
+
+
+if __name__ == "__main__":
+    main("lead", __doc__, runs, draw)

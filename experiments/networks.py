@@ -1,0 +1,166 @@
+"""Networks that are not of independent loss: bursts, recorded Wi-Fi links, a bad rack, shared loss, stragglers; and one
+bad sender that has data which nobody else has, where the mean of what arrived is biased and Horvitz-Thompson is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from grid import Run, above, main, mean_text, seeds
+from perplexity import scratch
+from small import small
+from torch import nn
+
+from stormtorch.loss import Bernoulli, PerLink, Shared, Stragglers
+from stormtorch.simulation.settings import SimSettings
+from stormtorch.simulation.tasks import Task, open_task
+from stormtorch.training.tasks import Batch
+
+SEEDS = 3
+BURSTS = (1.0, 8.0, 64.0)
+BURST_LOSS = 0.2
+# One of eight workers has other data, and its gradients are lost like this.
+SENDERS = 8
+RARE_LOSS = 0.6
+
+
+class Uneven:
+    """The first worker learns Python's source, all others learn WikiText-2."""
+
+    def __init__(self, settings: SimSettings) -> None:
+        device = torch.device(settings.device)
+        self._common = open_task("llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out)
+        self._rare = open_task("llama", None, batch=settings.batch, device=device, held_out=settings.held_out)
+        self.name, self.language, self.clip, self.lr, self.device = "llama", True, 1.0, self._common.lr, device
+
+    def model(self, seed: int) -> nn.Module:
+        """As of both."""
+        return self._common.model(seed)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """As of both."""
+        return self._common.loss(model, batch)
+
+    def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """As of both."""
+        return self._common.optimizer(parameters)
+
+    def rate(self, step: int, steps: int) -> float:
+        """As of both."""
+        return self._common.rate(step, steps)
+
+    def batches(self, seed: int, step: int, workers: int, first: int, last: int) -> Batch:
+        """Those of the first worker are replaced."""
+        found = self._common.batches(seed, step, workers, first, last)
+        if first == 0:
+            rare = self._rare.batches(seed, step, workers, 0, 1)
+            for own, other in zip(found, rare, strict=True):
+                own[:1] = other
+        return found
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """The loss on Python's source, which only the bad sender has; and, in place of right answers, on WikiText-2."""
+        return self._rare.evaluate(model)[0], self._common.evaluate(model)[0]
+
+    def to_json(self) -> dict[str, object]:
+        """Both."""
+        return {"rare": self._rare.to_json(), "common": self._common.to_json()}
+
+
+def uneven(settings: SimSettings) -> Task:
+    """Found by its name in other processes."""
+    return Uneven(settings)
+
+
+def runs(chosen: argparse.Namespace) -> list[Run]:
+    """On the GPU bursts, with 64 workers; on the CPU the others, with 16."""
+    found = []
+
+    def add(kind: str, settings: SimSettings, **other: Any) -> None:
+        for seed in range(SEEDS):
+            each = dataclasses.replace(settings, first_seed=seed)
+            found.append(Run(key=f"{kind}/{seed}", settings=each, **other))
+
+    if chosen.device == "cuda":
+        add("bursts/lossless", scratch(chosen, policies=("lossless",)))
+        for policy in ("lead", "plain"):
+            for burst in BURSTS:
+                add(f"bursts/{policy}/{burst:g}", scratch(chosen, policies=(policy,), loss=BURST_LOSS, burst=burst))
+        return found
+    add("lossless", small(chosen, policies=("lossless",)))
+    bad = PerLink.bad_sender(0, SENDERS, Bernoulli(p=RARE_LOSS), Bernoulli(p=0.02))
+    only: dict[str, Any] = {"workers": SENDERS, "batch": 16}
+    add("uneven/lossless", small(chosen, policies=("lossless",), **only), task=uneven)
+    for weights in ("mean", "horvitz-thompson"):
+        # Its broadcast is repaired: it is the gradients that are compared.
+        settings = small(chosen, policies=("lead",), network=bad, weights=weights, budget=0.01, guard=None, **only)
+        add(f"uneven/{weights}", settings, task=uneven)
+    models = {
+        "wifi": PerLink.traces(chosen.data / "rutgers.jsonl", 16, 0),
+        "rack": PerLink.bad_rack((0, 1, 2, 3), 16, Bernoulli(p=0.3), Bernoulli(p=0.01)),
+        "shared": Shared(p=0.2, share=0.8),
+        "stragglers": Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.05)),
+        "independent": Bernoulli(p=0.2),
+    }
+    for name, model in models.items():
+        for policy in ("lead", "plain"):
+            add(f"{name}/{policy}", small(chosen, policies=(policy,), network=model))
+    return found
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Bars of what each network costs; and what the bad sender's data are worth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 4.4), layout="constrained")
+    bursts, others, rare = figure.subplots(1, 3, width_ratios=(1, 1.5, 1))
+    colours = {"lead": "#d9480f", "plain": "#f59f00"}
+    _bars(bursts, found, "bursts/{1}/{0}", "bursts/lossless", [f"{burst:g}" for burst in BURSTS], colours)
+    bursts.set(title=f"64 workers, {100 * BURST_LOSS:g} % loss in bursts", xlabel="mean length of a burst, packets")
+    names = ["independent", "shared", "stragglers", "rack", "wifi"]
+    _bars(others, found, "{0}/{1}", "lossless", names, colours)
+    others.set(title="16 workers, other networks")
+    for axis in (bursts, others):
+        axis.set_ylabel("perplexity above lossless, per cent")
+        axis.legend(frameon=False)
+    kinds = ("lossless", "mean", "horvitz-thompson")
+    for at, kind in enumerate(kinds):
+        results = seeds(found, f"uneven/{kind}")
+        losses = [run["val_loss"] for run in results]
+        if losses:
+            rare.bar(at, sum(losses) / len(losses), color=("#495057", "#f59f00", "#1c7ed6")[at], width=0.6)
+            rare.plot([at] * len(losses), losses, "k.", markersize=4)
+            print(f"uneven {kind}: loss on the bad sender's data {mean_text(losses, '.4f')}")
+    rare.set_xticks(range(3), ["lossless", "mean of\narrived", "Horvitz-\nThompson"])
+    known = [run["val_loss"] for kind in kinds for run in seeds(found, f"uneven/{kind}")]
+    if known:
+        rare.set_ylim(min(known) - 0.1, max(known) + 0.05)
+    rare.set(title=f"one bad sender ({100 * RARE_LOSS:g} % lost)\nwith data of its own", ylabel="held-out loss on its data")
+    for axis in (bursts, others, rare):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _bars(
+    axis: Any, found: dict[str, dict[str, Any]], form: str, base: str, names: list[str], colours: dict[str, str]
+) -> None:
+    for number, (policy, colour) in enumerate(colours.items()):
+        for at, name in enumerate(names):
+            more = above(found, form.format(name, policy), base)
+            lost = [run["broadcast_lost"] for run in seeds(found, form.format(name, policy))]
+            if more:
+                x = at + 0.38 * (number - 0.5)
+                axis.bar(x, sum(more) / len(more), color=colour, width=0.36, label=policy if at == 0 else None)
+                axis.plot([x] * len(more), more, "k.", markersize=4)
+                print(f"{form.format(name, policy)}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")
+    axis.set_xticks(range(len(names)), names)
+    axis.axhline(0, color="#212529", linewidth=0.8)
+
+
+if __name__ == "__main__":
+    main("networks", __doc__, runs, draw)
