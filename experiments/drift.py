@@ -55,20 +55,30 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         for name, style, label in (("", "-", "AdamW"), ("-sgd", "--", "SGD without momentum")):
             for policy in ("plain", "lead"):
                 for run in seeds(found, f"{policy}{name}/{loss:g}"):
-                    rows = [(step, pair / update) for step, pair, _, update in run["drift_curve"][1:] if pair and update]
+                    rows = [
+                        (step, pair / update) for step, pair, _, update in run["drift_curve"][1:] if pair and update
+                    ]
                     steps, ratios = zip(*rows, strict=True)
-                    relative.plot(
-                        steps, ratios, style, color=COLOURS[policy], linewidth=1, label=f"{policy}, {label}"
-                    )
+                    relative.plot(steps, ratios, style, color=COLOURS[policy], linewidth=1, label=f"{policy}, {label}")
                     half = sorted(ratios[len(ratios) // 2 :])
-                    print(f"{policy}{name} {loss}: median of the second half {half[len(half) // 2]:.3f} updates squared")
+                    print(
+                        f"{policy}{name} {loss}: median of the second half {half[len(half) // 2]:.3f} updates squared"
+                    )
         lead = theory.lead(loss)
         relative.axhline(theory.pair_drift(loss), color="#212529", linewidth=1.2, label="2p/(1-p²), exact")
         relative.axhline(
-            theory.pair_drift_published(loss), color="#212529", linewidth=1.2, linestyle=":", label="2p/(1+p), published"
+            theory.pair_drift_published(loss),
+            color="#212529",
+            linewidth=1.2,
+            linestyle=":",
+            label="2p/(1+p), published",
         )
         relative.axhline(
-            theory.pair_drift(loss, lead=lead), color="#868e96", linewidth=1.2, linestyle="-.", label="with the lead, exact"
+            theory.pair_drift(loss, lead=lead),
+            color="#868e96",
+            linewidth=1.2,
+            linestyle="-.",
+            label="with the lead, exact",
         )
         relative.set_yscale("log")
         relative.set(xlabel="step", ylabel="the same over the mean square of an update")

@@ -60,7 +60,7 @@ class Run:
     def shape(self) -> tuple[object, ...]:
         """Runs of the same shape share what was compiled for one of them."""
         each = self.settings
-        names = "model data workers batch context width layers held_out device precision how at_once fuse".split()
+        names = ["model", "data", "workers", "batch", "lr", "context", "width", "layers", "held_out", "device", "precision", "how", "at_once", "fuse"]
         return (self.task, *(getattr(each, name) for name in names))
 
 
@@ -210,7 +210,9 @@ def main(
 ) -> None:
     """An experiment's command line."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with wikitext-2, atis, stories.pt and cifar10 (see README.md)")
+    parser.add_argument(
+        "--data", type=Path, help="folder with wikitext-2, atis, stories.pt and cifar10 (see README.md)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, each with one thread")
     parser.add_argument("--only", default="", help="only runs whose key contains this")

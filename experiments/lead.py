@@ -15,9 +15,9 @@ from small import small
 
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 LOSSES = (0.1, 0.4)
-SEEDS = 4
+SEEDS = 3
 # Learning rates at which each ends about as well as it can.
-RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 2.0}
+RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 1.0}
 AHEADS = (0.11, 0.22, 0.67, 1.33, 2.0)
 
 
@@ -37,7 +37,7 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
                 add(f"adamw/{loss:g}/{factor:g}", seed, loss=loss, lead=factor)
         for ahead in AHEADS:
             add(f"ahead/{ahead:g}", seed, loss=0.0, lookahead=ahead)
-    for seed in range(SEEDS - 1):
+    for seed in range(SEEDS):
         add("early/0.4", seed, loss=0.4, lead_steps=(0, 150))
         add("late/0.4", seed, loss=0.4, lead_steps=(150, 300))
         for optimizer in ("sgd", "momentum"):
@@ -58,7 +58,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for loss, colour in zip(LOSSES, ("#d9480f", "#862e9c"), strict=True):
         points = _points(found, "adamw", loss, FACTORS)
         if points:
-            by_factor.errorbar(*zip(*points, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} %")
+            by_factor.errorbar(
+                *zip(*points, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} %"
+            )
             updates = [(factor * loss / (1 - loss), more, error) for factor, more, error in points]
             by_updates.errorbar(
                 *zip(*updates, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} % lost"
@@ -68,7 +70,14 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             if points:
                 x, y, error = zip(*points, strict=True)
                 by_optimizer.errorbar(
-                    x, y, error, color=colour, linestyle=style, marker="o", capsize=3, label=f"{optimizer}, {100 * loss:g} %"
+                    x,
+                    y,
+                    error,
+                    color=colour,
+                    linestyle=style,
+                    marker="o",
+                    capsize=3,
+                    label=f"{optimizer}, {100 * loss:g} %",
                 )
     points = []
     for ahead in AHEADS:

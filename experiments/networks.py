@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 from grid import Run, above, main, mean_text, seeds
-from perplexity import scratch
 from small import small
 from torch import nn
 
-from stormtorch.loss import Bernoulli, PerLink, Shared, Stragglers
+from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.simulation.tasks import Task, open_task
 from stormtorch.training.tasks import Batch
 
 SEEDS = 3
-BURSTS = (1.0, 8.0, 64.0)
-BURST_LOSS = 0.2
 # One of eight workers has other data, and its gradients are lost like this.
 SENDERS = 8
 RARE_LOSS = 0.6
@@ -34,7 +31,9 @@ class Uneven:
 
     def __init__(self, settings: SimSettings) -> None:
         device = torch.device(settings.device)
-        self._common = open_task("llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out)
+        self._common = open_task(
+            "llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out
+        )
         self._rare = open_task("llama", None, batch=settings.batch, device=device, held_out=settings.held_out)
         self.name, self.language, self.clip, self.lr, self.device = "llama", True, 1.0, self._common.lr, device
 
@@ -78,7 +77,7 @@ def uneven(settings: SimSettings) -> Task:
 
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
-    """On the GPU bursts, with 64 workers; on the CPU the others, with 16."""
+    """The most telling first."""
     found = []
 
     def add(kind: str, settings: SimSettings, **other: Any) -> None:
@@ -86,12 +85,6 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             each = dataclasses.replace(settings, first_seed=seed)
             found.append(Run(key=f"{kind}/{seed}", settings=each, **other))
 
-    if chosen.device == "cuda":
-        add("bursts/lossless", scratch(chosen, policies=("lossless",)))
-        for policy in ("lead", "plain"):
-            for burst in BURSTS:
-                add(f"bursts/{policy}/{burst:g}", scratch(chosen, policies=(policy,), loss=BURST_LOSS, burst=burst))
-        return found
     add("lossless", small(chosen, policies=("lossless",)))
     bad = PerLink.bad_sender(0, SENDERS, Bernoulli(p=RARE_LOSS), Bernoulli(p=0.02))
     only: dict[str, Any] = {"workers": SENDERS, "batch": 16}
@@ -106,9 +99,10 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
         "shared": Shared(p=0.2, share=0.8),
         "stragglers": Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.05)),
         "independent": Bernoulli(p=0.2),
+        "bursts": GilbertElliott(p=0.2, burst=16),
     }
-    for name, model in models.items():
-        for policy in ("lead", "plain"):
+    for policy in ("lead", "plain"):
+        for name, model in models.items():
             add(f"{name}/{policy}", small(chosen, policies=(policy,), network=model))
     return found
 
@@ -117,17 +111,22 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Bars of what each network costs; and what the bad sender's data are worth."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.5, 4.4), layout="constrained")
-    bursts, others, rare = figure.subplots(1, 3, width_ratios=(1, 1.5, 1))
-    colours = {"lead": "#d9480f", "plain": "#f59f00"}
-    _bars(bursts, found, "bursts/{1}/{0}", "bursts/lossless", [f"{burst:g}" for burst in BURSTS], colours)
-    bursts.set(title=f"64 workers, {100 * BURST_LOSS:g} % loss in bursts", xlabel="mean length of a burst, packets")
-    names = ["independent", "shared", "stragglers", "rack", "wifi"]
-    _bars(others, found, "{0}/{1}", "lossless", names, colours)
-    others.set(title="16 workers, other networks")
-    for axis in (bursts, others):
-        axis.set_ylabel("perplexity above lossless, per cent")
-        axis.legend(frameon=False)
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    others, rare = figure.subplots(1, 2, width_ratios=(2, 1))
+    names = ["independent", "bursts", "shared", "stragglers", "rack", "wifi"]
+    for number, (policy, colour) in enumerate((("lead", "#d9480f"), ("plain", "#f59f00"))):
+        for at, name in enumerate(names):
+            more = above(found, f"{name}/{policy}", "lossless")
+            if more:
+                lost = [run["broadcast_lost"] for run in seeds(found, f"{name}/{policy}")]
+                x = at + 0.38 * (number - 0.5)
+                others.bar(x, sum(more) / len(more), color=colour, width=0.36, label=policy if at == 0 else None)
+                others.plot([x] * len(more), more, "k.", markersize=4)
+                print(f"{name} {policy}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")
+    others.set_xticks(range(len(names)), names)
+    others.axhline(0, color="#212529", linewidth=0.8)
+    others.set(title="16 workers", ylabel="perplexity above lossless, per cent")
+    others.legend(frameon=False)
     kinds = ("lossless", "mean", "horvitz-thompson")
     for at, kind in enumerate(kinds):
         results = seeds(found, f"uneven/{kind}")
@@ -140,26 +139,12 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     known = [run["val_loss"] for kind in kinds for run in seeds(found, f"uneven/{kind}")]
     if known:
         rare.set_ylim(min(known) - 0.1, max(known) + 0.05)
-    rare.set(title=f"one bad sender ({100 * RARE_LOSS:g} % lost)\nwith data of its own", ylabel="held-out loss on its data")
-    for axis in (bursts, others, rare):
+    rare.set(
+        title=f"one bad sender ({100 * RARE_LOSS:g} % lost)\nwith data of its own", ylabel="held-out loss on its data"
+    )
+    for axis in (others, rare):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-
-
-def _bars(
-    axis: Any, found: dict[str, dict[str, Any]], form: str, base: str, names: list[str], colours: dict[str, str]
-) -> None:
-    for number, (policy, colour) in enumerate(colours.items()):
-        for at, name in enumerate(names):
-            more = above(found, form.format(name, policy), base)
-            lost = [run["broadcast_lost"] for run in seeds(found, form.format(name, policy))]
-            if more:
-                x = at + 0.38 * (number - 0.5)
-                axis.bar(x, sum(more) / len(more), color=colour, width=0.36, label=policy if at == 0 else None)
-                axis.plot([x] * len(more), more, "k.", markersize=4)
-                print(f"{form.format(name, policy)}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")
-    axis.set_xticks(range(len(names)), names)
-    axis.axhline(0, color="#212529", linewidth=0.8)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             x, y, error = zip(*points, strict=True)
             cost.errorbar(x, y, error, color=colour, marker="o", markersize=4, capsize=3, label=policy)
     cost.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
-    cost.set(ylabel=f"perplexity above lossless at {100 * LOSS:g} % loss, per cent", title="0.12 M parameters, 200 steps")
+    cost.set(
+        ylabel=f"perplexity above lossless at {100 * LOSS:g} % loss, per cent", title="0.12 M parameters, 200 steps"
+    )
     cost.legend(frameon=False)
     timed = [(workers, *seeds(found, f"timed/{workers}")) for workers in TIMED if seeds(found, f"timed/{workers}")]
     for workers, run in timed:
