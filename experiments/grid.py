@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import multiprocessing
@@ -145,10 +146,19 @@ def _here(runs: Sequence[Run], _processes: int, until: float) -> Iterable[tuple[
         if time.monotonic() > until:
             return
         if run.shape not in tasks:
-            tasks.clear()  # and with it the memory of what came before
+            tasks.clear()
+            _free_memory()
             tasks[run.shape] = run.task(run.settings), Reuse()
         task, reuse = tasks[run.shape]
         yield run, run_one(run, task, reuse)
+
+
+def _free_memory() -> None:
+    """Of what came before: peaks are measured."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _in_processes(runs: Sequence[Run], processes: int, until: float) -> Iterable[tuple[Run, dict[str, Any]]]:
