@@ -99,7 +99,7 @@ class _Switched(SimSettings):
 def _looking_ahead(updates: float | None) -> AbstractContextManager[object]:
     if updates is None:
         return nullcontext()
-    return patch.object(rules, "lead_for", lambda _factor, _loss: updates)
+    return patch.object(rules, "lead_for", lambda *_given: updates)
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------------

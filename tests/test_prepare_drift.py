@@ -101,6 +101,16 @@ def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     assert mean([row.lead for row in rows]) == pytest.approx(theory.lead(p), rel=0.1)
 
 
+def test_where_ages_have_a_bound_the_lead_is_as_long_as_copies_then_lag() -> None:
+    found = walk(0.3, 30, BoundedDrift(ownership="elements", guard=None, max_lag=1))
+    rows = [row for _, ledger in found for row in list(ledger)[10:]]
+    for row in rows:
+        assert row.lead == pytest.approx(theory.lead(row.loss, 1))
+    copies = sum(sum(row.lag.values()) for row in rows)
+    lag = sum(age * count for row in rows for age, count in row.lag.items()) / copies
+    assert mean([row.lead for row in rows]) == pytest.approx(lag, rel=0.1)
+
+
 def bias(lead: float) -> float:
     """How far replicas are behind the owners where all updates are 1, in updates."""
 

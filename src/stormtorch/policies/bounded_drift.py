@@ -206,7 +206,7 @@ class BoundedDriftTraining(Training):
                 bucket.follow()
         self._shards.begin_step()
         exact = self._guarded or self.policy.broadcast.exact
-        self._lead = 0.0 if exact else rules.lead_for(self.policy.lead, self._loss.value)
+        self._lead = 0.0 if exact else rules.lead_for(self.policy.lead, self._loss.value, self.policy.max_lag)
         if self._lead:
             for bucket in self.buckets:
                 bucket.remember()

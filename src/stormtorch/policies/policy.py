@@ -25,7 +25,7 @@ class BoundedDrift:
     the deadline."""
     lead: float = 1.0
     """Owners send parameters ahead of their own by this times p/(1-p) updates, p the measured loss of the broadcast:
-    by how much replicas lag on average. 0 (or False) is the protocol without a lead."""
+    by how much replicas lag on average (less, where `max_lag` is set). 0 (or False) is the protocol without a lead."""
     weights: Literal["mean", "horvitz-thompson"] = "mean"
     """How gradients that arrived are weighed: their mean, in which the owner's own counts for more where others are
     lost; or each by the inverse of its link's chance to arrive, right also where ranks' data or links differ, at the

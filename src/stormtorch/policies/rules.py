@@ -31,9 +31,11 @@ def share_of_all(count_C: torch.Tensor, present: int) -> torch.Tensor:
     return count_C.float() / present
 
 
-def lead_for(factor: float, loss: float) -> float:
-    """By how many updates a broadcast is ahead that loses so much, times the policy's factor."""
-    return factor * theory.lead(min(loss, MOST_LOSS))
+def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
+    """By how many updates a broadcast is ahead that loses so much, times the policy's factor: a bound on ages makes
+    replicas lag less.
+    """
+    return factor * theory.lead(min(loss, MOST_LOSS), max_lag)
 
 
 def ahead(previous: torch.Tensor, current: torch.Tensor, lead: float | torch.Tensor) -> torch.Tensor:

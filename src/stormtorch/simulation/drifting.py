@@ -148,7 +148,7 @@ class Drifting:
             self._bind()
         self._show_gradients()
         exact = self._guarded or policy.broadcast.exact
-        leads = [0.0 if exact else rules.lead_for(policy.lead, each.value) for each in self._losses]
+        leads = [0.0 if exact else rules.lead_for(policy.lead, each.value, policy.max_lag) for each in self._losses]
         room = replicas.next_room()
         room.copy_(replicas.owned)
         self.optimizers[0].step()
