@@ -1,7 +1,7 @@
 """RPS: does averaging models survive loss, where averaging gradients does not?
 
-16 workers, arrival of 100, 99, 95 and 90 %: ResNet-20 and ResNet-110 on CIFAR-10, a one-layer LSTM on ATIS. What counts is
-the training loss, as in the publication (Yu et al., ICML 2019).
+16 workers, arrival of 100, 99, 95 and 90 %: ResNet-20 and ResNet-110 on CIFAR-10, a one-layer LSTM on ATIS. What counts
+is the training loss, as in the publication (Yu et al., ICML 2019).
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                     )
             axis.set_yscale("log")
             axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(frameon=False, fontsize=8)
+            if axis.lines:
+                axis.legend(frameon=False, fontsize=8)
             axis.set_title(f"{titles[model]}: {policy.replace('-', ' ')}", fontsize=10)
             if row == 1:
                 axis.set_xlabel("step")

@@ -1,7 +1,7 @@
 """How far do replicas drift apart over time, and do the formulas say it?
 
-16 workers, 300 steps at a constant learning rate. Drift is shown in terms of the mean square of one update at that time:
-the formulas are about independent updates of mean zero, and updates of real training are neither.
+16 workers, 300 steps. Drift is also shown over the mean square of one update at that time: the formulas are about
+independent updates of mean zero, and updates of real training are neither.
 """
 
 from __future__ import annotations

@@ -61,7 +61,19 @@ class Run:
     def shape(self) -> tuple[object, ...]:
         """Runs of the same shape share what was compiled for one of them."""
         each = self.settings
-        names = ["model", "data", "workers", "batch", "lr", "context", "width", "layers", "held_out", "device", "precision", "how", "at_once", "fuse"]
+        names: tuple[str, ...] = (
+            "model",
+            "data",
+            "workers",
+            "batch",
+            "lr",
+            "context",
+            "width",
+            "layers",
+            "held_out",
+            "device",
+        )
+        names += ("precision", "how", "at_once", "fuse")
         return (self.task, *(getattr(each, name) for name in names))
 
 

@@ -1,7 +1,7 @@
 """The lead, studied: too much and too little of it, with other optimizers, early and late; and is it a look-ahead?
 
-16 workers, 300 steps. A factor of 1 is p/(1-p), what makes replicas right on average; 0 is no lead; 2 is what an estimate
-of twice the loss would give. "Look-ahead" is the same extrapolation where nothing is lost, so that it mends nothing.
+16 workers, 300 steps. A factor of 1 is p/(1-p), what makes replicas right on average; 0 is no lead; 2 is about what an
+estimate of twice the loss would give. "Look-ahead" is the same extrapolation where nothing is lost: it mends nothing.
 """
 
 from __future__ import annotations

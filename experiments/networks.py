@@ -35,7 +35,9 @@ class Uneven:
             "llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out
         )
         self._rare = open_task("llama", None, batch=settings.batch, device=device, held_out=settings.held_out)
-        self.name, self.language, self.clip, self.lr, self.device = "llama", True, 1.0, self._common.lr, device
+        self.name, self.language, self.device = "llama", True, device
+        self.clip: float | None = self._common.clip
+        self.lr = self._common.lr
 
     def model(self, seed: int) -> nn.Module:
         """As of both."""

@@ -1,7 +1,7 @@
-"""What does the number of workers change, from 4 to 1,024: what loss costs, and what the simulation of them costs?
+"""What does the number of workers change, from 4 to 1,024: what loss costs, and what simulating them costs?
 
-Perplexity: a small model, the same 1,024 sequences in every step whoever has them, 10 % loss. Time and memory: a model of
-5 M parameters, one sequence a worker, 128 of them at a time.
+Perplexity: a small model, as many sequences in every step whoever has them, 10 % loss. Time and memory: a model
+of 5 M parameters, one sequence a worker, 128 of them at a time.
 """
 
 from __future__ import annotations
@@ -79,18 +79,19 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     cost.set(
         ylabel=f"perplexity above lossless at {100 * LOSS:g} % loss, per cent", title="0.12 M parameters, 200 steps"
     )
-    cost.legend(frameon=False)
-    timed = [(workers, *seeds(found, f"timed/{workers}")) for workers in TIMED if seeds(found, f"timed/{workers}")]
+    if cost.get_legend_handles_labels()[0]:
+        cost.legend(frameon=False)
+    timed = [(workers, run) for workers in TIMED for run in seeds(found, f"timed/{workers}")]
     for workers, run in timed:
         print(f"timed {workers}: {run['step_s']:.4f} s, {(run['peak_bytes'] or 0) / 1e9:.2f} GB, {run['how']}")
-    x = [workers for workers, _ in timed]
-    seconds.loglog(x, [run["step_s"] for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
-    last = timed[-1]
-    seconds.loglog(x, [last[1]["step_s"] * workers / last[0] for workers in x], color="#adb5bd", linestyle=":")
-    seconds.set(ylabel="seconds a step", title="5 M parameters: time (dotted: in proportion)")
-    memory.loglog(x, [(run["peak_bytes"] or 1) / 1e9 for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
-    memory.loglog(x, [4 * 4.81e6 * workers / 1e9 for workers in x], color="#adb5bd", linestyle=":")
-    memory.set(ylabel="GB of the GPU, at most", title="5 M parameters: memory (dotted: a replica each)")
+    many = [workers for workers, _ in timed]
+    seconds.loglog(many, [run["step_s"] for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
+    most, last = timed[-1]
+    seconds.loglog(many, [last["step_s"] * workers / most for workers in many], color="#adb5bd", linestyle=":")
+    seconds.set(ylabel="seconds a step", title="5 M parameters (dotted: in proportion)")
+    memory.loglog(many, [(run["peak_bytes"] or 1) / 1e9 for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
+    memory.loglog(many, [4 * 4.81e6 * workers / 1e9 for workers in many], color="#adb5bd", linestyle=":")
+    memory.set(ylabel="GB of the GPU, at most", title="5 M parameters (dotted: a replica each)")
     for axis in (cost, seconds, memory):
         axis.set_xscale("log", base=2)
         axis.set_xticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1024"])
