@@ -33,6 +33,15 @@ class Smoothed(Generic[Value]):
         mean: Value = self._sum / self._weight if self._weight else self._sum
         return mean
 
+    @property
+    def state(self) -> tuple[Value, float]:
+        """For `restore`."""
+        return self._sum, self._weight
+
+    def restore(self, total: Value, weight: float) -> None:
+        """Goes on from a `state`."""
+        self._sum, self._weight = total, weight
+
     def add(self, value: Value) -> None:
         """The next one."""
         self._sum = self._decay * self._sum + (1.0 - self._decay) * value

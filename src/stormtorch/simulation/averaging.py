@@ -12,6 +12,7 @@ from stormtorch.policies import rules
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 
 # Workers whose own models are judged where there is no common one.
@@ -106,21 +107,23 @@ class Averaging:
     def _average(self, vectors_WCE: torch.Tensor, row: Row, owner_C: torch.Tensor) -> None:
         """Block by block, over what arrives at the block's owner; where the mean is lost, one's own stays."""
         setting = self.setting
-        exact = self.policy.reliability.exact
-        everything = torch.ones(setting.workers, setting.cut.chunks, dtype=torch.bool, device=setting.device)
-        up_WC = everything if exact else self._masks.up(owner_C)
-        down_WC = everything if exact else self._masks.down(owner_C)
+        up_WC = arrived(self._masks, self.policy.reliability, up=True, owner_C=owner_C)
+        down_WC = arrived(self._masks, self.policy.reliability, up=False, owner_C=owner_C)
         # Worker by worker: a copy of all models would be as large as they are.
         sums_CE = torch.zeros_like(vectors_WCE[0])
-        for own, arrived_C in zip(vectors_WCE, up_WC[self.first : self.last], strict=True):
-            sums_CE.addcmul_(own, arrived_C.unsqueeze(-1).to(own.dtype))
+        for own, came_C in zip(vectors_WCE, up_WC[self.first : self.last], strict=True):
+            sums_CE.addcmul_(own, came_C.unsqueeze(-1).to(own.dtype))
         setting.together.add_up(sums_CE)
         mean_CE = rules.mean_of_arrived(sums_CE, up_WC.sum(0))
-        for own, arrived_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
-            rules.keep_where_lost(own, mean_CE, arrived_C.unsqueeze(-1))
-        sent, heard = up_WC.double().mean(1).tolist(), down_WC.double().mean(1).tolist()
-        row.gradients, row.broadcast = dict(enumerate(sent)), dict(enumerate(heard))
-        row.effective_batch = sum(sent) / len(sent)
+        for own, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
+            rules.keep_where_lost(own, mean_CE, came_C.unsqueeze(-1))
+        # What a worker has itself did not travel.
+        others_W = setting.cut.chunks - torch.bincount(owner_C, minlength=setting.workers).clamp(
+            max=setting.cut.chunks - 1
+        )
+        for mask_WC, links in ((up_WC, row.gradients), (down_WC, row.broadcast)):
+            links.update(enumerate((1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist()))
+        row.effective_batch = float(up_WC.double().mean())
 
     def _sampled_drift(self) -> float:
         cut, n = self.setting.cut, self.setting.workers
@@ -138,9 +141,12 @@ class Averaging:
         if isinstance(self.policy, ModelAveraging):
             mean_CE = self.setting.together.add_up(self._models.sum(0)) / self.setting.workers
             return self._judge(mean_CE, evaluate)
-        chosen = range(min(_JUDGED, len(self._models)))
-        found = torch.tensor([self._judge(self._models[worker], evaluate) for worker in chosen], dtype=torch.float64)
-        loss, right = (self.setting.together.add_up(found.mean(0)) / self.setting.together.world).tolist()
+        # The same few, however many processes there are.
+        judged = min(_JUDGED, self.setting.workers)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for worker in range(self.first, min(self.last, judged)):
+            sums += torch.tensor(self._judge(self._models[worker - self.first], evaluate), dtype=torch.float64)
+        loss, right = (self.setting.together.add_up(sums) / judged).tolist()
         return loss, right
 
     def _judge(

@@ -12,8 +12,8 @@ from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, Smoothed
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import BoundedDrift
-from stormtorch.reliability import Reliability
 from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 
@@ -82,7 +82,7 @@ class Drifting:
 
     def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
         setting, n = self.setting, self.setting.workers
-        arrived_WC = self._arrived(self._masks.up, self.policy.gradients, up=True)
+        arrived_WC = arrived(self._masks, self.policy.gradients, up=True)
         weight_WC = self._weights(arrived_WC)
         self._grads.zero_()
         losses = []
@@ -122,24 +122,6 @@ class Drifting:
         self._link_losses_WN.add(missing_WN / self._chunks_of_W.clamp(min=1))
         return arrived_WC * weight_WN[:, self._owner_C]
 
-    def _arrived(self, draw: Callable[[], torch.Tensor], reliability: Reliability, *, up: bool) -> torch.Tensor:
-        """(W, C): what arrives in the end, repaired until at most the budget of each message is missing."""
-        n = self.setting.workers
-        if reliability.exact:
-            return torch.ones(n, len(self._owner_C), dtype=torch.bool, device=self._owner_C.device)
-        arrived_WC = draw()
-        if reliability.budget >= 1.0:
-            return arrived_WC
-        allowed_N = torch.floor(reliability.budget * self._chunks_of_W)
-        while True:
-            missing_WN = torch.zeros(n, n, device=arrived_WC.device)
-            missing_WN.index_add_(1, self._owner_C, (~arrived_WC).float())
-            over_WN = missing_WN > allowed_N
-            if not bool(over_WN.any()):
-                return arrived_WC
-            asked_WC = ~arrived_WC & over_WN[:, self._owner_C]
-            arrived_WC |= asked_WC & self._masks.again(asked_WC, up=up)
-
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
 
     def _stage_two(self, row: Row) -> None:
@@ -161,7 +143,7 @@ class Drifting:
         if self._guarded:
             arrived_WC = torch.ones_like(self._arrived_up)
         else:
-            arrived_WC = self._arrived(self._masks.down, policy.broadcast, up=False)
+            arrived_WC = arrived(self._masks, policy.broadcast, up=False)
         self._first_pass = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
         most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
@@ -283,7 +265,7 @@ class Drifting:
             "masks": self._masks.state_dict(),
             "buffers": self._gradients.buffers,
             "losses": self._losses,
-            "links": self._link_losses_WN,
+            "links": self._link_losses_WN.state,
             "guards": self._guards,
             "guarded": self._guarded,
             "oldest": self._oldest,
@@ -297,6 +279,8 @@ class Drifting:
         self.optimizers[0].load_state_dict(state["optimizer"])
         self._masks.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
-        self._losses, self._link_losses_WN, self._guards = state["losses"], state["links"], state["guards"]
+        self._losses, self._guards = state["losses"], state["guards"]
+        sums_WN, weight = state["links"]
+        self._link_losses_WN.restore(sums_WN.to(self._owner_C.device), weight)
         self._guarded, self._oldest = state["guarded"], state["oldest"]
         self._samples.set_state(state["samples"])

@@ -58,6 +58,11 @@ class Masks:
         block = _BLOCK_CPU if self.device.type == "cpu" else _BLOCK_CUDA
         self._block_rows = max(1, block // max(1, self._owner_C.numel()))
 
+    @property
+    def owner_C(self) -> Tensor:
+        """The owner of each chunk, on the device."""
+        return self._owner_C
+
     def up(self, owner_C: Tensor | None = None) -> Tensor:
         """Stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
 

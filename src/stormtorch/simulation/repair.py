@@ -1,0 +1,40 @@
+"""What arrives in the end where lost chunks are asked for again: the budget of a message, under virtual workers."""
+
+import torch
+from torch import Tensor
+
+from stormtorch.reliability import Reliability
+from stormtorch.simulation.masks import Masks
+
+# Rounds after which nothing will ever arrive: even bursts of hundreds end before.
+_MOST_ROUNDS = 20_000
+
+
+def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+    """(W, C): what has arrived once at most the budget of each message is missing.
+
+    Args:
+        masks: What the network does.
+        reliability: Of this exchange; exact ones draw nothing.
+        up: Whether chunks go to their owners, or come from them.
+        owner_C: The owner of each chunk in this exchange alone; None is the masks' own.
+
+    Raises:
+        ValueError: A link loses everything, so that no budget can be met.
+    """
+    n, at_C = masks.workers, masks.owner_C if owner_C is None else owner_C.to(masks.device)
+    if reliability.exact:
+        return torch.ones(n, len(at_C), dtype=torch.bool, device=masks.device)
+    arrived_WC = masks.up(owner_C) if up else masks.down(owner_C)
+    if reliability.budget >= 1.0:
+        return arrived_WC
+    allowed_N = torch.floor(reliability.budget * torch.bincount(at_C, minlength=n))
+    for _ in range(_MOST_ROUNDS):
+        missing_WN = torch.zeros(n, n, device=arrived_WC.device)
+        missing_WN.index_add_(1, at_C, (~arrived_WC).float())
+        over_WN = missing_WN > allowed_N
+        if not bool(over_WN.any()):
+            return arrived_WC
+        asked_WC = ~arrived_WC & over_WN[:, at_C]
+        arrived_WC |= masks.again(asked_WC, up=up, owner_C=owner_C)
+    raise ValueError(f"budget {reliability.budget:g} cannot be met: a link loses everything, however often it is asked")
