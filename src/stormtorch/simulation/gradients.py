@@ -121,13 +121,20 @@ class Gradients:
             stacked[first : first + count].copy_(self._buffers[name][:count])
         return losses
 
-    def begin_again(self, model: nn.Module, workers: int) -> bool:
-        """For another simulation of the same model: buffers begin anew. False if it has others."""
+    def begin_again(self, model: nn.Module, cut: Cut, workers: int) -> bool:
+        """For another simulation of the same model: buffers and frozen parameters begin anew. False if it has others,
+        or is cut in another way.
+        """
         fresh = {f"model.{name}": each for name, each in model.named_buffers()}
-        if self._workers != workers or fresh.keys() != self.buffers.keys():
+        same_cut = (cut.shapes, cut.chunks, cut.per_chunk) == (self._cut.shapes, self._cut.chunks, self._cut.per_chunk)
+        if self._workers != workers or fresh.keys() != self.buffers.keys() or not same_cut:
             return False
         for name, stacked in self.buffers.items():
             stacked.copy_(fresh[name].expand_as(stacked))
+        with torch.no_grad():
+            for own, given in zip(self._body.parameters(), model.parameters(), strict=True):
+                if not own.requires_grad:
+                    own.copy_(given)
         return True
 
     def average_buffers_into(self, model: nn.Module, together: Together) -> None:

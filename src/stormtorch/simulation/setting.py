@@ -49,7 +49,8 @@ class Setting:
     def gradients(self, model: nn.Module, workers: int) -> Gradients:
         """For so many workers of this process."""
         known = None if self.reuse is None else self.reuse.gradients
-        if known is not None and known.at_once == min(self.at_once, workers) and known.begin_again(model, workers):
+        fits = known is not None and known.at_once == min(self.at_once, workers)
+        if known is not None and fits and known.begin_again(model, self.cut, workers):
             return known
         made = Gradients(
             model,
