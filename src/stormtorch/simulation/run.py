@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import BoundedDrift, Policy
 from stormtorch.policies.wires import Wire
 from stormtorch.simulation.averaging import Averaging
+from stormtorch.simulation.checkpoints import Checkpoint, digest
 from stormtorch.simulation.cut import Cut
 from stormtorch.simulation.drifting import Drifting
 from stormtorch.simulation.gradients import How, Loss
@@ -118,13 +118,17 @@ def simulate(
         precision: What matrices are multiplied in.
         capture: On a GPU, whether kernels are recorded once and replayed; needs a loss without data-dependent shapes.
         fuse: Whether `torch.compile` makes fewer kernels of them: a minute at first, then steps of half the time.
-        checkpoint: Where to save the state every so often, and to go on from if it is there; removed in the end.
+        checkpoint: Where to save the state every so often and at Ctrl-C, which waits for the step to end, and to go on
+            from if it is there; removed in the end.
         checkpoint_every_s: How often.
         advance: Called after each step.
         reuse: What was compiled and recorded for an earlier simulation of the same model, loss and batch size.
 
+    Processes of one torch.distributed group share the work; they must all call this alike.
+
     Raises:
         ValueError: A setting has no sensible value, or the checkpoint is of another simulation.
+        KeyboardInterrupt: Ctrl-C; with a checkpoint, the state is saved.
     """
     policy_at = policy if callable(policy) else None
     first_policy: Policy = policy(0) if callable(policy) else policy or BoundedDrift()
@@ -171,16 +175,9 @@ def simulate(
     else:
         training = Averaging(setting, first_policy, exact, optimizer)
     found = Simulated(at_once=min(setting.at_once, last - first))
-    done = 0
-    identity = _identity(workers, steps, network, first_policy, seed, setting)
-    path = None if checkpoint is None else _own_file(checkpoint, together)
-    if path is not None and path.exists():
-        done = _resume(path, identity, training, found)
     every = max(steps // 10, 1) if evaluate_every is None else evaluate_every
-    saved_at = time.monotonic()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for step in range(done, steps):
+
+    def one_step(step: int) -> None:
         begin = time.perf_counter()
         if rate is not None:
             for each in training.optimizers:
@@ -198,13 +195,26 @@ def simulate(
             exact.eval()
             with torch.no_grad():
                 found.validations.append((step + 1, *training.judge(evaluate)))
-        if advance is not None:
-            advance(Spot(step + 1, found.curve[-1][1]))
-        if path is not None and step + 1 < steps and time.monotonic() - saved_at >= checkpoint_every_s:
-            _save(path, identity, training, found)
-            saved_at = time.monotonic()
-    if path is not None:
-        path.unlink(missing_ok=True)
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if checkpoint is None:
+        for step in range(steps):
+            one_step(step)
+            if advance is not None:
+                advance(Spot(step + 1, found.curve[-1][1]))
+    else:
+        identity = _identity(workers, steps, network, first_policy, seed, setting)
+        with Checkpoint(checkpoint, checkpoint_every_s, identity, together) as kept:
+            for step in range(kept.resume(training, found), steps):
+                one_step(step)
+                try:
+                    if advance is not None:
+                        advance(Spot(step + 1, found.curve[-1][1]))
+                except KeyboardInterrupt:
+                    kept.interrupt()
+                kept.tick(training, found, last=step + 1 == steps)
+        kept.remove()
     found.how = training.how
     found.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return found
@@ -215,9 +225,6 @@ def _check(right: bool, knob: str, demand: str, got: object) -> None:
         raise ValueError(f"{knob} must {demand}, got {got!r}")
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def _identity(
     workers: int, steps: int, network: LossModel, policy: Policy, seed: int, setting: Setting
 ) -> dict[str, object]:
@@ -225,40 +232,9 @@ def _identity(
     return {
         "workers": workers,
         "steps": steps,
-        "network": repr(network),
+        "network": digest(network),
         "policy": repr(policy),
         "seed": seed,
         "elements": setting.elements,
-        "processes": setting.together.world,
+        "device": setting.device.type,
     }
-
-
-def _own_file(checkpoint: Path, together: Together) -> Path:
-    return checkpoint if together.world == 1 else checkpoint.with_name(f"{checkpoint.name}.{together.rank}")
-
-
-def _save(path: Path, identity: dict[str, object], training: Drifting | Averaging, found: Simulated) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A second file first: whoever is stopped while writing still has the one before.
-    beside = path.with_name(path.name + ".new")
-    torch.save({"identity": identity, "training": training.state_dict(), "found": found}, beside)
-    os.replace(beside, path)
-
-
-def _resume(path: Path, identity: dict[str, object], training: Drifting | Averaging, found: Simulated) -> int:
-    try:
-        # Written by this very function for this very user: as trusted as the program.
-        state = torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise ValueError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
-    for name, value in identity.items():
-        if state["identity"].get(name) != value:
-            raise ValueError(
-                f"checkpoint {path} is of another simulation: its {name} is {state['identity'].get(name)!r}, not "
-                f"{value!r}; remove it to begin anew"
-            )
-    training.load_state_dict(state["training"])
-    before: Simulated = state["found"]
-    found.curve, found.validations, found.times_s = before.curve, before.validations, before.times_s
-    found.ledger = before.ledger
-    return len(found.curve)

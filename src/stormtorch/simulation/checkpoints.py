@@ -1,0 +1,153 @@
+"""States of simulations while they run: saved so often, and at Ctrl-C, so that another process goes on bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stormtorch.loss import LinkModel, LossModel, PerLink, Stragglers
+from stormtorch.simulation.together import Together
+
+if TYPE_CHECKING:
+    from stormtorch.simulation.averaging import Averaging
+    from stormtorch.simulation.drifting import Drifting
+    from stormtorch.simulation.run import Simulated
+
+
+class Checkpoint:
+    """The file of one simulation, or of one process's part of it. While it is entered, Ctrl-C waits for the end of a
+    step: a state in the midst of one cannot be gone on from. A second Ctrl-C does not wait, and what was saved last
+    stays.
+
+    Args:
+        path: Where. Several processes have a file each, with their ranks behind this name.
+        every_s: How often it is written.
+        identity: What must be the same for a checkpoint to be gone on from.
+        together: The processes.
+    """
+
+    def __init__(self, path: Path, every_s: float, identity: dict[str, object], together: Together) -> None:
+        self._path = path if together.world == 1 else path.with_name(f"{path.name}.{together.rank}")
+        self._every_s = every_s
+        self._identity = identity | {"processes": together.world}
+        self._together = together
+        self._saved_at = time.monotonic()
+        self._interrupted = False
+        self._handler: Any = None
+
+    def __enter__(self) -> Checkpoint:
+        # Signals reach the main thread alone; elsewhere there is nothing to hold back.
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        # torchrun passes on a Ctrl-C that processes have heard of already: a second one means nothing there.
+        if self._interrupted and not self._together.on:
+            raise KeyboardInterrupt
+        self._interrupted = True
+
+    def interrupt(self) -> None:
+        """As Ctrl-C: the next `tick` saves and ends."""
+        self._interrupted = True
+
+    def resume(self, training: Drifting | Averaging, found: Simulated) -> int:
+        """Goes on from the file, if it is there. How many steps are done.
+
+        Raises:
+            ValueError: It cannot be read, or is of another simulation.
+        """
+        done = self._load(training, found) if self._path.exists() else 0
+        least, most = -self._together.agree(-done), self._together.agree(done)
+        if least != most:
+            raise ValueError(
+                f"checkpoint {self._path} is after {done} steps, those of other processes after {least} to {most}; "
+                "remove them to begin anew"
+            )
+        return done
+
+    def tick(self, training: Drifting | Averaging, found: Simulated, *, last: bool) -> None:
+        """After every step: saves if it is time to. All processes do so after the same step.
+
+        Raises:
+            KeyboardInterrupt: One was held back; the state is saved.
+        """
+        due = time.monotonic() - self._saved_at >= self._every_s and not last
+        wanted = self._together.agree(2 if self._interrupted else int(due))
+        if wanted:
+            self._save(training, found)
+            self._saved_at = time.monotonic()
+        if wanted == 2:
+            raise KeyboardInterrupt
+
+    def remove(self) -> None:
+        """In the end."""
+        self._path.unlink(missing_ok=True)
+
+    def _save(self, training: Drifting | Averaging, found: Simulated) -> None:
+        state = {"identity": self._identity, "training": training.state_dict(), "found": found, "random": _random()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # A second file first: whoever is stopped while writing still has the one before.
+        beside = self._path.with_name(self._path.name + ".new")
+        torch.save(state, beside)
+        os.replace(beside, self._path)
+
+    def _load(self, training: Drifting | Averaging, found: Simulated) -> int:
+        path = self._path
+        try:
+            # Written by this very class for this very user: as trusted as the program.
+            state = torch.load(path, map_location="cpu", weights_only=False)
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
+        for name, value in self._identity.items():
+            if state["identity"].get(name) != value:
+                raise ValueError(
+                    f"checkpoint {path} is of another simulation: its {name} is {state['identity'].get(name)!r}, not "
+                    f"{value!r}; remove it to begin anew"
+                )
+        training.load_state_dict(state["training"])
+        _restore_random(state["random"])
+        vars(found).update(vars(state["found"]))
+        return len(found.curve)
+
+
+def _random() -> list[torch.Tensor]:
+    """What dropout and the like draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _restore_random(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])
+
+
+def digest(network: LossModel) -> str:
+    """The same for the same network, however many links it has; another for another."""
+    reached = network.network if isinstance(network, Stragglers) else network
+    found = hashlib.sha256()
+    if isinstance(network, Stragglers):
+        found.update(f"late {network.chance} {network.delivered} ".encode())
+    if isinstance(reached, PerLink):
+        # A million links share a few models, whose traces may be long.
+        numbers: dict[LinkModel, int] = {}
+        for link, model in sorted(reached.links.items(), key=lambda item: item[0]):
+            found.update(f"{link} {numbers.setdefault(model, len(numbers))} ".encode())
+        found.update(repr([reached.default, *numbers]).encode())
+    else:
+        found.update(repr(reached).encode())
+    return found.hexdigest()[:16]
