@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +10,7 @@ from rich.table import Table
 from stormtorch.bench.display import crowding_text, loss_text, new_table, ratio_text, share_text, time_text
 from stormtorch.bench.samples import median
 from stormtorch.bench.tables import network_text
-from stormtorch.training.results import TrainReport, TrainResult
+from stormtorch.training.results import Report, TrainReport, TrainResult
 
 MEANINGS = {
     "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",
@@ -60,8 +61,8 @@ def policy_table(report: TrainReport) -> Table:
         table.add_row(
             policy,
             spread_text([result.val_loss for result in results], ".3f"),
-            _success_text(results),
-            "-" if against is None or policy == "lossless" else _against_text(report, against),
+            success_text(results),
+            "-" if against is None or policy == "lossless" else against_text(report, against),
             time_text(median([result.step_s for result in results])),
             drift_text(_mean([result.drift for result in results])),
             share_text(_mean([result.arrived for result in results])),
@@ -79,42 +80,61 @@ def sentences(report: TrainReport) -> list[str]:
     if settings.budget < 1.0:
         found.append(f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing.")
     found += [_sentence(report, policy) for policy in settings.policies]
-    if len(settings.policies) == 1:
-        return found
-    if settings.seeds == 1:
-        found.append("This is one seed: small differences may be chance, and --seeds 3 shows how much of them is.")
-    elif "lossless" in settings.policies:
-        found.append("A difference to lossless that is no larger than its ± may be chance; more seeds or steps tell.")
-    return found
+    return found + chance_sentences(settings.policies, settings.seeds)
 
 
 def _sentence(report: TrainReport, policy: str) -> str:
     results = report.of(policy)
-    text = f"{policy} {MEANINGS[policy]}. "
-    against = report.against_lossless(policy)
-    if not math.isfinite(_mean([result.val_loss for result in results])):
-        text, against = text + "It diverged", None
-    else:
-        name = "a perplexity" if report.language else "an accuracy"
-        text += f"It came to {name} of {_success_text(results)}"
-    if against is not None and policy != "lossless":
+    text = f"{policy} {MEANINGS[policy]}. {outcome_text(report, policy)}"
+    if policy != "lossless" and report.of("lossless") and not diverged(results):
         lossless_s = median([result.step_s for result in report.of("lossless")])
         ratio = median([result.step_s for result in results]) / lossless_s
-        text += f", {_against_text(report, against)} against lossless"
         text += f"; a step took {ratio_text(ratio)} times as long as lossless's"
     arrived = _mean([result.arrived for result in results])
+    return f"{text}. {share_text(arrived)} of its chunks arrived, and its replicas {apart_text(results)}."
+
+
+def outcome_text(report: Report[Any, Any], policy: str) -> str:
+    """What a policy came to, as the beginning of a sentence."""
+    results = report.of(policy)
+    if diverged(results):
+        return "It diverged"
+    text = f"It came to {'a perplexity' if report.language else 'an accuracy'} of {success_text(results)}"
+    against = None if policy == "lossless" else report.against_lossless(policy)
+    return text if against is None else f"{text}, {against_text(report, against)} against lossless"
+
+
+def diverged(results: Sequence[TrainResult]) -> bool:
+    """Whether any of them did."""
+    return not math.isfinite(_mean([result.val_loss for result in results]))
+
+
+def apart_text(results: Sequence[TrainResult]) -> str:
+    """How replicas ended."""
     drift = _mean([result.drift for result in results])
-    text += f". {share_text(arrived)} of its chunks arrived, and its replicas "
-    return text + ("ended the same." if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square).")
+    return "ended the same" if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square)"
 
 
-def _success_text(results: Sequence[TrainResult]) -> str:
+def chance_sentences(policies: Sequence[str], seeds: int) -> list[str]:
+    """How much a difference between policies says."""
+    if len(policies) == 1:
+        return []
+    if seeds == 1:
+        return ["This is one seed: small differences may be chance, and --seeds 3 shows how much of them is."]
+    if "lossless" in policies:
+        return ["A difference to lossless that is no larger than its ± may be chance; more seeds or steps tell."]
+    return []
+
+
+def success_text(results: Sequence[TrainResult]) -> str:
+    """Perplexity or accuracy."""
     if results[0].perplexity is not None:
         return spread_text([result.perplexity or math.nan for result in results], ".2f")
     return spread_text([100 * (result.accuracy or 0.0) for result in results], ".1f", " %")
 
 
-def _against_text(report: TrainReport, against: Sequence[float]) -> str:
+def against_text(report: Report[Any, Any], against: Sequence[float]) -> str:
+    """Perplexity in percent, or points of accuracy."""
     return spread_text([100 * each for each in against], "+.2f", " %" if report.language else " points")
 
 

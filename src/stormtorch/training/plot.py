@@ -1,9 +1,11 @@
 """Pictures of trainings: how the loss falls by steps and by seconds, a colour for each policy."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stormtorch.training.display import where_text
-from stormtorch.training.results import TrainReport
+from stormtorch.training.results import TrainReport, TrainResult
 
 COLOURS = {
     "lossless": "#495057",
@@ -21,22 +23,12 @@ def plot_training(report: TrainReport, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     by_step, against, by_second = figure.subplots(1, 3)
-    lossless = {result.seed: result for result in report.results if result.policy == "lossless"}
+    draw_validation(report.results, by_step, against)
     for result in report.results:
-        colour = COLOURS[result.policy]
-        label = result.policy if result.seed == 0 else None
-        if result.seed in lossless:
-            steps, more = zip(*_difference(result.val_curve, lossless[result.seed].val_curve), strict=True)
-            against.plot(steps, more, color=colour, marker=".", linewidth=1)
-        validated, seconds, val_losses = zip(*result.val_curve, strict=True)
-        by_step.plot(validated, val_losses, color=colour, marker=".", linewidth=1, label=label)
-        by_second.plot(seconds, val_losses, color=colour, marker=".", linewidth=1, label=label)
-    by_step.set(xlabel="step", ylabel="validation loss")
-    against.set(xlabel="step", ylabel="validation loss less that of lossless, same seed")
+        _, seconds, val_losses = zip(*result.val_curve, strict=True)
+        by_second.plot(seconds, val_losses, color=COLOURS[result.policy], marker=".", linewidth=1)
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
-    for axis in (by_step, against, by_second):
-        axis.spines[["top", "right"]].set_visible(False)
-    by_step.legend(frameon=False)
+    by_second.spines[["top", "right"]].set_visible(False)
     data, settings = report.asked["data"]["name"], report.settings
     figure.suptitle(
         f"{report.asked['params'] / 1e6:.2g} M parameters, {data}, {settings.ranks} ranks, {where_text(report)}\n"
@@ -45,6 +37,24 @@ def plot_training(report: TrainReport, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def draw_validation(results: Sequence[TrainResult], by_step: Any, against: Any) -> None:
+    """Validation loss into one panel, what it is above lossless of the same seed into another."""
+    lossless = {result.seed: result for result in results if result.policy == "lossless"}
+    for result in results:
+        colour = COLOURS[result.policy]
+        label = result.policy if result.seed == results[0].seed else None
+        if result.seed in lossless:
+            steps, more = zip(*_difference(result.val_curve, lossless[result.seed].val_curve), strict=True)
+            against.plot(steps, more, color=colour, marker=".", linewidth=1)
+        validated, _, val_losses = zip(*result.val_curve, strict=True)
+        by_step.plot(validated, val_losses, color=colour, marker=".", linewidth=1, label=label)
+    by_step.set(xlabel="step", ylabel="validation loss")
+    against.set(xlabel="step", ylabel="validation loss less that of lossless, same seed")
+    for axis in (by_step, against):
+        axis.spines[["top", "right"]].set_visible(False)
+    by_step.legend(frameon=False)
 
 
 def _difference(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stormtorch.bench.conditions import write_json
 from stormtorch.bench.samples import Counters, median
@@ -65,18 +65,22 @@ def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainRe
     )
 
 
+SettingsT = TypeVar("SettingsT")
+ResultT = TypeVar("ResultT", bound=TrainResult)
+
+
 @dataclass(frozen=True)
-class TrainReport:
+class Report(Generic[SettingsT, ResultT]):
     """What came out, under which conditions."""
 
-    settings: TrainSettings
+    settings: SettingsT
     asked: dict[str, Any]
     """The settings as plain data, with the data and the size of the model."""
     measured: dict[str, Any]
     """What the network did."""
     conditions: dict[str, Any]
     """Machine, versions, commit and date."""
-    results: list[TrainResult]
+    results: list[ResultT]
     """In the order of the trainings."""
 
     @property
@@ -84,7 +88,7 @@ class TrainReport:
         """Whether it was a language model."""
         return self.results[0].perplexity is not None
 
-    def of(self, policy: str) -> list[TrainResult]:
+    def of(self, policy: str) -> list[ResultT]:
         """One policy's, by seed."""
         return [result for result in self.results if result.policy == policy]
 
@@ -110,6 +114,11 @@ class TrainReport:
     def write(self, path: Path) -> None:
         """As JSON; makes missing folders."""
         write_json(path, self.to_json())
+
+
+@dataclass(frozen=True)
+class TrainReport(Report[TrainSettings, TrainResult]):
+    """Of `stormtorch train`."""
 
 
 def _above(own: TrainResult, other: TrainResult) -> float:
