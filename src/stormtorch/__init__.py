@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         prepare,
     )
     from stormtorch.rendezvous import connect
+    from stormtorch.simulation import simulate
 
 __version__ = version("stormtorch")
 
@@ -51,6 +52,7 @@ __all__ = [
     "lossy_reduce_scatter",
     "no_sync",
     "prepare",
+    "simulate",
 ]
 
 
@@ -68,4 +70,8 @@ def __getattr__(name: str) -> Any:
         from stormtorch import policies
 
         return getattr(policies, name)
+    if name == "simulate":
+        from stormtorch.simulation import simulate
+
+        return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

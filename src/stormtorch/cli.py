@@ -7,6 +7,7 @@ import typer
 from stormtorch.bench import commands as bench
 from stormtorch.console import friendly_errors
 from stormtorch.lab import commands as lab
+from stormtorch.simulation.commands import simulate
 from stormtorch.theory_command import theory
 from stormtorch.training import commands as train
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(train.app, name="train", help="Train real models over networks that lose, policies side by side.")
+app.command()(simulate)
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
 app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
@@ -50,6 +52,8 @@ def stormtorch(
       stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
       stormtorch train image                           ResNet-20, the same
+
+      stormtorch simulate --workers 64 --loss 0.1      many workers, in one process
 
       stormtorch theory --workers 64 --loss 0.1        what to expect of it
 

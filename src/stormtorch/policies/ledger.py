@@ -114,6 +114,10 @@ class Ledger:
             "events": [event for row in rows for event in row.events],
         }
 
+    def to_json(self) -> list[dict[str, Any]]:
+        """All rows so far as plain data."""
+        return [_plain(row) for row in self.rows]
+
     def write(self, path: str | Path) -> None:
         """All rows so far as JSON lines."""
         Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
@@ -129,8 +133,12 @@ class Ledger:
         self._writer = writer
 
 
+def _plain(row: Row) -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "arrived": row.arrived}
+
+
 def _line(row: Row) -> str:
-    return json.dumps({**dataclasses.asdict(row), "arrived": row.arrived})
+    return json.dumps(_plain(row))
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -5,6 +5,18 @@
 Every virtual worker computes gradients on its own stale replica; the policies' own arithmetic does the rest.
 """
 
-from stormtorch.simulation.run import Simulated, Spot, simulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stormtorch.simulation.run import Simulated, Spot, simulate
 
 __all__ = ["Simulated", "Spot", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import, and `stormtorch simulate --help` needs none of it.
+    if name in __all__:
+        from stormtorch.simulation import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

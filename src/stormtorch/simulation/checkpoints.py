@@ -127,7 +127,7 @@ class Checkpoint:
 
 def _random() -> list[torch.Tensor]:
     """What dropout and the like draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
 def _restore_random(states: list[torch.Tensor]) -> None:

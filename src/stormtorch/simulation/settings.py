@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Trace
+from stormtorch.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch.simulation.tasks import TASKS
@@ -101,8 +101,9 @@ class SimSettings:
             raise BadSetting("device", f"must be cpu or cuda, got {self.device!r}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise BadSetting("device", "is cuda, but torch finds no GPU here")
-        if isinstance(self.network, PerLink) and self.network.links:
-            highest = max(max(link) for link in self.network.links)
+        reached = self.network.network if isinstance(self.network, Stragglers) else self.network
+        if isinstance(reached, PerLink) and reached.links:
+            highest = max(max(link) for link in reached.links)
             if highest >= self.workers:
                 raise BadSetting("per_link", f"names worker {highest}, and there are {self.workers} from 0 on")
 
@@ -155,6 +156,9 @@ def describe(network: LossModel) -> str:
         kinds = {type(model).__name__ for model in network.links.values()}
         text = f"PerLink(default={describe(network.default)}, {len(network.links)} links"
         return f"{text} of {', '.join(sorted(kinds))})" if kinds else f"{text})"
+    if isinstance(network, Stragglers):
+        text = f"Stragglers(chance={network.chance}, delivered={network.delivered}"
+        return f"{text}, network={describe(network.network)})"
     if isinstance(network, Trace):
         return f"Trace({len(network.bits)} packets, {sum(network.bits) / len(network.bits):.3f} lost)"
     return repr(network)

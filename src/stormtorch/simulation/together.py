@@ -78,6 +78,12 @@ def join(device: torch.device) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus and enough else "gloo")
 
 
+def leave() -> None:
+    """Of processes that met; the last thing to do."""
+    if launched() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def first() -> bool:
     """Whether this process is the one that talks and writes."""
     return int(os.environ.get("RANK", "0")) == 0
