@@ -31,6 +31,7 @@ def test_version_and_help_answer() -> None:
         (),
         ("bench",),
         ("demo",),
+        ("simulate",),
         ("theory",),
         ("train", "lm"),
         ("train", "image"),

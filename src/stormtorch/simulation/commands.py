@@ -1,5 +1,8 @@
 """The command `stormtorch simulate`: it checks what was typed, shows progress and a table; others do the work."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -252,7 +255,7 @@ def simulate(
 
       torchrun --nproc-per-node 2 -m stormtorch.cli simulate --workers 1024
     """
-    with friendly_errors():
+    with friendly_errors(), _one_voice(checkpoint):
         from stormtorch.simulation.typed import Typed
 
         typed = Typed(
@@ -296,12 +299,31 @@ def simulate(
         run(settings, json, plot, ledger, checkpoint)
 
 
+@contextlib.contextmanager
+def _one_voice(checkpoint: Path | None) -> Iterator[None]:
+    """Of all processes of torchrun, only the first tells what went wrong, and how to go on after Ctrl-C."""
+    from stormtorch.lab.conditions import BadCondition
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "nothing is kept; with --checkpoint DIR the same command would go on from here"
+        if checkpoint is not None:
+            kept = f"the same command goes on from here: what is done is in {checkpoint}"
+        if first:
+            typer.echo(f"interrupted: {kept}", err=True)
+        raise typer.Exit(130) from None
+    except BadCondition as error:
+        if first:
+            raise
+        raise typer.Exit(2) from error
+
+
 def run(
     settings: "SimSettings", json: Path | None, plot: Path | None, ledger: Path | None, checkpoint: Path | None
 ) -> None:
     """Simulates with a progress bar, prints what came of it, and writes what was asked for."""
-    import contextlib
-
     import torch
     from rich.console import Console
 
@@ -321,13 +343,6 @@ def run(
     try:
         with shown as advance:
             report = run_simulations(settings, advance, checkpoint, ledger)
-    except KeyboardInterrupt:
-        if first():
-            kept = "nothing is kept; with --checkpoint DIR the same command would go on from here"
-            if checkpoint is not None:
-                kept = f"the same command goes on from here: what is done is in {checkpoint}"
-            typer.echo(f"interrupted: {kept}", err=True)
-        raise typer.Exit(130) from None
     finally:
         leave()
     if not first():
