@@ -59,6 +59,19 @@ def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(runs
     assert checkpoint.exists()
 
 
+def test_any_model_is_simulated(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [*PYTHON, str(EXAMPLES / "simulate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(.+): loss ([0-9.]+), accuracy ([0-9.]+)%, replicas apart by (\S+)", done.stdout)
+    assert [name for name, *_ in found] == ["lossless", "without a lead", "with the lead"]
+    losses = [float(loss) for _, loss, _, _ in found]
+    assert all(float(accuracy) > 80 for _, _, accuracy, _ in found)
+    assert abs(losses[2] / losses[0] - 1) < 0.1
+    assert [float(apart) > 0 for *_, apart in found] == [False, True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "launcher", "script"),
