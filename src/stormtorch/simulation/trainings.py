@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from stormtorch.simulation.tasks import Task, open_task
 from stormtorch.simulation.together import Together
 
 __all__ = ["SimReport", "SimResult", "run_simulations", "simulate_one", "task_of"]
+
+_SMALL_PARAMS = 1_000_000
 
 
 def task_of(settings: SimSettings) -> Task:
@@ -81,13 +84,28 @@ def run_simulations(
         if result is None:
             place = None if checkpoints is None else checkpoints / f"{policy}-{seed}.pt"
             try:
-                done = _simulate(settings, task, policy, seed, tell, place, reuse)
+                with _threads(settings, task, params):
+                    done = _simulate(settings, task, policy, seed, tell, place, reuse)
             except ValueError as error:
                 raise _named(error) from error
             result = result_of(done, policy=policy, seed=seed, workers=settings.workers, language=task.language)
             finished.keep(result, done.ledger)
         results.append(result)
     return SimReport(settings, asked, {"loss": lost_on_average(results)}, conditions, results)
+
+
+@contextlib.contextmanager
+def _threads(settings: SimSettings, task: Task, params: int) -> Iterator[None]:
+    """On the CPU, one thread for small language models: more gain nothing, and where cores are shared they lose much
+    by waiting for each other. By size alone, as the number of threads changes the last bits of sums.
+    """
+    before = torch.get_num_threads()
+    if settings.device == "cpu" and task.language and params < _SMALL_PARAMS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _named(error: ValueError) -> ValueError:
