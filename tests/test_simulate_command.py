@@ -220,6 +220,14 @@ def test_networks_have_names() -> None:
     )
 
 
+def test_workers_that_own_nothing_do_not_count_as_arrived() -> None:
+    settings = replace(SETTINGS, policies=("lead", "model-averaging"), workers=60, loss=0.2)
+    for result in run_simulations(settings).results:
+        assert result.arrived == pytest.approx(0.8, abs=0.03)
+    lead = run_simulations(settings).of("lead")[0]
+    assert lead.lead == pytest.approx(0.75 * 0.25, abs=0.05)  # 0 in the first of four steps, when no loss is known
+
+
 def test_a_budget_holds_for_models_that_are_averaged_too() -> None:
     settings = replace(SETTINGS, policies=("model-averaging", "lead"), budget=0.01, workers=2, width=64)
     for result in run_simulations(settings).results:

@@ -44,6 +44,8 @@ class Drifting:
         self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
         self._owner_C = cut.owner_C.to(device)
         self._chunks_of_W = torch.bincount(cut.owner_C, minlength=n).to(device)
+        # Of a small model, some workers own nothing: they send nothing that could be lost.
+        self._owners = sorted(set(cut.owner_C.tolist()))
         self._losses = [Smoothed(0.0) for _ in range(n)]
         self._link_losses_WN = Smoothed(torch.zeros(n, n, device=device))
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
@@ -152,7 +154,7 @@ class Drifting:
             row.fetched = int(self.setting.together.add_up(overdue_WC.sum()))
             own_WC = own_WC | overdue_WC
         replicas.broadcast(own_WC)
-        row.lead = sum(leads) / len(leads)
+        row.lead = sum(leads[owner] for owner in self._owners) / len(self._owners)
         row.guarded = self._guarded
 
     # --- what is measured ---------------------------------------------------------------------------------------------
@@ -213,9 +215,9 @@ class Drifting:
         if not exact:
             for smoothed, lost in zip(self._losses, of_owner, strict=True):
                 smoothed.add(lost)
-        row.loss = sum(each.value for each in self._losses) / len(self._losses)
+        row.loss = sum(self._losses[owner].value for owner in self._owners) / len(self._owners)
         row.gradients = {worker: 1.0 - lost for worker, lost in enumerate(sent_up)}
-        row.broadcast = {owner: 1.0 - lost for owner, lost in enumerate(of_owner)}
+        row.broadcast = {owner: 1.0 - of_owner[owner] for owner in self._owners}
         self._oldest = int(max(oldest))
         # Where the broadcast is exact, gradients tell what it would lose, as they do in a training.
         watched = sent_up if self._guarded else heard
