@@ -57,6 +57,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--workers", "1"), "--workers", "must lie in [2, 65535], got 1"),
         (("--steps", "0"), "--steps", "got 0"),
         (("--seeds", "0"), "--seeds", "got 0"),
+        (("--first-seed", "-1"), "--first-seed", "got -1"),
         (("--policy", "lossy"), "--policy", "knows lossless, bounded-drift, plain"),
         (("--policy", "lead,bounded-drift"), "--policy", "bounded-drift is lead here"),
         (("--lead", "far"), "--lead", "must be on, off or a factor, got 'far'"),

@@ -73,6 +73,7 @@ class SimSettings:
         check_subset("policy", self.policies, POLICIES)
         check_between("steps", self.steps, 1, 10_000_000)
         check_between("seeds", self.seeds, 1, 1000)
+        check_between("first_seed", self.first_seed, 0, 1_000_000_000)
         check_between("loss", self.loss, 0.0, 0.9)
         if self.burst != 1.0 and not self.loss:
             raise BadSetting("burst", "needs a --loss that comes in bursts")
