@@ -54,6 +54,8 @@ class Run:
     """The steps from the first to before the second have the lead, the others none; None: all as the settings say."""
     lookahead: float | None = None
     """A lead of so many updates, whatever was lost, in place of p/(1-p)."""
+    smooth: float | None = None
+    """The lead follows a mean of the last updates that keeps so much of itself at each step, not the last one alone."""
     task: Callable[[SimSettings], Task] = task_of
     """What is learned."""
 
@@ -86,11 +88,12 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
         settings = _Switched(**{name.name: getattr(settings, name.name) for name in dataclasses.fields(settings)})
         object.__setattr__(settings, "lead_steps", run.lead_steps)
     (policy,) = settings.policies
-    with _looking_ahead(run.lookahead):
+    with _looking_ahead(run.lookahead), _smoothing(run.smooth):
         result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
     for name in ("curve", "drift_curve"):
         result[name] = result[name][:: max(len(result[name]) // _POINTS, 1)]
     asked = run.settings.to_json() | {"data": task.to_json(), "lead_steps": run.lead_steps, "lookahead": run.lookahead}
+    asked |= {"smooth": run.smooth}
     found: dict[str, Any] = without_nan(
         {"settings": asked, "result": result, "seconds": round(time.monotonic() - began, 1), **surroundings()}
     )
@@ -112,6 +115,20 @@ def _looking_ahead(updates: float | None) -> AbstractContextManager[object]:
     if updates is None:
         return nullcontext()
     return patch.object(rules, "lead_for", lambda *_given: updates)
+
+
+def _smoothing(kept: float | None) -> AbstractContextManager[object]:
+    if kept is None:
+        return nullcontext()
+    mean, weight = torch.zeros(()), 0.0
+
+    def ahead(previous: torch.Tensor, current: torch.Tensor, lead: float | torch.Tensor) -> torch.Tensor:
+        nonlocal mean, weight
+        mean = kept * mean + (1.0 - kept) * (current - previous)
+        weight = kept * weight + (1.0 - kept)
+        return previous.copy_(current + lead * mean / weight)
+
+    return patch.object(rules, "ahead", ahead)
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------------

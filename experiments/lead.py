@@ -17,7 +17,8 @@ FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 LOSSES = (0.1, 0.4)
 SEEDS = 3
 # Learning rates at which each ends about as well as it can.
-RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 1.0}
+RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 0.3}
+SMOOTH = (0.5, 0.8)
 AHEADS = (0.11, 0.22, 0.67, 1.33, 2.0)
 
 
@@ -26,7 +27,7 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     found = []
 
     def add(key: str, seed: int, policy: str = "lead", **other: Any) -> None:
-        more = {name: other.pop(name) for name in ("lead_steps", "lookahead") if name in other}
+        more = {name: other.pop(name) for name in ("lead_steps", "lookahead", "smooth") if name in other}
         settings = small(chosen, policies=(policy,), first_seed=seed, **other)
         found.append(Run(key=f"{key}/{seed}", settings=settings, **more))
 
@@ -38,6 +39,9 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
         for ahead in AHEADS:
             add(f"ahead/{ahead:g}", seed, loss=0.0, lookahead=ahead)
     for seed in range(SEEDS):
+        for kept in SMOOTH:
+            for loss in LOSSES:
+                add(f"smooth/{loss:g}/{kept:g}", seed, loss=loss, smooth=kept)
         add("early/0.4", seed, loss=0.4, lead_steps=(0, 150))
         add("late/0.4", seed, loss=0.4, lead_steps=(150, 300))
         for optimizer in ("sgd", "momentum"):
@@ -89,6 +93,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         by_updates.errorbar(
             *zip(*points, strict=True), color="#1c7ed6", marker="s", capsize=3, label="nothing lost: look-ahead"
         )
+    for loss in LOSSES:
+        for kept in SMOOTH:
+            more = above(found, f"smooth/{loss:g}/{kept:g}", "adamw/lossless")
+            print(f"lead along a mean of updates that keeps {kept:g}, {100 * loss:g} %: {mean_text(more)} %")
     for when in ("early", "late"):
         print(f"lead only {when}, 40 %: {mean_text(above(found, f'{when}/0.4', 'adamw/lossless'))} %")
     by_factor.set(xlabel="lead over p/(1-p)", title="AdamW")
