@@ -47,7 +47,9 @@ class Averaging:
         self._gradients = setting.gradients(model, own)
         for stacked, parameter in zip(cut.views(self._models), self._trained, strict=True):
             stacked.copy_(parameter.detach().expand_as(stacked))
-        self.optimizers = [optimizer(self._parameters(worker)) for worker in range(own)]
+        self._own = [self._parameters(worker) for worker in range(own)]
+        self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
+        self.optimizers = [optimizer(each) for each in self._own]
         self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
         self._order = torch.Generator().manual_seed(policy.seed if isinstance(policy, ModelAveraging) else 0)
         self._samples = torch.Generator().manual_seed(setting.seed)
@@ -89,6 +91,7 @@ class Averaging:
 
     def _compute(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
         losses = []
+        used_WP = torch.empty_like(self._used_WP)
         for first in range(self.first, self.last, self._gradients.at_once):
             last = min(first + self._gradients.at_once, self.last)
             here = slice(first - self.first, last - self.first)
@@ -96,7 +99,16 @@ class Averaging:
             with torch.enable_grad():
                 losses.append(self._gradients.compute(batches(first, last), first - self.first, last - first))
             self._grads[here].copy_(self._gradients.grads[: last - first])
+            used_WP[here] = self._gradients.used[: last - first]
+        self._show_gradients(used_WP)
         return self.setting.together.add_up(torch.cat(losses).sum()) / self.setting.workers
+
+    def _show_gradients(self, used_WP: torch.Tensor) -> None:
+        """What a worker has not used has no gradient, not even one of zero, and is not changed."""
+        for worker, place in (used_WP != self._used_WP).nonzero().tolist():
+            grad = self.setting.cut.views(self._grads[worker])[place]
+            self._own[worker][place].grad = grad if used_WP[worker, place] else None
+        self._used_WP = used_WP
 
     def _clip(self) -> None:
         """Each worker by the length of what it applies, as it knows no other."""

@@ -41,6 +41,7 @@ class Drifting:
         self.optimizers = [optimizer(self._trained)]
         self._gradients = setting.gradients(model, self.last - self.first)
         self._grads = cut.empty(device=device)
+        self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
         self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
         self._owner_C = cut.owner_C.to(device)
         self._chunks_of_W = torch.bincount(cut.owner_C, minlength=n).to(device)
@@ -56,13 +57,12 @@ class Drifting:
     def _bind(self) -> None:
         for own, parameter in zip(self.setting.cut.views(self._replicas.owned), self._trained, strict=True):
             parameter.data = own
-        # The optimizer reads gradients where stage 1 leaves them.
-        if hasattr(self, "_grads"):
-            self._show_gradients()
 
     def _show_gradients(self) -> None:
-        for grad, parameter in zip(self.setting.cut.views(self._grads), self._trained, strict=True):
-            parameter.grad = grad
+        """The optimizer reads gradients where stage 1 leaves them; of what nobody has used there is none."""
+        grads = self.setting.cut.views(self._grads)
+        for grad, parameter, used in zip(grads, self._trained, self._used_P.tolist(), strict=True):
+            parameter.grad = grad if used else None
 
     @torch.no_grad()
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
@@ -87,17 +87,20 @@ class Drifting:
         arrived_WC = arrived(self._masks, self.policy.gradients, up=True)
         weight_WC = self._weights(arrived_WC)
         self._grads.zero_()
+        self._used_P.zero_()
         losses = []
         for first in range(self.first, self.last, self._gradients.at_once):
             last = min(first + self._gradients.at_once, self.last)
             self._replicas.put(first - self.first, last - self.first, self._gradients.replicas[: last - first])
             with torch.enable_grad():
                 losses.append(self._gradients.compute(batches(first, last), first - self.first, last - first))
+            self._used_P |= self._gradients.used[: last - first].any(0)
             grads_WCE = self._gradients.grads[: last - first]
             setting.round_(grads_WCE)
             grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
             self._grads.add_(grads_WCE.sum(0))
         setting.together.add_up(self._grads)
+        self._used_P = setting.together.add_up(self._used_P.to(setting.device, torch.float32)).cpu() > 0
         count_C = arrived_WC.sum(0)
         rules.mean_of_arrived(self._grads, count_C)
         if self._by_chance:

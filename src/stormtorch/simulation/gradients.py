@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -90,6 +91,11 @@ class Gradients:
         """Put replicas here before a call."""
         self.grads = cut.empty(at_once, device=device)
         """Find their gradients here after it."""
+        self.used = torch.zeros(at_once, len(self._parameters), dtype=torch.bool)
+        """And which parameters each loss depended on: the others have no gradient, not even one of zero."""
+        self._worker = 0
+        for place, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_used, place))
         self._buffers = {name: each[:at_once].clone() for name, each in self.buffers.items()}
         self._stacked = torch.compile(self._losses_of, dynamic=False) if fuse else self._losses_of
         self._graph: Any = None
@@ -167,9 +173,13 @@ class Gradients:
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             losses = self._stacked(leaves, buffers, batch)
         # A worker's loss depends on its own replica alone, so the gradient of the sum is everyone's own gradient.
-        found = torch.autograd.grad(losses.float().sum(), leaves, materialize_grads=True)
+        found = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
         for own, grad in zip(self._cut.views(self.grads[:count]), found, strict=True):
-            own.copy_(grad)
+            if grad is None:
+                own.zero_()
+            else:
+                own.copy_(grad)
+        self.used[:count] = torch.tensor([grad is not None for grad in found])
         return losses.detach().float()
 
     def _losses_of(self, leaves: list[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
@@ -187,7 +197,9 @@ class Gradients:
         replicas, grads = self._cut.views(self.replicas), self._cut.views(self.grads)
         leaves, structure = pytree.tree_flatten(batch)
         losses = []
+        self.used[:count] = False
         for worker in range(count):
+            self._worker = worker
             self.grads[worker].zero_()
             for parameter, own, grad in zip(self._parameters, replicas, grads, strict=True):
                 parameter.data, parameter.grad = own[worker], grad[worker]
@@ -199,6 +211,9 @@ class Gradients:
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses)
+
+    def _note_used(self, place: int, parameter: torch.Tensor) -> None:
+        self.used[self._worker, place] = True
 
     def _find_out(self, batch: Any, count: int) -> How:
         """Whether all at once works, and says the same as one by one."""

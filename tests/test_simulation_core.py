@@ -1,0 +1,156 @@
+# mypy: disable-error-code="no-untyped-call"
+# torch's own backward is untyped.
+"""The simulator without loss is plain training, whatever the model, the policy and the way to compute."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from simulating import Data, outcome, simulated
+from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
+from stormtorch.policies.policy import Policy
+from stormtorch.simulation.cut import Cut
+from stormtorch.simulation.gradients import Gradients
+from stormtorch.simulation.setting import Reuse
+from training import (
+    Llama,
+    Loss,
+    Optimizer,
+    Recurrent,
+    adamw,
+    assert_close,
+    classes,
+    images,
+    mean_gradients,
+    next_word,
+    perceptron,
+    plain,
+    plain_step,
+    regression,
+    resnet20,
+    sgd,
+    values,
+    vectors,
+    words,
+)
+
+pytestmark = pytest.mark.pure
+
+STEPS = 4
+ONE_BY_ONE, AT_ONCE = "loop", "batched"
+REFERENCE: dict[str, Policy] = {
+    "bounded drift, exact": BoundedDrift(gradients=EXACT, broadcast=EXACT),
+    "bounded drift": BoundedDrift(),
+    "by chance": BoundedDrift(weights="horvitz-thompson"),
+    "model averaging, exact": ModelAveraging(reliability=EXACT),
+    "model averaging": ModelAveraging(reliability=LOSSY),
+    "gradient averaging, exact": GradientAveraging(reliability=EXACT),
+    "gradient averaging": GradientAveraging(),
+}
+
+
+def plain_sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def few_words(rank: int, step: int) -> torch.Tensor:
+    return words(rank, step, count=20)
+
+
+@pytest.mark.parametrize("make", [plain_sgd, adamw])
+@pytest.mark.parametrize("name", [name for name in REFERENCE if "model" not in name])
+@pytest.mark.parametrize("workers", [4, 5])
+def test_without_loss_training_is_what_one_process_does(name: str, workers: int, make: Any) -> None:
+    model = perceptron(inside=100)
+    wanted = plain(model, make, STEPS, world=workers)
+    for how in (ONE_BY_ONE, AT_ONCE):
+        for at_once in (None, 1, 2, 3):
+            settings: dict[str, Any] = {"policy": REFERENCE[name], "how": how, "at_once": at_once}
+            assert_close(simulated(model, make, STEPS, workers=workers, **settings), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model averaging, exact", "model averaging"])
+@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("how", [ONE_BY_ONE, AT_ONCE])
+def test_averaged_models_of_plain_descent_are_descent_along_the_mean(name: str, workers: int, how: str) -> None:
+    model = perceptron(inside=100)
+    found = simulated(model, plain_sgd, STEPS, workers=workers, policy=REFERENCE[name], how=how, at_once=3)
+    assert_close(found, plain(model, plain_sgd, STEPS, world=workers), rtol=1e-5, atol=1e-6)
+
+
+def test_averaged_models_with_optimizers_of_their_own_are_what_separate_processes_do() -> None:
+    model = perceptron(inside=100)
+    alone = [copy.deepcopy(model) for _ in range(4)]
+    optimizers = [adamw(each) for each in alone]
+    for step in range(6):
+        for rank, (each, optimizer) in enumerate(zip(alone, optimizers, strict=True)):
+            plain_step(each, optimizer, mean_gradients(each, [vectors(rank, step)], regression))
+        if step % 2 == 1:
+            for each in zip(*(one.parameters() for one in alone), strict=True):
+                mean = torch.stack([one.detach() for one in each]).mean(0)
+                for one in each:
+                    one.data.copy_(mean)
+    _, found = outcome(model, adamw, 6, policy=ModelAveraging(every=2))
+    assert_close(values(found), values(alone[0]), rtol=1e-5, atol=1e-6)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class WithUnused(nn.Module):
+    """A layer that counts, and one that nothing depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = perceptron(), nn.Linear(3, 3)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.used(given)
+        return found
+
+
+def frozen() -> nn.Module:
+    model = perceptron()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def of_seed(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = make()
+    return model
+
+
+MODELS: dict[str, tuple[Any, Loss, Data]] = {
+    "with frozen parameters": (frozen, regression, vectors),
+    "with tied weights": (Llama, next_word, words),
+    "with batch norm": (resnet20, classes, images),
+    "with an unused parameter": (WithUnused, regression, vectors),
+    "with an LSTM": (Recurrent, next_word, few_words),
+}
+POLICIES: list[Policy] = [BoundedDrift(), GradientAveraging(), ModelAveraging()]
+
+
+@pytest.mark.parametrize("how", ["auto", ONE_BY_ONE, AT_ONCE])
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("make", [plain_sgd, adamw])
+def test_every_kind_of_model_is_trained_as_by_one_process(name: str, how: str, make: Any) -> None:
+    if name == "with an LSTM" and how == AT_ONCE:
+        pytest.skip("torch cannot compute LSTMs of several replicas at once")
+    build, objective, data = MODELS[name]
+    model = of_seed(build)
+    before = values(model)
+    task: dict[str, Any] = {"objective": objective, "data": data}
+    wanted = plain(model, make, 3, **task)
+    for policy in POLICIES[: 3 if make is plain_sgd else 2]:
+        found = simulated(model, make, 3, policy=policy, how=how, at_once=3, **task)
+        assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+        # What has no gradient must not even decay.
+        for parameter, one, other in zip(model.parameters(), found, before, strict=True):
+            if not parameter.requires_grad or parameter.shape in ((3, 3), (3,)):
+                assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(values(model), before, strict=True))
