@@ -154,3 +154,68 @@ def test_every_kind_of_model_is_trained_as_by_one_process(name: str, how: str, m
             if not parameter.requires_grad or parameter.shape in ((3, 3), (3,)):
                 assert torch.equal(one, other)
     assert all(torch.equal(one, other) for one, other in zip(values(model), before, strict=True))
+
+
+def test_buffers_are_each_workers_own_and_their_mean_is_judged() -> None:
+    model = of_seed(resnet20)
+    alone = [copy.deepcopy(model) for _ in range(4)]
+    for rank, each in enumerate(alone):
+        classes(each, images(rank, 0))
+    for how in (ONE_BY_ONE, AT_ONCE):
+        _, found = outcome(model, sgd, 1, objective=classes, data=images, how=how, at_once=3)
+        for name, own in found.named_buffers():
+            wanted = torch.stack([each.get_buffer(name) for each in alone]).float().mean(0)
+            torch.testing.assert_close(own.float(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_drawn_for_each_worker() -> None:
+    model = nn.Sequential(nn.Linear(8, 100), nn.Dropout(0.5), nn.Linear(100, 6))
+    same: Data = lambda rank, step: vectors(0, step)  # noqa: E731
+    for how in (ONE_BY_ONE, AT_ONCE):
+        done, _ = outcome(model, sgd, 3, data=same, how=how, policy=GradientAveraging(), network=0.3)
+        assert done.how == how
+        assert done.drift > 0.0
+    cut = Cut.of(list(model.parameters()), 4, 360)
+    together = Gradients(model, regression, cut, 4, 4, torch.device("cpu"), how="batched")
+    together.replicas.fill_(0.1)
+    losses = together.compute(torch.stack([vectors(0, 0)] * 4), 0, 4)
+    assert len(set(losses.tolist())) == 4
+
+
+class Keeps(nn.Module):
+    """A layer that has its parameters in a list, where replacing them does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.kept = [self.layer.weight, self.layer.bias]
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(given, *self.kept)
+
+
+@pytest.mark.parametrize("model", [Keeps(), Recurrent(), perceptron()], ids=["keeps", "lstm", "perceptron"])
+def test_all_at_once_is_chosen_only_if_it_gives_the_same_gradients(model: nn.Module) -> None:
+    objective, data = (next_word, few_words) if isinstance(model, Recurrent) else (regression, vectors)
+    parameters = list(model.parameters())
+    cut = Cut.of(parameters, 2, 360)
+    found = {}
+    for how in ("loop", "auto"):
+        gradients = Gradients(model, objective, cut, 2, 2, torch.device("cpu"), how="loop")
+        gradients.how = how  # "auto" would not even try on a CPU
+        for own, parameter in zip(cut.views(gradients.replicas), parameters, strict=True):
+            own.copy_(parameter.detach().expand_as(own))
+        gradients.compute(torch.stack([data(worker, 0) for worker in range(2)]), 0, 2)
+        found[how] = gradients.grads
+    assert gradients.how == ("batched" if isinstance(model, nn.Sequential) else "loop")
+    torch.testing.assert_close(found["auto"], found["loop"])
+    assert float(found["auto"].norm()) > 0.0
+
+
+def test_what_is_reused_has_the_next_models_frozen_parameters() -> None:
+    reuse = Reuse()
+    for seed in range(2):
+        model = perceptron(seed=seed)
+        model[0].requires_grad_(False)
+        found = simulated(model, sgd, 2, reuse=reuse, at_once=4)
+        assert_close(found, plain(model, sgd, 2), rtol=1e-5, atol=1e-6)

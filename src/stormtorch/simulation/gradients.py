@@ -25,7 +25,7 @@ Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
 """The scalar loss of a model on one worker's batch."""
 How: TypeAlias = Literal["auto", "batched", "loop"]
 
-# A relative difference between two ways to compute one loss that rounding does not explain.
+# A relative difference between two ways to compute a loss, or a gradient, that rounding does not explain.
 _TOLERANCE = 0.02
 
 
@@ -219,27 +219,32 @@ class Gradients:
         """Whether all at once works, and says the same as one by one."""
         before = {name: each.clone() for name, each in self._buffers.items()}
 
-        def again(run: Callable[[], torch.Tensor]) -> float:
+        def again(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            """The first worker's loss and gradient."""
             for name, each in before.items():
                 self._buffers[name].copy_(each)
-            return float(run()[0])
+            return run()[0], self.grads[0].flatten().clone()
 
-        batched: float | None
+        found: How = "batched"
+        alone = pytree.tree_map(lambda each: each[:1], batch)
         try:
             batched = again(lambda: self._batched(batch, count))
         except Exception as error:
             # Whatever it is: models do what they like, and one by one works for all of them.
             logger.info("workers are computed one by one: %s", error)
-            batched = None
-        one = again(lambda: self._loop(pytree.tree_map(lambda each: each[:1], batch), 1))
-        if batched is not None:
-            random = abs(one - again(lambda: self._loop(pytree.tree_map(lambda each: each[:1], batch), 1)))
-            if not abs(one - batched) <= _TOLERANCE * abs(one) + 10 * random + 1e-6:
-                logger.warning("workers are computed one by one: all at once, a loss of %g is %g", one, batched)
-                batched = None
+            found = "loop"
+        else:
+            one, other = again(lambda: self._loop(alone, 1)), again(lambda: self._loop(alone, 1))
+            # The gradient as well: a model that keeps its parameters in a list of its own is right about the loss
+            # only as long as those are what they were in the beginning.
+            for what, *three in zip(("loss", "gradient"), batched, one, other, strict=True):
+                ours, theirs, random = (float(torch.linalg.vector_norm(each)) for each in _differences(*three))
+                if not ours <= _TOLERANCE * theirs + 10 * random + 1e-6:
+                    logger.warning("workers are computed one by one: all at once, the %s is another", what)
+                    found = "loop"
         for name, each in before.items():
             self._buffers[name].copy_(each)
-        return "loop" if batched is None else "batched"
+        return found
 
     # --- on a GPU -----------------------------------------------------------------------------------------------------
 
@@ -278,3 +283,8 @@ class Gradients:
         with torch.cuda.graph(graph):
             self._losses = self._run(self._batch, self.at_once)
         self._graph = graph
+
+
+def _differences(batched: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """How far all at once is off, what it should be, and by how much that differs from time to time."""
+    return batched - one, one, other - one
