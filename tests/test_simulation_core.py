@@ -93,8 +93,9 @@ def test_averaged_models_with_optimizers_of_their_own_are_what_separate_processe
                 mean = torch.stack([one.detach() for one in each]).mean(0)
                 for one in each:
                     one.data.copy_(mean)
-    _, found = outcome(model, adamw, 6, policy=ModelAveraging(every=2))
+    done, found = outcome(model, adamw, 6, policy=ModelAveraging(every=2))
     assert_close(values(found), values(alone[0]), rtol=1e-5, atol=1e-6)
+    assert [row.step for row in done.ledger] == [1, 3, 5]  # those that averaged, as in a training
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ class Averaging:
         return found
 
     @torch.no_grad()
-    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
-        """One step of all workers: their mean loss, and what happened.
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
+        """One step of all workers: their mean loss, and what happened if anything was exchanged.
 
         Args:
             number: Of the step.
@@ -83,7 +83,9 @@ class Averaging:
         for optimizer in self.optimizers:
             optimizer.step()
         self._steps += 1
-        if isinstance(self.policy, ModelAveraging) and self._steps % self.policy.every == 0:
+        if isinstance(self.policy, ModelAveraging):
+            if self._steps % self.policy.every:
+                return losses, None
             turned = torch.tensor(rules.block_order(self.setting.workers, self._order))
             self._average(self._models, row, turned[self.setting.cut.owner_C])
         row.pair_drift = self._sampled_drift()
@@ -129,13 +131,13 @@ class Averaging:
         mean_CE = rules.mean_of_arrived(sums_CE, up_WC.sum(0))
         for own, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
             rules.keep_where_lost(own, mean_CE, came_C.unsqueeze(-1))
-        # What a worker has itself did not travel.
-        others_W = setting.cut.chunks - torch.bincount(owner_C, minlength=setting.workers).clamp(
-            max=setting.cut.chunks - 1
-        )
+        # Of what others sent or should get: one's own did not travel.
+        others_W = (setting.cut.chunks - torch.bincount(owner_C, minlength=setting.workers)).clamp(min=1)
         for mask_WC, links in ((up_WC, row.gradients), (down_WC, row.broadcast)):
             links.update(enumerate((1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist()))
-        row.effective_batch = float(up_WC.double().mean())
+        count_C = up_WC.sum(0).double()
+        row.effective_batch = float(count_C.mean()) / setting.workers
+        row.variance_inflation = float(count_C.reciprocal().mean()) * setting.workers
 
     def _sampled_drift(self) -> float:
         cut, n = self.setting.cut, self.setting.workers

@@ -6,8 +6,8 @@ from torch import Tensor
 from stormtorch.reliability import Reliability
 from stormtorch.simulation.masks import Masks
 
-# Rounds after which nothing will ever arrive: even bursts of hundreds end before.
-_MOST_ROUNDS = 20_000
+# Rounds in which nothing arrives until a link is believed to be dead.
+_PATIENCE = 10_000
 
 
 def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
@@ -29,12 +29,18 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
     if reliability.budget >= 1.0:
         return arrived_WC
     allowed_N = torch.floor(reliability.budget * torch.bincount(at_C, minlength=n))
-    for _ in range(_MOST_ROUNDS):
+    fruitless = 0
+    while fruitless < _PATIENCE:
         missing_WN = torch.zeros(n, n, device=arrived_WC.device)
         missing_WN.index_add_(1, at_C, (~arrived_WC).float())
         over_WN = missing_WN > allowed_N
         if not bool(over_WN.any()):
             return arrived_WC
         asked_WC = ~arrived_WC & over_WN[:, at_C]
-        arrived_WC |= masks.again(asked_WC, up=up, owner_C=owner_C)
-    raise ValueError(f"budget {reliability.budget:g} cannot be met: a link loses everything, however often it is asked")
+        came_WC = masks.again(asked_WC, up=up, owner_C=owner_C)
+        fruitless = 0 if bool(came_WC.any()) else fruitless + 1
+        arrived_WC |= came_WC
+    raise ValueError(
+        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however often it "
+        "is asked; a budget of 1 asks for nothing again"
+    )

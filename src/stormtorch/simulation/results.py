@@ -67,7 +67,9 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
     losses = [loss for _, loss in done.curve]
     rows = list(done.ledger)
     _, val_loss, accuracy = done.validations[-1]
-    copies = sum(rows[-1].lag.values())
+    # Where models are averaged less often than there are steps, there is no row.
+    lag = rows[-1].lag if rows else {}
+    copies = sum(lag.values())
     down = [_mean(list(row.broadcast.values())) for row in rows if row.broadcast]
     return SimResult(
         policy=policy,
@@ -83,9 +85,9 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
         curve=[(step, round(loss, 5)) for step, loss in done.curve],
         val_curve=[(step, round(sum(done.times_s[:step]), 3), round(loss, 5)) for step, loss, _ in done.validations],
         workers=workers,
-        lag={age: count / copies for age, count in rows[-1].lag.items()},
+        lag={age: count / copies for age, count in lag.items()},
         drift_curve=[_drifts(row) for row in rows[:: max(len(rows) // _ROWS, 1)]],
-        lead=_mean([row.lead for row in rows]),
+        lead=_mean([row.lead for row in rows]) if rows else 0.0,
         broadcast_lost=1.0 - _mean(down) if down else 0.0,
         fetched=sum(row.fetched for row in rows),
         how=done.how,

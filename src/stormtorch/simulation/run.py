@@ -15,7 +15,7 @@ from torch import nn
 
 from stormtorch import _engine
 from stormtorch.loss import Bernoulli, LossModel
-from stormtorch.policies.ledger import Ledger
+from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import BoundedDrift, Policy
 from stormtorch.policies.wires import Wire
 from stormtorch.simulation.averaging import Averaging
@@ -185,9 +185,11 @@ def simulate(
                     group["lr"] = rate(step)
         if policy_at is not None:
             training.policy = policy_at(step)
+        row: Row | None
         mean_loss, row = training.step(step, functools.partial(batches, step))
         found.curve.append((step + 1, float(mean_loss)))
-        found.ledger.add(row)
+        if row is not None:
+            found.ledger.add(row)
         found.times_s.append(time.perf_counter() - begin)
         if step + 1 == steps:
             found.drift = training.drift()
