@@ -153,7 +153,8 @@ class Drifting:
         own_WC = arrived_WC[self.first : self.last]
         most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
         if self._oldest >= most:
-            overdue_WC = rules.overdue(replicas.ages, most) & ~own_WC
+            # All of them: they are asked for before anybody knows what arrives.
+            overdue_WC = rules.overdue(replicas.ages, most)
             row.fetched = int(self.setting.together.add_up(overdue_WC.sum()))
             own_WC = own_WC | overdue_WC
         replicas.broadcast(own_WC)

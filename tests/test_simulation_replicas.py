@@ -1,0 +1,172 @@
+"""What virtual workers have: versions and ages give every replica, and each policy keeps what it says it keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mask_statistics import CPU
+from simulating import outcome
+from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability, theory
+from stormtorch.loss import Bernoulli, PerLink
+from stormtorch.policies import rules
+from stormtorch.policies.ledger import Ledger
+from stormtorch.policies.policy import Policy
+from stormtorch.simulation.cut import Cut
+from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.repair import arrived
+from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
+from training import Optimizer, Vector
+
+pytestmark = pytest.mark.pure
+
+PER_CHUNK = 8
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+# --- versions and ages ------------------------------------------------------------------------------------------------
+
+
+@given(
+    workers=st.integers(1, 6),
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    p=st.sampled_from([0.0, 0.3, 0.6, 0.9]),
+    max_lag=st.sampled_from([None, 1, 2, 3, 7]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_versions_and_ages_are_the_replicas_that_real_workers_would_hold(
+    workers: int, sizes: list[int], p: float, max_lag: int | None, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    cut = Cut.of([nn.Parameter(torch.zeros(size)) for size in sizes], workers, PER_CHUNK)
+    replicas = Replicas(cut, 0, workers, CPU)
+    replicas.owned.copy_(torch.randn(cut.chunks, PER_CHUNK, generator=random))
+    replicas.begin()
+    own_WC = cut.owner_C == torch.arange(workers).unsqueeze(1)
+    stored_WCE = replicas.owned.expand(workers, -1, -1).clone()
+    ages_WC = torch.zeros(workers, cut.chunks, dtype=torch.int64)
+    found_WCE = torch.empty_like(stored_WCE)
+    for _ in range(30):
+        lead = float(torch.rand((), generator=random))
+        lost_WC = torch.rand(workers, cut.chunks, generator=random) < p
+        arrived_WC = ~lost_WC | own_WC
+        oldest = int(replicas.ages.max())
+        replicas.make_room(oldest)
+        room, before = replicas.next_room(), replicas.owned.clone()
+        room.copy_(before)
+        replicas.owned.add_(torch.randn(cut.chunks, PER_CHUNK, generator=random))
+        rules.ahead(room, replicas.owned, lead)
+        if max_lag is not None:
+            arrived_WC |= rules.overdue(replicas.ages, max_lag)
+        replicas.broadcast(arrived_WC)
+        # The same as real workers do it: each has a replica, and what arrives takes its place.
+        sent_CE = replicas.owned + lead * (replicas.owned - before)
+        stored_WCE = torch.where(arrived_WC.unsqueeze(-1), sent_CE, stored_WCE)
+        stored_WCE = torch.where(own_WC.unsqueeze(-1), replicas.owned, stored_WCE)
+        ages_WC = torch.where(arrived_WC, 0, ages_WC + 1)
+        replicas.put(0, workers, found_WCE)
+        torch.testing.assert_close(found_WCE, stored_WCE, rtol=1e-5, atol=1e-5)
+        assert torch.equal(replicas.ages.long(), ages_WC)
+        assert max_lag is None or int(ages_WC.max()) <= max_lag
+    first = workers // 2
+    replicas.put(first, workers, found_WCE[first:])
+    torch.testing.assert_close(found_WCE[first:], stored_WCE[first:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_link_that_loses_everything_is_kept_up_with_all_the_same() -> None:
+    replicas = Replicas(Cut.of([nn.Parameter(torch.zeros(16))], 2, PER_CHUNK), 0, 2, CPU)
+    replicas.begin()
+    found = torch.empty(2, 2, PER_CHUNK)
+    for step in range(1, MOST_VERSIONS + 1):
+        replicas.make_room(int(replicas.ages.max()))
+        replicas.owned.fill_(step)
+        replicas.next_room().fill_(step)
+        replicas.broadcast(replicas.own)
+        replicas.put(0, 2, found)
+        assert found[:, :, 0].tolist() == [[step, 0.0], [0.0, step]]
+    assert int(replicas.ages.max()) == MOST_VERSIONS < replicas.versions
+
+
+@given(elements=st.lists(st.integers(1, 50), min_size=1, max_size=5), workers=st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_a_cut_gives_every_parameter_elements_of_its_own(elements: list[int], workers: int) -> None:
+    cut = Cut.of([nn.Parameter(torch.zeros(size)) for size in elements], workers, PER_CHUNK)
+    vector = cut.empty(device=CPU)
+    for view in cut.views(vector):
+        view += 1.0
+    assert float(vector.sum()) == sum(elements) and float(vector.max()) == 1.0
+    owned = torch.bincount(cut.owner_C, minlength=workers)
+    assert int(owned.max()) - int(owned.min()) <= 1
+
+
+# --- runs of a vector whose gradients are what data says -----------------------------------------------------------
+
+
+def ones(rank: int, step: int) -> torch.Tensor:
+    return torch.ones(1)
+
+
+def noise(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+COUNT = 6000
+
+
+def inner(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(given)
+    return found
+
+
+def descent(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def ledger_of(policy: Policy, steps: int, data: Any = noise, *, workers: int = 4, **more: Any) -> Ledger:
+    done, _ = outcome(Vector(COUNT), descent, steps, objective=inner, data=data, workers=workers, policy=policy, **more)
+    return done.ledger
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 5])
+def test_no_copy_is_ever_older_than_the_bound(max_lag: int) -> None:
+    rows = list(ledger_of(BoundedDrift(max_lag=max_lag, guard=None), 40, network=0.6))
+    assert max(max(row.lag) for row in rows) == max_lag
+    # All of that age are fetched, as they must be asked for before it is known what arrives.
+    for before, row in zip(rows, rows[1:], strict=False):
+        assert row.fetched == before.lag.get(max_lag, 0)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("up", [True, False])
+def test_of_no_message_is_more_missing_than_the_budget(budget: float, up: bool) -> None:
+    owner_C = torch.arange(5).repeat_interleave(torch.tensor([7, 20, 0, 40, 13]))
+    masks = Masks(Bernoulli(p=0.6), 5, owner_C, seed=1)
+    for _ in range(20):
+        missing_WC = ~arrived(masks, Reliability(budget=budget), owner_C, up=up)
+        for owner in range(5):
+            message_WC = missing_WC[:, owner_C == owner]
+            assert int(message_WC.sum(1).max()) <= budget * message_WC.shape[1]
+        assert 0 < int(missing_WC.sum())
+
+
+@pytest.mark.parametrize("policy", [ModelAveraging, GradientAveraging])
+def test_averaging_repairs_to_its_budget_too(policy: Any) -> None:
+    lost = {}
+    for budget in (0.1, 1.0):
+        rows = list(ledger_of(policy(reliability=Reliability(budget=budget)), 10, network=0.4))
+        lost[budget] = 1.0 - mean([row.arrived for row in rows])
+    assert lost[0.1] < 0.1 < 0.35 < lost[1.0] < 0.45  # of what is sent: one's own blocks are not
+
+
+def test_a_budget_that_no_network_can_meet_is_told() -> None:
+    network = PerLink(default=Bernoulli(p=0.0), links={(0, 1): Bernoulli(p=1.0)})
+    with pytest.raises(ValueError, match="budget"):
+        ledger_of(BoundedDrift(gradients=Reliability(budget=0.1)), 1, network=network)
+    assert ledger_of(BoundedDrift(gradients=EXACT, broadcast=LOSSY), 3, network=network)[2].lag[3] > 0
