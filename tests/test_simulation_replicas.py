@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mask_statistics import CPU
-from simulating import outcome
+from simulating import Data, outcome
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability, theory
 from stormtorch.loss import Bernoulli, PerLink
 from stormtorch.policies import rules
@@ -104,6 +104,9 @@ def test_a_cut_gives_every_parameter_elements_of_its_own(elements: list[int], wo
     assert float(vector.sum()) == sum(elements) and float(vector.max()) == 1.0
     owned = torch.bincount(cut.owner_C, minlength=workers)
     assert int(owned.max()) - int(owned.min()) <= 1
+    chunk_S, element_S = cut.choose(500, torch.Generator().manual_seed(0))
+    assert bool((vector[chunk_S, element_S] == 1.0).all())  # nothing that is padding
+    assert len(set((chunk_S * PER_CHUNK + element_S).tolist())) >= min(sum(elements), 60)
 
 
 # --- runs of a vector whose gradients are what data says -----------------------------------------------------------
@@ -170,3 +173,15 @@ def test_a_budget_that_no_network_can_meet_is_told() -> None:
     with pytest.raises(ValueError, match="budget"):
         ledger_of(BoundedDrift(gradients=Reliability(budget=0.1)), 1, network=network)
     assert ledger_of(BoundedDrift(gradients=EXACT, broadcast=LOSSY), 3, network=network)[2].lag[3] > 0
+
+
+def test_drift_is_of_parameters_and_not_of_padding() -> None:
+    """Twenty numbers fill a small part of a chunk: the rest would make every drift look small."""
+    same: Data = lambda rank, step: torch.full((20,), -1.0 if rank else 1.0)  # noqa: E731
+    done, _ = outcome(Vector(20), descent, 9, objective=inner, data=same, network=0.4, policy=GradientAveraging())
+    assert done.ledger[-1].pair_drift == pytest.approx(done.drift, rel=1e-4)
+    policy = BoundedDrift(gradients=EXACT, lead=0.0, guard=None)
+    done, _ = outcome(Vector(20), descent, 9, objective=inner, data=ones, network=0.6, policy=policy)
+    for row in done.ledger:
+        assert row.update_variance == 1.0
+        assert row.owner_drift == pytest.approx(sum(age**2 * count for age, count in row.lag.items()) / 3)

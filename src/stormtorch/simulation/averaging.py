@@ -140,9 +140,9 @@ class Averaging:
         row.variance_inflation = float(count_C.reciprocal().mean()) * setting.workers
 
     def _sampled_drift(self) -> float:
-        cut, n = self.setting.cut, self.setting.workers
-        at_S = torch.randint(cut.chunks * cut.per_chunk, (_DRIFT_SAMPLES,), generator=self._samples)
-        values_WS = self._models.view(len(self._models), -1)[:, at_S.to(self.setting.device)].double()
+        n, device = self.setting.workers, self.setting.device
+        chunk_S, element_S = self.setting.cut.choose(_DRIFT_SAMPLES, self._samples)
+        values_WS = self._models[:, chunk_S.to(device), element_S.to(device)].double()
         if n < 2:
             return 0.0
         return float(2 * self.setting.together.everyone(values_WS, n).var(0).mean())

@@ -49,6 +49,15 @@ class Cut:
             for first, shape in zip(self.firsts, self.shapes, strict=True)
         ]
 
+    def choose(self, count: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks, and elements within them, of so many numbers of the parameters; none of them is padding."""
+        sizes = torch.tensor([math.prod(shape) for shape in self.shapes])
+        ends = sizes.cumsum(0)
+        nth_S = torch.randint(int(ends[-1]), (count,), generator=random)
+        parameter_S = torch.searchsorted(ends, nth_S, right=True)
+        at_S = nth_S + (torch.tensor(self.firsts) - (ends - sizes))[parameter_S]
+        return at_S // self.per_chunk, at_S % self.per_chunk
+
     def empty(self, *stacked: int, device: torch.device) -> torch.Tensor:
         """Memory for so many vectors, zeroed: padding must not hold what is not a number."""
         return torch.zeros(*stacked, self.chunks, self.per_chunk, device=device)

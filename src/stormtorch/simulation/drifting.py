@@ -165,9 +165,8 @@ class Drifting:
 
     def _choose(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Elements that all replicas are compared by, chosen anew at every step."""
-        cut, count = self.setting.cut, self.policy.drift_samples
-        at_S = torch.randint(cut.chunks * cut.per_chunk, (count,), generator=self._samples).to(self._owner_C.device)
-        return at_S // cut.per_chunk, at_S % cut.per_chunk
+        chunk_S, element_S = self.setting.cut.choose(self.policy.drift_samples, self._samples)
+        return chunk_S.to(self._owner_C.device), element_S.to(self._owner_C.device)
 
     def _measure(self, row: Row, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
         n, together, replicas = self.setting.workers, self.setting.together, self._replicas
