@@ -185,3 +185,31 @@ def test_drift_is_of_parameters_and_not_of_padding() -> None:
     for row in done.ledger:
         assert row.update_variance == 1.0
         assert row.owner_drift == pytest.approx(sum(age**2 * count for age, count in row.lag.items()) / 3)
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+def test_where_most_is_lost_the_broadcast_becomes_exact() -> None:
+    rows = list(ledger_of(BoundedDrift(), 30, network=0.7))
+    assert not rows[0].guarded and "guard: the broadcast is exact" in rows[0].events
+    for row in rows[1:]:
+        assert row.guarded and row.lead == 0.0
+        assert row.lag.keys() == {0} and row.pair_drift == row.owner_drift == 0.0
+    assert not any(row.guarded for row in ledger_of(BoundedDrift(guard=None), 30, network=0.7))
+    assert not any(row.guarded for row in ledger_of(BoundedDrift(), 30, network=0.2))
+
+
+def test_the_guard_stays_while_repaired_gradients_show_no_loss() -> None:
+    rows = list(ledger_of(BoundedDrift(gradients=EXACT), 70, network=0.7))
+    assert all(row.guarded for row in rows[1:])
+
+
+def test_the_guard_heeds_what_arrives_at_a_worker_and_not_what_one_of_them_sends() -> None:
+    """Of one sender, 90 % are lost: of what anybody gets that is 30 %, and the guard lets go when the rest is good."""
+    bad = {(0, target): Bernoulli(p=0.9) for target in range(1, 4)}
+    network = PerLink(default=Bernoulli(p=0.0), links=bad)
+    rows = list(ledger_of(BoundedDrift(guard=0.4), 40, network=network))
+    assert not any(row.guarded for row in rows[5:])
+    all_of_one = PerLink(default=Bernoulli(p=0.0), links={(source, 1): Bernoulli(p=0.9) for source in (0, 2, 3)})
+    assert all(row.guarded for row in list(ledger_of(BoundedDrift(guard=0.4), 60, network=all_of_one))[5:])

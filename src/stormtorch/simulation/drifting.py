@@ -51,6 +51,7 @@ class Drifting:
         self._link_losses_WN = Smoothed(torch.zeros(n, n, device=device))
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
+        self._tried: torch.Tensor | None = None
         self._oldest = 0
         self._samples = torch.Generator().manual_seed(setting.seed)
 
@@ -147,7 +148,10 @@ class Drifting:
         self.setting.round_(room)
         if self._guarded:
             arrived_WC = torch.ones_like(self._arrived_up)
+            # What it would lose is told by gradients, or by what had to be repaired where those are repaired, too.
+            self._tried = self._arrived_up if policy.gradients.budget == 1.0 else self._masks.down()
         else:
+            self._tried = None
             arrived_WC = arrived(self._masks, policy.broadcast, up=False)
         self._first_pass = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
@@ -172,9 +176,6 @@ class Drifting:
         n, together, replicas = self.setting.workers, self.setting.together, self._replicas
         others_W = (len(self._owner_C) - self._chunks_of_W).clamp(min=1)
         down_WC, up_WC = self._first_pass, self._arrived_up
-        lost_by_C = n - down_WC.sum(0)
-        of_owner_N = torch.zeros(n, device=lost_by_C.device).index_add_(0, self._owner_C, lost_by_C.float())
-        owned_N = self._chunks_of_W.clamp(min=1) * max(n - 1, 1)
         values_WS, own_WS = replicas.look(chunk_S, element_S)
         owned_S = replicas.owned[chunk_S, element_S]
         away_WS = (values_WS - owned_S).masked_fill_(own_WS, 0.0).double()
@@ -184,8 +185,8 @@ class Drifting:
         oldest_W = together.everyone(replicas.ages.amax(1).double(), n)
         # One copy from the device for all of it.
         parts = [
-            of_owner_N.double() / owned_N,
-            (~down_WC).sum(1).double() / others_W,
+            self._lost_by_owner(down_WC),
+            (~down_WC).sum(1).double() / others_W if self._tried is None else self._lost_by_owner(self._tried),
             (~up_WC).sum(1).double() / others_W,
             oldest_W,
             lags,
@@ -193,10 +194,10 @@ class Drifting:
             (owned_S - before_S).double().square().mean().view(1),
             torch.stack([self._count_C.double().mean(), self._count_C.double().reciprocal().mean()]),
         ]
-        of_owner, heard, sent_up, oldest, lag, spread, variance, counts = (
+        of_owner, watched, sent_up, oldest, lag, spread, variance, counts = (
             part.tolist() for part in torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
         )
-        self._learn(row, of_owner, heard, sent_up, oldest)
+        self._learn(row, of_owner, watched, sent_up, oldest)
         row.lag = {age: int(count) for age, count in enumerate(lag) if count}
         m = max(n - 1, 1)
         half = len(spread) // 2
@@ -211,8 +212,15 @@ class Drifting:
         row.effective_batch = counts[0] / n
         row.variance_inflation = n * counts[1]
 
+    def _lost_by_owner(self, arrived_WC: torch.Tensor) -> torch.Tensor:
+        """(N): which fraction of its chunks was lost on the way from, or to, each owner."""
+        n = self.setting.workers
+        lost_C = n - arrived_WC.sum(0)
+        lost_N = torch.zeros(n, dtype=torch.float64, device=lost_C.device).index_add_(0, self._owner_C, lost_C.double())
+        return lost_N / (self._chunks_of_W.clamp(min=1) * max(n - 1, 1))
+
     def _learn(
-        self, row: Row, of_owner: list[float], heard: list[float], sent_up: list[float], oldest: list[float]
+        self, row: Row, of_owner: list[float], watched: list[float], sent_up: list[float], oldest: list[float]
     ) -> None:
         exact = self._guarded or self.policy.broadcast.exact
         if not exact:
@@ -222,8 +230,6 @@ class Drifting:
         row.gradients = {worker: 1.0 - lost for worker, lost in enumerate(sent_up)}
         row.broadcast = {owner: 1.0 - of_owner[owner] for owner in self._owners}
         self._oldest = int(max(oldest))
-        # Where the broadcast is exact, gradients tell what it would lose, as they do in a training.
-        watched = sent_up if self._guarded else heard
         for guard, lost, age in zip(self._guards, watched, oldest, strict=True):
             guard.watch(lost, int(age))
         guarded = any(guard.alarm for guard in self._guards)

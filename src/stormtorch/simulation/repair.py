@@ -41,6 +41,6 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
         fruitless = 0 if bool(came_WC.any()) else fruitless + 1
         arrived_WC |= came_WC
     raise ValueError(
-        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however often it "
-        "is asked; a budget of 1 asks for nothing again"
+        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however "
+        "often it is asked; a budget of 1 asks for nothing again"
     )
