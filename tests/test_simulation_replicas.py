@@ -213,3 +213,51 @@ def test_the_guard_heeds_what_arrives_at_a_worker_and_not_what_one_of_them_sends
     assert not any(row.guarded for row in rows[5:])
     all_of_one = PerLink(default=Bernoulli(p=0.0), links={(source, 1): Bernoulli(p=0.9) for source in (0, 2, 3)})
     assert all(row.guarded for row in list(ledger_of(BoundedDrift(guard=0.4), 60, network=all_of_one))[5:])
+
+
+def test_workers_that_own_nothing_do_not_make_the_network_look_better() -> None:
+    def rows(count: int, workers: int) -> Ledger:
+        policy = BoundedDrift(guard=None)
+        task: dict[str, Any] = {"objective": inner, "data": ones, "workers": workers, "policy": policy}
+        return outcome(Vector(count), descent, 40, network=0.4, **task)[0].ledger
+
+    crowded = rows(720, 16)[-1]  # two or three chunks
+    assert len(crowded.broadcast) < 4
+    assert crowded.loss == pytest.approx(0.4, abs=0.08)
+    assert crowded.lead == pytest.approx(theory.lead(0.4), rel=0.3)
+
+
+# --- weights, and what is kept ----------------------------------------------------------------------------------------
+
+
+def test_horvitz_and_thompson_are_right_on_average_where_one_sender_is_bad() -> None:
+    """Worker 3 alone has a gradient of 1, and most of what it sends is lost: the mean over all is 1/4."""
+    links = {(3, target): Bernoulli(p=0.6) for target in range(3)}
+    network = PerLink(default=Bernoulli(p=0.1), links=links)
+    only: Data = lambda rank, step: torch.full((1,), -1.0 if rank == 3 else 0.0)  # noqa: E731
+    found = {}
+    for weights in ("mean", "horvitz-thompson"):
+        policy = BoundedDrift(weights=weights, guard=None)
+        task: dict[str, Any] = {"objective": inner, "data": only, "network": network, "policy": policy}
+        judged = [outcome(Vector(36000), descent, steps, **task)[1] for steps in (20, 60)]
+        # What the first three own moved by, in the steps after the first, which do not know the links yet.
+        moved = judged[1].get_parameter("numbers").detach() - judged[0].get_parameter("numbers").detach()
+        found[weights] = float(moved[:27000].mean()) / 40
+    assert found["horvitz-thompson"] == pytest.approx(0.25, rel=0.05)
+    assert found["mean"] < 0.6 * 0.25
+
+
+@pytest.mark.parametrize("policy", [ModelAveraging(), GradientAveraging()])
+def test_where_the_mean_is_lost_a_worker_keeps_its_own(policy: Policy) -> None:
+    """Nothing comes back to worker 2, and nothing of it arrives elsewhere: it trains as if it were alone."""
+    dead = {pair: Bernoulli(p=1.0) for other in (0, 1, 3) for pair in ((2, other), (other, 2))}
+    network = PerLink(default=Bernoulli(p=0.0), links=dead)
+    apart: Data = lambda rank, step: torch.full((1,), 10.0 if rank == 2 else -float(rank))  # noqa: E731
+    task: dict[str, Any] = {"objective": inner, "data": apart, "policy": policy, "network": network}
+    done, _ = outcome(Vector(COUNT), descent, 5, **task)
+    rest = 5 * (0 + 1 + 3) / 3
+    # Its own quarter it averages as well, over itself alone; there, the others keep what they have.
+    quarter = torch.tensor([0.0, 5.0, -50.0, 15.0]).var().item()
+    others = torch.tensor([rest, rest, -50.0, rest]).var().item()
+    assert done.drift == pytest.approx(2 * (others * 13 + quarter * 4) / 17, rel=0.02)
+    assert done.ledger[-1].gradients[2] == done.ledger[-1].broadcast[2] == 0.0
