@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from simulating import Data, outcome, simulated
+from simulating import Data, outcome, simulated, stacked
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
 from stormtorch.policies.policy import Policy
+from stormtorch.simulation import simulate
 from stormtorch.simulation.cut import Cut
 from stormtorch.simulation.gradients import Gradients
 from stormtorch.simulation.setting import Reuse
@@ -220,3 +221,82 @@ def test_what_is_reused_has_the_next_models_frozen_parameters() -> None:
         model[0].requires_grad_(False)
         found = simulated(model, sgd, 2, reuse=reuse, at_once=4)
         assert_close(found, plain(model, sgd, 2), rtol=1e-5, atol=1e-6)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), GradientAveraging()])
+@pytest.mark.parametrize("clip", [0.1, 0.4, 100.0])
+def test_a_gradient_that_is_too_long_is_clipped_as_torch_clips_it(policy: Policy, clip: float) -> None:
+    model = perceptron()
+    alone = copy.deepcopy(model)
+    optimizer = sgd(alone)
+    for step in range(STEPS):
+        gradients = mean_gradients(alone, [vectors(rank, step) for rank in range(4)], regression)
+        for parameter, gradient in zip(alone.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(alone.parameters(), clip)
+        optimizer.step()
+    found = simulated(model, sgd, STEPS, policy=policy, clip=clip, at_once=3)
+    assert_close(found, values(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_models_that_are_averaged_clip_each_its_own_gradient() -> None:
+    model = perceptron()
+    alone = [copy.deepcopy(model) for _ in range(4)]
+    for rank, each in enumerate(alone):
+        regression(each, vectors(rank, 0)).backward()
+        nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+        plain_sgd(each).step()
+    wanted = [torch.stack(each).mean(0) for each in zip(*(values(one) for one in alone), strict=True)]
+    assert_close(simulated(model, plain_sgd, 1, policy=ModelAveraging(), clip=0.1), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_learning_rate_is_that_of_the_step(policy: Policy) -> None:
+    model = perceptron()
+    once = simulated(model, plain_sgd, 1, policy=policy)
+    assert_close(simulated(model, plain_sgd, 3, policy=policy, rate=lambda step: 0.0 if step else 0.05), once, rtol=0.0)
+    before = values(model)
+    moved = simulated(model, plain_sgd, 1, policy=policy, rate=lambda step: 0.1)
+    for start, slow, fast in zip(before, once, moved, strict=True):
+        torch.testing.assert_close(fast - start, 2 * (slow - start), rtol=1e-3, atol=1e-6)
+
+
+def test_a_policy_may_change_from_step_to_step() -> None:
+    exact, lossy = BoundedDrift(gradients=EXACT, broadcast=EXACT), BoundedDrift(lead=0.0)
+    done, _ = outcome(perceptron(inside=300), sgd, 8, network=0.4, policy=lambda step: lossy if step < 4 else exact)
+    rows = list(done.ledger)
+    assert any(row.lag.keys() != {0} for row in rows[:4])
+    assert all(row.lag.keys() == {0} and row.arrived == 1.0 for row in rows[4:])
+    assert done.drift == 0.0
+
+
+@pytest.mark.parametrize(
+    ("knob", "given"),
+    [
+        ("workers", {"workers": 0}),
+        ("steps", {"steps": 0}),
+        ("clip", {"clip": 0.0}),
+        ("at_once", {"at_once": 0}),
+        ("evaluate_every", {"evaluate_every": 0}),
+        ("wire", {"policy": BoundedDrift(wire=torch.int8)}),
+        ("wire", {"policy": lambda step: BoundedDrift(wire=torch.bfloat16 if step else torch.float32)}),
+        ("policy", {"policy": lambda step: ModelAveraging() if step else BoundedDrift()}),
+    ],
+)
+def test_a_setting_without_sense_is_refused_by_name(knob: str, given: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"workers": 2, "steps": 2, "evaluate": lambda model: (0.0, 0.0)} | given
+    optimizer: Any = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    with pytest.raises(ValueError, match=f"{knob} must "):
+        simulate(perceptron(), regression, stacked(vectors), optimizer, **settings)
+
+
+def test_what_travels_in_fewer_bits_is_rounded_and_the_owners_values_are_not() -> None:
+    model = perceptron()
+    task: dict[str, Any] = {"objective": regression, "data": vectors}
+    half = simulated(model, sgd, STEPS, policy=BoundedDrift(wire=torch.bfloat16), **task)
+    whole = simulated(model, sgd, STEPS, policy=BoundedDrift(), **task)
+    assert_close(half, whole, rtol=0.0, atol=0.01)
+    assert all(not torch.equal(each, each.bfloat16().float()) for each in half)

@@ -140,6 +140,7 @@ def simulate(
     _check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
     wire = first_policy.wire if isinstance(first_policy, BoundedDrift) else torch.float32
     _check(wire != torch.int8, "wire", "be float32, bfloat16 or float16 in a simulation", wire)
+    _check(evaluate_every is None or evaluate_every >= 1, "evaluate_every", "be at least 1", evaluate_every)
     device = torch.device(device)
     if precision == "tf32":
         torch.set_float32_matmul_precision("high")
@@ -184,7 +185,7 @@ def simulate(
                 for group in each.param_groups:
                     group["lr"] = rate(step)
         if policy_at is not None:
-            training.policy = policy_at(step)
+            training.policy = _next_policy(first_policy, policy_at(step))
         row: Row | None
         mean_loss, row = training.step(step, functools.partial(batches, step))
         found.curve.append((step + 1, float(mean_loss)))
@@ -220,6 +221,15 @@ def simulate(
     found.how = training.how
     found.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return found
+
+
+def _next_policy(first: Policy, policy: Policy) -> Any:
+    """A later policy, of the kind of the first."""
+    _check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
+    if isinstance(first, BoundedDrift) and isinstance(policy, BoundedDrift):
+        _check(policy.wire == first.wire, "wire", "be the same in all steps", policy.wire)
+        _check(policy.guard == first.guard, "guard", "be the same in all steps", policy.guard)
+    return policy
 
 
 def _check(right: bool, knob: str, demand: str, got: object) -> None:
