@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simulating import Data, outcome, simulated, stacked
-from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
+from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.policies.policy import Policy
 from stormtorch.simulation import simulate
 from stormtorch.simulation.cut import Cut
@@ -90,10 +90,10 @@ def test_averaged_models_with_optimizers_of_their_own_are_what_separate_processe
         for rank, (each, optimizer) in enumerate(zip(alone, optimizers, strict=True)):
             plain_step(each, optimizer, mean_gradients(each, [vectors(rank, step)], regression))
         if step % 2 == 1:
-            for each in zip(*(one.parameters() for one in alone), strict=True):
-                mean = torch.stack([one.detach() for one in each]).mean(0)
-                for one in each:
-                    one.data.copy_(mean)
+            for copies in zip(*(each.parameters() for each in alone), strict=True):
+                mean = torch.stack([own.detach() for own in copies]).mean(0)
+                for own in copies:
+                    own.data.copy_(mean)
     done, found = outcome(model, adamw, 6, policy=ModelAveraging(every=2))
     assert_close(values(found), values(alone[0]), rtol=1e-5, atol=1e-6)
     assert [row.step for row in done.ledger] == [1, 3, 5]  # those that averaged, as in a training

@@ -1,5 +1,6 @@
 """What virtual workers have: versions and ages give every replica, and each policy keeps what it says it keeps."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_no_copy_is_ever_older_than_the_bound(max_lag: int) -> None:
     rows = list(ledger_of(BoundedDrift(max_lag=max_lag, guard=None), 40, network=0.6))
     assert max(max(row.lag) for row in rows) == max_lag
     # All of that age are fetched, as they must be asked for before it is known what arrives.
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in itertools.pairwise(rows):
         assert row.fetched == before.lag.get(max_lag, 0)
 
 
@@ -156,7 +157,7 @@ def test_of_no_message_is_more_missing_than_the_budget(budget: float, up: bool) 
         for owner in range(5):
             message_WC = missing_WC[:, owner_C == owner]
             assert int(message_WC.sum(1).max()) <= budget * message_WC.shape[1]
-        assert 0 < int(missing_WC.sum())
+        assert int(missing_WC.sum()) > 0
 
 
 @pytest.mark.parametrize("policy", [ModelAveraging, GradientAveraging])

@@ -49,6 +49,7 @@ class Drifting:
         self._owners = sorted(set(cut.owner_C.tolist()))
         self._losses = [Smoothed(0.0) for _ in range(n)]
         self._link_losses_WN = Smoothed(torch.zeros(n, n, device=device))
+        self._told_WN: torch.Tensor | None = None
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
         self._tried: torch.Tensor | None = None
@@ -125,7 +126,10 @@ class Drifting:
         weight_WN.fill_diagonal_(1.0)
         missing_WN = torch.zeros(n, n, device=weight_WN.device)
         missing_WN.index_add_(1, self._owner_C, (~arrived_WC).float())
-        self._link_losses_WN.add(missing_WN / self._chunks_of_W.clamp(min=1))
+        # Owners tell of it while the next gradients are already on their way.
+        if self._told_WN is not None:
+            self._link_losses_WN.add(self._told_WN)
+        self._told_WN = missing_WN / self._chunks_of_W.clamp(min=1)
         return arrived_WC * weight_WN[:, self._owner_C]
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
@@ -277,6 +281,7 @@ class Drifting:
             "buffers": self._gradients.buffers,
             "losses": self._losses,
             "links": self._link_losses_WN.state,
+            "told": self._told_WN,
             "guards": self._guards,
             "guarded": self._guarded,
             "oldest": self._oldest,
@@ -293,5 +298,7 @@ class Drifting:
         self._losses, self._guards = state["losses"], state["guards"]
         sums_WN, weight = state["links"]
         self._link_losses_WN.restore(sums_WN.to(self._owner_C.device), weight)
+        told_WN = state["told"]
+        self._told_WN = None if told_WN is None else told_WN.to(self._owner_C.device)
         self._guarded, self._oldest = state["guarded"], state["oldest"]
         self._samples.set_state(state["samples"])

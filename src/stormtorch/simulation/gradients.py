@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -173,7 +173,7 @@ class Gradients:
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             losses = self._stacked(leaves, buffers, batch)
         # A worker's loss depends on its own replica alone, so the gradient of the sum is everyone's own gradient.
-        found = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
         for own, grad in zip(self._cut.views(self.grads[:count]), found, strict=True):
             if grad is None:
                 own.zero_()
