@@ -1,12 +1,15 @@
 """Simulated trainings of the models that ranks train in other tests, and what is left of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from stormtorch.simulation import Simulated, simulate
+from stormtorch.simulation import Simulated, run, simulate
+from stormtorch.simulation.averaging import Averaging
 from training import Loss, MakeOptimizer, regression, values, vectors
 
 Data = Callable[[int, int], torch.Tensor]
@@ -55,6 +58,28 @@ def outcome(
         **settings,
     )
     return done, judged[-1]
+
+
+def keep_trainings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where the inner state of all simulations to come is found: a `Drifting` or an `Averaging` each."""
+    made: list[Any] = []
+
+    def keep(kind: type, *arguments: Any) -> Any:
+        made.append(kind(*arguments))
+        return made[-1]
+
+    for name in ("Drifting", "Averaging"):
+        monkeypatch.setattr(run, name, functools.partial(keep, getattr(run, name)))
+    return made
+
+
+def replicas_of(training: Any) -> torch.Tensor:
+    """(W, C, E): what each worker of such a simulation has."""
+    if isinstance(training, Averaging):
+        return training._models
+    replicas: torch.Tensor = training.setting.cut.empty(training.setting.workers, device=torch.device("cpu"))
+    training._replicas.put(0, training.setting.workers, replicas)
+    return replicas
 
 
 def simulated(model: nn.Module, make: MakeOptimizer, steps: int, **settings: Any) -> list[torch.Tensor]:

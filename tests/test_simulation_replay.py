@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from simulating import outcome
+from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
 from stormtorch.policies.links import Links
 from stormtorch.policies.policy import Policy
-from stormtorch.simulation import averaging, drifting, run
+from stormtorch.simulation import averaging, drifting
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.transport import Arrival
 from training import WORLD, MakeOptimizer, Optimizer, Rank, on_ranks, sgd
@@ -120,25 +120,13 @@ def replay(
     policy: Policy, make: MakeOptimizer, seen: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What owners have in the end, and what each worker has."""
-    made: list[Any] = []
-
-    def keep(kind: type, *arguments: Any) -> Any:
-        made.append(kind(*arguments))
-        return made[-1]
-
+    made = keep_trainings(monkeypatch)
     for module in (drifting, averaging):
         monkeypatch.setattr(module, "Masks", functools.partial(Replayed, seen))
-    for name in ("Drifting", "Averaging"):
-        monkeypatch.setattr(run, name, functools.partial(keep, getattr(run, name)))
     task: dict[str, Any] = {"objective": distance, "data": targets, "policy": policy, "at_once": 3}
     _, judged = outcome(Distance(), make, STEPS, network=0.5, **task)
     (training,) = made
-    if isinstance(policy, BoundedDrift):
-        replicas = training.setting.cut.empty(WORLD, device=torch.device("cpu"))
-        training._replicas.put(0, WORLD, replicas)
-    else:
-        replicas = training._models
-    return judged.get_parameter("numbers").detach(), replicas.view(WORLD, -1)
+    return judged.get_parameter("numbers").detach(), replicas_of(training).view(WORLD, -1)
 
 
 SOME = Reliability(budget=0.1)
@@ -157,8 +145,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("loss", [0.1, 0.4])
+@pytest.mark.parametrize(("loss", "make"), [(0.1, adamw), (0.4, sgd), (0.4, adamw)])
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_what_real_ranks_met_gives_the_same_parameters_in_the_simulator(
     name: str, loss: float, make: MakeOptimizer, monkeypatch: pytest.MonkeyPatch
