@@ -95,7 +95,7 @@ class Replayed:
     """Stands in for `Masks`: the network does again what it did to real ranks."""
 
     def __init__(self, seen: list[Seen], network: object, workers: int, owner_C: torch.Tensor, *rest: object) -> None:
-        self.workers, self._owner_C = workers, owner_C
+        self.workers, self.owner_C, self.device = workers, owner_C, owner_C.device
         self._seen, self._ups, self._downs = seen, 0, 0
 
     def up(self, owner_C: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Replayed:
         return self._masks(owner_C, lambda worker, owner: self._seen[worker].down[self._downs - 1][owner])
 
     def _masks(self, owner_C: torch.Tensor | None, of: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        owner_C = self._owner_C if owner_C is None else owner_C
+        owner_C = self.owner_C if owner_C is None else owner_C
         arrived_WC = torch.ones(self.workers, len(owner_C), dtype=torch.bool)
         for worker in range(self.workers):
             for owner in range(self.workers):

@@ -153,7 +153,7 @@ def test_of_no_message_is_more_missing_than_the_budget(budget: float, up: bool) 
     owner_C = torch.arange(5).repeat_interleave(torch.tensor([7, 20, 0, 40, 13]))
     masks = Masks(Bernoulli(p=0.6), 5, owner_C, seed=1)
     for _ in range(20):
-        missing_WC = ~arrived(masks, Reliability(budget=budget), owner_C, up=up)
+        missing_WC = ~arrived(masks, Reliability(budget=budget), up=up)
         for owner in range(5):
             message_WC = missing_WC[:, owner_C == owner]
             assert int(message_WC.sum(1).max()) <= budget * message_WC.shape[1]
