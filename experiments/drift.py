@@ -78,11 +78,11 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             color="#868e96",
             linewidth=1.2,
             linestyle="-.",
-            label="with the lead, exact",
+            label="2p/(1-p)², with the lead or for constant updates",
         )
         relative.set_yscale("log")
-        relative.set(xlabel="step", ylabel="the same over the mean square of an update")
-        relative.legend(frameon=False, fontsize=8, ncols=2)
+        relative.set(xlabel="step", ylabel="the same over the mean square of an update", ylim=(0.01, 30))
+        relative.legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
