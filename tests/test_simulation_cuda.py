@@ -1,4 +1,4 @@
-"""Simulations on a GPU: however gradients are computed there, they are the same. Skipped without one, as on most machines."""
+"""Simulations on a GPU: however gradients are computed there, they are the same. Skipped without one."""
 
 from pathlib import Path
 from typing import Any
