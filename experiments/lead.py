@@ -39,6 +39,7 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
         for ahead in AHEADS:
             add(f"ahead/{ahead:g}", seed, loss=0.0, lookahead=ahead)
     for seed in range(SEEDS):
+        add("nadam/lossless", seed, "lossless", optimizer="nadam")
         for kept in SMOOTH:
             for loss in LOSSES:
                 add(f"smooth/{loss:g}/{kept:g}", seed, loss=loss, smooth=kept)
@@ -97,6 +98,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         for kept in SMOOTH:
             more = above(found, f"smooth/{loss:g}/{kept:g}", "adamw/lossless")
             print(f"lead along a mean of updates that keeps {kept:g}, {100 * loss:g} %: {mean_text(more)} %")
+    print(f"NAdam in place of AdamW, nothing lost: {mean_text(above(found, 'nadam/lossless', 'adamw/lossless'))} %")
     for when in ("early", "late"):
         print(f"lead only {when}, 40 %: {mean_text(above(found, f'{when}/0.4', 'adamw/lossless'))} %")
     by_factor.set(xlabel="lead over p/(1-p)", title="AdamW")

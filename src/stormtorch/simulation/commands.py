@@ -41,6 +41,7 @@ class Optimizer(StrEnum):
 
     task = "task"
     adamw = "adamw"
+    nadam = "nadam"
     momentum = "momentum"
     sgd = "sgd"
 

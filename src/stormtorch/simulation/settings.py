@@ -52,7 +52,7 @@ class SimSettings:
     wire: str = "float32"
     every: int = 1
     """Steps between two averagings of models."""
-    optimizer: Literal["task", "adamw", "momentum", "sgd"] = "task"
+    optimizer: Literal["task", "adamw", "nadam", "momentum", "sgd"] = "task"
     """The task's own, or another: SGD with momentum 0.9 or without."""
     batch: int | None = None
     """Examples of each worker in a step; this and the next ones are the model's own choice where they are None."""
@@ -87,7 +87,7 @@ class SimSettings:
         check_subset("weights", (self.weights,), ("mean", "horvitz-thompson"))
         if self.max_lag is not None:
             check_between("max_lag", self.max_lag, 1, 1_000_000)
-        check_subset("optimizer", (self.optimizer,), ("task", "adamw", "momentum", "sgd"))
+        check_subset("optimizer", (self.optimizer,), ("task", "adamw", "nadam", "momentum", "sgd"))
         check_subset("wire", (self.wire,), WIRES)
         check_between("every", self.every, 1, 1_000_000)
         check_subset("precision", (self.precision,), PRECISIONS)

@@ -165,6 +165,11 @@ def _optimizer(settings: SimSettings, task: Task) -> MakeOptimizer:
     lr = settings.lr or task.lr
     if settings.optimizer == "adamw":
         return lambda parameters: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    if settings.optimizer == "nadam":
+        # AdamW with Nesterov's look-ahead, and its decay of weights.
+        return lambda parameters: torch.optim.NAdam(
+            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, decoupled_weight_decay=True
+        )
     if settings.optimizer in ("momentum", "sgd"):
         momentum = 0.9 if settings.optimizer == "momentum" else 0.0
         return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum)
