@@ -1,7 +1,7 @@
 """How much perplexity does a loss rate cost 64 workers that fine-tune a real LLaMA checkpoint?
 
-stories15M, trained on children's stories, learns WikiText-2 with its own tokenizer, 128 sequences a step: gently (200 steps
-at a learning rate of 1e-4), and hastily (100 steps at 3e-4), where updates are large.
+stories15M, trained on children's stories, learns WikiText-2 with its own tokenizer, 128 sequences a step: gently (200
+steps at a learning rate of 1e-4), and hastily (100 steps at 3e-4), where updates are large.
 """
 
 from __future__ import annotations
