@@ -300,3 +300,34 @@ def test_what_travels_in_fewer_bits_is_rounded_and_the_owners_values_are_not() -
     whole = simulated(model, sgd, STEPS, policy=BoundedDrift(), **task)
     assert_close(half, whole, rtol=0.0, atol=0.01)
     assert all(not torch.equal(each, each.bfloat16().float()) for each in half)
+
+
+@pytest.mark.parametrize("how", ["loop", "batched"])
+@pytest.mark.parametrize(
+    ("problem", "given"),
+    [
+        ("loss must give a tensor of one number .* got \\(3,\\)", {"loss": lambda model, x: model(x).square().mean(1)}),
+        ("loss must give a tensor of one number .* got float", {"loss": lambda model, x: 1.0}),
+        ("batches must be tensors with 2 workers .* got \\(5, 3, 4\\)", {"batches": lambda *_: torch.ones(5, 3, 4)}),
+        ("batches must be tensors with 2 workers .* got NoneType", {"batches": lambda *_: (torch.ones(2, 3, 4), None)}),
+        ("model must have a parameter", {"model": nn.ReLU()}),
+        ("model must learn float32 parameters, but weight is torch.float64", {"model": nn.Linear(4, 4).double()}),
+    ],
+)
+def test_a_model_loss_or_batch_that_does_not_fit_is_refused_by_name(
+    problem: str, given: dict[str, Any], how: Any
+) -> None:
+    usual: dict[str, Any] = {
+        "model": nn.Linear(4, 4),
+        "loss": lambda model, x: model(x).square().mean(),
+        "batches": lambda step, first, last: torch.ones(last - first, 3, 4),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    }
+    with pytest.raises(ValueError, match=problem):
+        simulate(**usual | given, workers=2, steps=1, how=how)
+
+
+def test_without_samples_drift_is_unknown_and_no_number_is_made_up() -> None:
+    done, _ = outcome(nn.Linear(8, 6), sgd, 2, policy=BoundedDrift(drift_samples=0), network=0.2)
+    row = done.ledger[-1]
+    assert (row.pair_drift, row.owner_drift, row.update_variance) == (None, None, None)

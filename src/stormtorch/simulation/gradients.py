@@ -39,7 +39,12 @@ class Objective(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         """One worker's."""
-        return self._loss(self.model, batch)
+        found: Any = self._loss(self.model, batch)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ValueError(f"loss must give a tensor of one number for each worker's batch, got {what}")
+        number: torch.Tensor = found.reshape(())
+        return number
 
 
 class Gradients:
@@ -114,11 +119,18 @@ class Gradients:
             batch: Stacked: the first dimension of each tensor counts workers.
             first: Number of the first worker: whose buffers are used.
             count: How many.
+
+        Raises:
+            ValueError: The batch is not stacked so, or the loss is not a number.
         """
+        for leaf in pytree.tree_leaves(batch):
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim < 1 or len(leaf) != count:
+                what = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                raise ValueError(f"batches must be tensors with {count} workers in the first dimension, got {what}")
         for name, stacked in self.buffers.items():
             self._buffers[name][:count].copy_(stacked[first : first + count])
         # Contiguous, so that all steps look the same to what was compiled for the first.
-        batch = pytree.tree_map(lambda each: each.contiguous(), batch)
+        batch = pytree.tree_map(lambda each: each.to(self._device).contiguous(), batch)
         if self.how == "auto":
             self.how = self._find_out(batch, count)
         recorded = self._capture and count == self.at_once and self._fits(batch)

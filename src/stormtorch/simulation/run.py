@@ -98,9 +98,10 @@ def simulate(
     """Trains a model on virtual workers, each with a replica of its own, over a network that loses.
 
     Args:
-        model: Its weights are where all workers begin. It is left as it is.
+        model: Its weights are where all workers begin; what it learns is float32. It is left as it is.
         loss: `loss(model, batch)` is the scalar loss of one worker's batch.
-        batches: `batches(step, first, last)` are the batches of workers first to last - 1, stacked.
+        batches: `batches(step, first, last)` are the batches of workers first to last - 1, stacked: a tensor, or tuples
+            and dictionaries of them, with a worker in each place of the first dimension.
         optimizer: `optimizer(parameters)` makes one.
         workers: How many.
         steps: How many.
@@ -127,7 +128,8 @@ def simulate(
     Processes of one torch.distributed group share the work; they must all call this alike.
 
     Raises:
-        ValueError: A setting has no sensible value, or the checkpoint is of another simulation.
+        ValueError: A setting has no sensible value, the model, loss or batches are not of this kind, or the checkpoint
+            is of another simulation.
         KeyboardInterrupt: Ctrl-C; with a checkpoint, the state is saved.
     """
     policy_at = policy if callable(policy) else None
@@ -147,7 +149,7 @@ def simulate(
     together = Together()
     _check(workers >= together.world, "workers", f"be at least the {together.world} processes", workers)
     exact = copy.deepcopy(model).to(device)
-    trained = [each for each in exact.parameters() if each.requires_grad]
+    trained = _trained(exact)
     per_chunk = Wire(wire, _engine.chunk_bytes(DATAGRAM_BYTES, False)).per_chunk
     cut = Cut.of(trained, workers, per_chunk)
     first, last = together.part(workers)
@@ -221,6 +223,20 @@ def simulate(
     found.how = training.how
     found.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return found
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """What is learned."""
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not named:
+        raise ValueError("model must have a parameter with requires_grad: there is nothing to learn")
+    for name, each in named.items():
+        if each.dtype != torch.float32:
+            raise ValueError(
+                f"model must learn float32 parameters, but {name} is {each.dtype}: call model.float(); "
+                'precision="bfloat16" multiplies in fewer bits'
+            )
+    return list(named.values())
 
 
 def _next_policy(first: Policy, policy: Policy) -> Any:
