@@ -102,7 +102,7 @@ class Drifting:
             grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
             self._grads.add_(grads_WCE.sum(0))
         setting.together.add_up(self._grads)
-        self._used_P = setting.together.add_up(self._used_P.to(setting.device, torch.float32)).cpu() > 0
+        self._used_P = setting.together.add_up(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
         rules.mean_of_arrived(self._grads, count_C)
         if self._by_chance:
@@ -212,7 +212,7 @@ class Drifting:
                 for total, square in zip(spread[:half], spread[half:], strict=True)
             ]
             row.pair_drift = sum(pairs) / half
-        row.update_variance = variance[0]
+        row.update_variance = variance[0] if half else None
         row.effective_batch = counts[0] / n
         row.variance_inflation = n * counts[1]
 
