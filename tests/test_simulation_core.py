@@ -214,6 +214,38 @@ def test_all_at_once_is_chosen_only_if_it_gives_the_same_gradients(model: nn.Mod
     assert float(found["auto"].norm()) > 0.0
 
 
+def test_trying_out_all_at_once_draws_nothing_from_the_trainings_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(8, 100), nn.Dropout(0.5), nn.Linear(100, 6))
+    cut = Cut.of(list(model.parameters()), 2, 360)
+    losses = {}
+    for how in ("batched", "auto"):
+        gradients = Gradients(model, regression, cut, 2, 2, torch.device("cpu"), how="batched")
+        gradients.how = how
+        gradients.replicas.fill_(0.1)
+        torch.manual_seed(0)
+        losses[how] = gradients.compute(torch.stack([vectors(0, 0)] * 2), 0, 2)
+        assert gradients.how == "batched"
+    assert torch.equal(losses["auto"], losses["batched"])
+
+
+def test_the_gpu_that_is_named_is_the_current_one_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    class Entered:
+        def __init__(self, device: torch.device) -> None:
+            current.append(device)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    for device in ("cpu", "cuda:1", torch.device("cuda:2")):
+        with pytest.raises(ValueError, match="workers"):
+            simulated(perceptron(), sgd, 1, workers=0, device=device)
+    assert current == [torch.device("cuda:1"), torch.device("cuda:2")]
+
+
 def test_what_is_reused_has_the_next_models_frozen_parameters() -> None:
     reuse = Reuse()
     for seed in range(2):

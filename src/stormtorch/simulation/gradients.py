@@ -8,6 +8,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -132,7 +133,8 @@ class Gradients:
         # Contiguous, so that all steps look the same to what was compiled for the first.
         batch = pytree.tree_map(lambda each: each.to(self._device).contiguous(), batch)
         if self.how == "auto":
-            self.how = self._find_out(batch, count)
+            with self._same_randomness():
+                self.how = self._find_out(batch, count)
         recorded = self._capture and count == self.at_once and self._fits(batch)
         losses = self._replay(batch) if recorded else self._run(batch, count)
         for name, stacked in self.buffers.items():
@@ -169,6 +171,13 @@ class Gradients:
         """From a checkpoint."""
         for name, stacked in self.buffers.items():
             stacked.copy_(buffers[name])
+
+    def _same_randomness(self) -> AbstractContextManager[None]:
+        """What is tried out draws nothing: dropout is the same with it and without, as where a training goes on."""
+        found: AbstractContextManager[None] = torch.random.fork_rng(
+            [self._device] if self._device.type == "cuda" else []
+        )
+        return found
 
     def _run(self, batch: Any, count: int) -> torch.Tensor:
         return self._batched(batch, count) if self.how == "batched" else self._loop(batch, count)
@@ -266,7 +275,8 @@ class Gradients:
             self._batch = pytree.tree_map(lambda each: each.clone(), batch)
             before = {name: each.clone() for name, each in self._buffers.items()}
             try:
-                self._record()
+                with self._same_randomness():
+                    self._record()
             except RuntimeError as error:
                 logger.warning("the GPU's kernels cannot be recorded, so steps take longer: %s", error)
                 self._capture, self._graph = False, None

@@ -26,7 +26,8 @@ def fitting(setting: Setting, model: nn.Module, batches: Callable[[int, int, int
     torch.cuda.reset_peak_memory_stats(setting.device)
     before = torch.cuda.memory_allocated(setting.device)
     trial = setting.for_trial().gradients(model, 1)
-    trial.compute(batches(0, 0, 1), 0, 1)
+    with torch.random.fork_rng([setting.device]):
+        trial.compute(batches(0, 0, 1), 0, 1)
     each = torch.cuda.max_memory_allocated(setting.device) - before
     del trial
     torch.cuda.empty_cache()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from stormtorch.simulation.gradients import How, Loss
 from stormtorch.simulation.memory import fitting
 from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
 from stormtorch.simulation.together import Together
+
+P = ParamSpec("P")
 
 DATAGRAM_BYTES = 1472
 """Ethernet's: what is lost at once, with the headers."""
@@ -69,6 +72,21 @@ class Simulated:
     """The most memory of the GPU that was in use; None on the CPU."""
 
 
+def _on_its_gpu(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
+    """Makes the GPU that `device` names the current one meanwhile: what is recorded, drawn or added up without naming
+    one would be another's otherwise.
+    """
+
+    @functools.wraps(function)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> Simulated:
+        device = torch.device(str(kwargs.get("device", "cpu")))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return inner
+
+
+@_on_its_gpu
 def simulate(
     model: nn.Module,
     loss: Loss,

@@ -71,7 +71,7 @@ def run_simulations(
     asked = settings.to_json() | {"data": task.to_json(), "params": params}
     conditions = surroundings()
     if settings.device.startswith("cuda"):
-        conditions["machine"]["gpu"] = torch.cuda.get_device_name()
+        conditions["machine"]["gpu"] = torch.cuda.get_device_name(settings.device)
     finished = Finished(checkpoints, ledger, together, asked | {"network_digest": digest(settings.loss_model())})
     results = []
     reuse = Reuse()
