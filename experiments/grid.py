@@ -38,6 +38,8 @@ from stormtorch.simulation.trainings import simulate_one, task_of
 from stormtorch.training.results import without_nan
 
 RESULTS = Path(__file__).parent / "results"
+# What may differ from an earlier run: where and how fast it is computed. Data are described by the task.
+_FREE = {"data", "device", "precision", "how", "at_once", "fuse"}
 # Points of a curve that are kept.
 _POINTS = 60
 
@@ -92,8 +94,7 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
         result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
     for name in ("curve", "drift_curve"):
         result[name] = result[name][:: max(len(result[name]) // _POINTS, 1)]
-    asked = run.settings.to_json() | {"data": task.to_json(), "lead_steps": run.lead_steps, "lookahead": run.lookahead}
-    asked |= {"smooth": run.smooth}
+    asked = _asked(run) | {"data": task.to_json()}
     found: dict[str, Any] = without_nan(
         {"settings": asked, "result": result, "seconds": round(time.monotonic() - began, 1), **surroundings()}
     )
@@ -154,6 +155,7 @@ def keep(name: str, runs: dict[str, dict[str, Any]]) -> None:
 def run_all(name: str, runs: Sequence[Run], processes: int, stop_after_s: float) -> dict[str, dict[str, Any]]:
     """Computes what is missing; starts nothing more when the time is over."""
     found = load(name)
+    check(name, runs, found)
     missing = [run for run in runs if run.key not in found]
     until = time.monotonic() + stop_after_s
     with progress_bar(len(runs), name, unit="runs") as advance:
@@ -166,6 +168,34 @@ def run_all(name: str, runs: Sequence[Run], processes: int, stop_after_s: float)
     left = [run.key for run in runs if run.key not in found]
     if left:
         print(f"{name}: {len(left)} runs are left: {', '.join(left[:8])} ...", flush=True)
+    return found
+
+
+def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> None:
+    """Keys must name one run each, and what is there must be what is asked for.
+
+    Raises:
+        ValueError: Something else is there, or two runs have one key.
+    """
+    keys = [run.key for run in runs]
+    twice = sorted(key for key in set(keys) if keys.count(key) > 1)
+    if twice:
+        raise ValueError(f"{name} has several runs with the key {twice[0]}")
+    for run in runs:
+        asked = _asked(run)
+        known = found[run.key]["settings"] if run.key in found else {}
+        for each in sorted((asked.keys() & known.keys()) - _FREE):
+            if asked[each] != known[each]:
+                raise ValueError(
+                    f"{RESULTS / f'{name}.json'} has {run.key} with other settings: its {each} is {known[each]!r}, not "
+                    f"{asked[each]!r}; take it out to compute it anew"
+                )
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    """As JSON gives it back."""
+    more = {"lead_steps": run.lead_steps, "lookahead": run.lookahead, "smooth": run.smooth}
+    found: dict[str, Any] = json.loads(json.dumps(run.settings.to_json() | more))
     return found
 
 
@@ -219,10 +249,11 @@ def seeds(runs: dict[str, dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
 
 
 def above(runs: dict[str, dict[str, Any]], prefix: str, base: str) -> list[float]:
-    """By how many per cent perplexity is above that of the same seed under `base`."""
+    """By how many per cent perplexity is above that of the same seed under `base`; without end where it diverged."""
     bases = {run["seed"]: run for run in seeds(runs, base)}
     pairs = [(run, bases[run["seed"]]) for run in seeds(runs, prefix) if run["seed"] in bases]
-    return [100 * math.expm1(run["val_loss"] - other["val_loss"]) for run, other in pairs]
+    losses = [(math.inf if run["val_loss"] is None else run["val_loss"], other["val_loss"]) for run, other in pairs]
+    return [100 * (math.expm1(loss - other) if loss - other < 700 else math.inf) for loss, other in losses]
 
 
 def mean_text(values: Sequence[float], form: str = "+.2f") -> str:
@@ -234,7 +265,9 @@ def mean_text(values: Sequence[float], form: str = "+.2f") -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean."""
+    """Of their mean; none where one of them has no end."""
+    if not all(math.isfinite(value) for value in values):
+        return math.nan
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

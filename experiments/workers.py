@@ -86,8 +86,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         print(f"timed {workers}: {run['step_s']:.4f} s, {(run['peak_bytes'] or 0) / 1e9:.2f} GB, {run['how']}")
     many = [workers for workers, _ in timed]
     seconds.loglog(many, [run["step_s"] for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
-    most, last = timed[-1]
-    seconds.loglog(many, [last["step_s"] * workers / most for workers in many], color="#adb5bd", linestyle=":")
+    if timed:
+        most, last = timed[-1]
+        seconds.loglog(many, [last["step_s"] * workers / most for workers in many], color="#adb5bd", linestyle=":")
     seconds.set(ylabel="seconds a step", title="5 M parameters (dotted: in proportion)")
     memory.loglog(many, [(run["peak_bytes"] or 1) / 1e9 for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
     memory.loglog(many, [4 * 4.81e6 * workers / 1e9 for workers in many], color="#adb5bd", linestyle=":")

@@ -1,0 +1,50 @@
+"""Experiments: what is there is gone on from only if it is what is asked for, and diverged runs are told of."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormtorch.simulation.settings import SimSettings
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture
+def grid(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    import grid
+
+    yield grid
+    del sys.modules["grid"]
+
+
+def test_a_result_of_other_settings_is_not_gone_on_from(grid: Any) -> None:
+    run = grid.Run(key="lead/0", settings=SimSettings(policies=("lead",), steps=3), lead_steps=(0, 2))
+    found = {"lead/0": {"settings": json.loads(json.dumps(grid._asked(run)))}}
+    grid.check("x", [run], found)
+    grid.check("x", [dataclasses.replace(run, settings=SimSettings(policies=("lead",), steps=3, fuse=True))], found)
+    with pytest.raises(ValueError, match="its steps is 3, not 4"):
+        grid.check("x", [dataclasses.replace(run, settings=SimSettings(policies=("lead",), steps=4))], found)
+    with pytest.raises(ValueError, match="its smooth is None"):
+        grid.check("x", [dataclasses.replace(run, smooth=0.5)], found)
+
+
+def test_two_runs_with_one_key_are_refused(grid: Any) -> None:
+    run = grid.Run(key="lead/0", settings=SimSettings(policies=("lead",)))
+    with pytest.raises(ValueError, match="several runs with the key lead/0"):
+        grid.check("x", [run, run], {})
+
+
+def test_a_run_that_diverged_is_without_end_and_not_left_out(grid: Any) -> None:
+    runs = {
+        f"{kind}/{seed}": {"result": {"seed": seed, "val_loss": loss}}
+        for kind, seed, loss in (("base", 0, 2.0), ("base", 1, 2.0), ("lead", 0, 2.1), ("lead", 1, None))
+    }
+    found = grid.above(runs, "lead", "base")
+    assert found == [pytest.approx(100 * math.expm1(0.1)), math.inf]
+    assert math.isnan(grid.standard_error(found))
