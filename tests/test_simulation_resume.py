@@ -15,6 +15,7 @@ from torch import nn
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, simulate
 from stormtorch.bench.settings import BadSetting
 from stormtorch.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
+from stormtorch.policies.ledger import Packed
 from stormtorch.policies.policy import Policy
 from stormtorch.simulation import Simulated, Spot
 from stormtorch.simulation.checkpoints import digest
@@ -41,7 +42,7 @@ def net() -> nn.Module:
 
 
 def batches(step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(WORKERS, 4, 8, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(max(WORKERS, last), 4, 8, generator=torch.Generator().manual_seed(step))
     return x[first:last], x[first:last, :, 0].abs().mul(10).long().clamp(max=39)
 
 
@@ -118,6 +119,23 @@ def test_who_goes_on_after_a_crash_repeats_from_the_last_state(policy: Policy, t
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize("policy", [BoundedDrift(), GradientAveraging()], ids=lambda policy: type(policy).__name__)
+def test_rows_of_many_workers_are_small_and_say_the_same(policy: Policy, tmp_path: Path) -> None:
+    many: dict[str, Any] = {"workers": 70, "steps": 3}
+    expected = Run(policy)(**many)
+    row = expected.ledger[-1]
+    assert isinstance(row.gradients, Packed)
+    assert list(row.gradients) == list(range(70))
+    assert 70 not in row.gradients
+    assert expected.ledger.to_json()[-1]["gradients"] == dict(zip(range(70), row.gradients.values(), strict=True))
+    with pytest.raises(KeyboardInterrupt):
+        Run(policy)(**many, checkpoint=tmp_path / "x", advance=stop_after(2, KeyboardInterrupt))
+    found = Run(policy)(**many, checkpoint=tmp_path / "x")
+    assert list(found.ledger) == list(expected.ledger)
+    assert found.ledger.summary() == expected.ledger.summary()
+
+
+@pytest.mark.pure
 def test_an_interrupt_after_the_last_step_loses_nothing(tmp_path: Path) -> None:
     undisturbed, stopped = Run(BoundedDrift()), Run(BoundedDrift())
     expected = undisturbed()
@@ -141,7 +159,7 @@ def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_pa
     state = tmp_path / "x"
     with pytest.raises(KeyboardInterrupt):
         Run(BoundedDrift())(checkpoint=state, rate=rate_with_signals(1))
-    assert len(torch.load(state, weights_only=False)["found"].curve) == 3
+    assert len(torch.load(state, weights_only=True)["found"]["curve"]) == 3
     assert signal.getsignal(signal.SIGINT) == before
     state.unlink()
     with pytest.raises(KeyboardInterrupt):
@@ -158,6 +176,8 @@ def test_a_state_of_another_simulation_is_refused_by_what_differs(tmp_path: Path
     for run, others, name in (
         (Run(BoundedDrift()), {"seed": 4}, "seed"),
         (Run(BoundedDrift()), {"steps": 13}, "steps"),
+        (Run(BoundedDrift()), {"clip": 2.0}, "clip"),
+        (Run(BoundedDrift()), {"precision": "bfloat16"}, "precision"),
         (Run(BoundedDrift(lead=0.0)), {}, "policy"),
         (Run(BoundedDrift(), Bernoulli(p=0.1)), {}, "network"),
     ):
@@ -166,6 +186,28 @@ def test_a_state_of_another_simulation_is_refused_by_what_differs(tmp_path: Path
     state.write_text("nonsense")
     with pytest.raises(ValueError, match="cannot be read, remove it"):
         Run(BoundedDrift())(checkpoint=state)
+    torch.save({"model": torch.ones(3)}, state)
+    with pytest.raises(ValueError, match="cannot be read, remove it"):
+        Run(BoundedDrift())(checkpoint=state)
+
+
+class Hostile:
+    """What a file may hold that runs when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.pure
+def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    state, harmed = tmp_path / "x", tmp_path / "harmed"
+    torch.save({"identity": Hostile(harmed)}, state)
+    with pytest.raises(ValueError, match="cannot be read, remove it"):
+        Run(BoundedDrift())(checkpoint=state)
+    assert not harmed.exists()
 
 
 @pytest.mark.pure

@@ -63,6 +63,16 @@ class Guard:
         self._loss = Smoothed(0.0)
         self._since = 0
 
+    @property
+    def state(self) -> tuple[bool, int, tuple[float, float]]:
+        """For `restore`."""
+        return self.alarm, self._since, self._loss.state
+
+    def restore(self, alarm: bool, since: int, loss: tuple[float, float]) -> None:
+        """Goes on from a `state`."""
+        self.alarm, self._since = alarm, since
+        self._loss.restore(*loss)
+
     def watch(self, loss: float, oldest: int) -> None:
         """Takes notice of one step.
 

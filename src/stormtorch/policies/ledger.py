@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 _MOST_ROWS = 10_000
+# Links of a row beyond which they are packed: a dictionary of a thousand takes 60 KB.
+_MOST_LOOSE = 64
+
+
+class Packed(Mapping[int, float]):
+    """A dictionary of many links in eight bytes each. `ranks` ascend, and are kept: rows share them."""
+
+    def __init__(self, ranks: Sequence[int], fractions: Sequence[float]) -> None:
+        self._ranks, self._fractions = ranks, array("d", fractions)
+
+    def __getitem__(self, rank: int) -> float:
+        place = bisect_left(self._ranks, rank)
+        if place == len(self._ranks) or self._ranks[place] != rank:
+            raise KeyError(rank)
+        return self._fractions[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def links_of(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, float]:
+    """The links of a row: a dictionary, or what takes less memory where there are many."""
+    if len(ranks) > _MOST_LOOSE:
+        return Packed(ranks, fractions)
+    return dict(zip(ranks, fractions, strict=True))
 
 
 @dataclass
@@ -19,9 +55,9 @@ class Row:
 
     step: int
     """Which one, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
-    gradients: dict[int, float] = field(default_factory=dict)
+    gradients: Mapping[int, float] = field(default_factory=dict)
     """What arrived here of each peer's gradients."""
-    broadcast: dict[int, float] = field(default_factory=dict)
+    broadcast: Mapping[int, float] = field(default_factory=dict)
     """What arrived here of each owner's parameters."""
     lag: dict[int, int] = field(default_factory=dict)
     """How many chunks of others' parameters are so many steps old."""
@@ -118,6 +154,21 @@ class Ledger:
         """All rows so far as plain data."""
         return [_plain(row) for row in self.rows]
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: plain data and tensors."""
+        rows = [{**vars(row), "gradients": None, "broadcast": None} for row in self.rows]
+        links = {name: _tables([getattr(row, name) for row in self.rows]) for name in ("gradients", "broadcast")}
+        return {"rows": rows, **links, "steps": self._steps, "arrived": self._arrived}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From one."""
+        self.rows.clear()
+        for row, gradients, broadcast in zip(
+            state["rows"], _links_of(state["gradients"]), _links_of(state["broadcast"]), strict=True
+        ):
+            self.rows.append(Row(**row | {"gradients": gradients, "broadcast": broadcast}))
+        self._steps, self._arrived = state["steps"], state["arrived"]
+
     def write(self, path: str | Path) -> None:
         """All rows so far as JSON lines."""
         Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
@@ -133,8 +184,27 @@ class Ledger:
         self._writer = writer
 
 
+def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Tensor]]:
+    """Rows with the same links, one after the other, become a table: their ranks, and a line for each row."""
+
+    def ranks_of(row: Mapping[int, float]) -> list[int]:
+        return list(row)
+
+    return [
+        (ranks, torch.tensor([list(each.values()) for each in run], dtype=torch.float64))
+        for ranks, run in itertools.groupby(links, key=ranks_of)
+    ]
+
+
+def _links_of(tables: list[tuple[list[int], torch.Tensor]]) -> Iterator[Mapping[int, float]]:
+    for ranks, table in tables:
+        for line in table:
+            yield links_of(ranks, line.tolist())
+
+
 def _plain(row: Row) -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "arrived": row.arrived}
+    links = {"gradients": dict(row.gradients), "broadcast": dict(row.broadcast)}
+    return {**dataclasses.asdict(row), **links, "arrived": row.arrived}
 
 
 def _line(row: Row) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stormtorch.policies import rules
-from stormtorch.policies.ledger import Row
+from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
@@ -133,8 +133,10 @@ class Averaging:
             rules.keep_where_lost(own, mean_CE, came_C.unsqueeze(-1))
         # Of what others sent or should get: one's own did not travel.
         others_W = (setting.cut.chunks - torch.bincount(owner_C, minlength=setting.workers)).clamp(min=1)
-        for mask_WC, links in ((up_WC, row.gradients), (down_WC, row.broadcast)):
-            links.update(enumerate((1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist()))
+        row.gradients, row.broadcast = (
+            links_of(range(setting.workers), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
+            for mask_WC in (up_WC, down_WC)
+        )
         count_C = up_WC.sum(0).double()
         row.effective_batch = float(count_C.mean()) / setting.workers
         row.variance_inflation = float(count_C.reciprocal().mean()) * setting.workers

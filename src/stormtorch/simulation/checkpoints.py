@@ -99,7 +99,12 @@ class Checkpoint:
         self._path.unlink(missing_ok=True)
 
     def _save(self, training: Drifting | Averaging, found: Simulated) -> None:
-        state = {"identity": self._identity, "training": training.state_dict(), "found": found, "random": _random()}
+        state = {
+            "identity": self._identity,
+            "training": training.state_dict(),
+            "found": vars(found) | {"ledger": found.ledger.state_dict()},
+            "random": _random(),
+        }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # A second file first: whoever is stopped while writing still has the one before.
         beside = self._path.with_name(self._path.name + ".new")
@@ -109,19 +114,21 @@ class Checkpoint:
     def _load(self, training: Drifting | Averaging, found: Simulated) -> int:
         path = self._path
         try:
-            # Written by this very class for this very user: as trusted as the program.
-            state = torch.load(path, map_location="cpu", weights_only=False)
+            # Tensors and plain data alone: a file from somewhere else cannot run anything.
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            known = dict(state["identity"])
         except Exception as error:
             raise ValueError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
         for name, value in self._identity.items():
-            if state["identity"].get(name) != value:
+            if known.get(name) != value:
                 raise ValueError(
-                    f"checkpoint {path} is of another simulation: its {name} is {state['identity'].get(name)!r}, not "
-                    f"{value!r}; remove it to begin anew"
+                    f"checkpoint {path} is of another simulation: its {name} is {known.get(name)!r}, not {value!r}; "
+                    "remove it to begin anew"
                 )
         training.load_state_dict(state["training"])
         _restore_random(state["random"])
-        vars(found).update(vars(state["found"]))
+        found.ledger.load_state_dict(state["found"].pop("ledger"))
+        vars(found).update(state["found"])
         return len(found.curve)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, Smoothed
-from stormtorch.policies.ledger import Row
+from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import BoundedDrift
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
@@ -231,8 +231,8 @@ class Drifting:
             for smoothed, lost in zip(self._losses, of_owner, strict=True):
                 smoothed.add(lost)
         row.loss = sum(self._losses[owner].value for owner in self._owners) / len(self._owners)
-        row.gradients = {worker: 1.0 - lost for worker, lost in enumerate(sent_up)}
-        row.broadcast = {owner: 1.0 - of_owner[owner] for owner in self._owners}
+        row.gradients = links_of(range(len(sent_up)), [1.0 - lost for lost in sent_up])
+        row.broadcast = links_of(self._owners, [1.0 - of_owner[owner] for owner in self._owners])
         self._oldest = int(max(oldest))
         for guard, lost, age in zip(self._guards, watched, oldest, strict=True):
             guard.watch(lost, int(age))
@@ -279,10 +279,10 @@ class Drifting:
             "optimizer": self.optimizers[0].state_dict(),
             "masks": self._masks.state_dict(),
             "buffers": self._gradients.buffers,
-            "losses": self._losses,
+            "losses": [each.state for each in self._losses],
             "links": self._link_losses_WN.state,
             "told": self._told_WN,
-            "guards": self._guards,
+            "guards": [each.state for each in self._guards],
             "guarded": self._guarded,
             "oldest": self._oldest,
             "samples": self._samples.get_state(),
@@ -295,7 +295,10 @@ class Drifting:
         self.optimizers[0].load_state_dict(state["optimizer"])
         self._masks.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
-        self._losses, self._guards = state["losses"], state["guards"]
+        for smoothed, saved in zip(self._losses, state["losses"], strict=True):
+            smoothed.restore(*saved)
+        for guard, saved in zip(self._guards, state["guards"], strict=True):
+            guard.restore(*saved)
         sums_WN, weight = state["links"]
         self._link_losses_WN.restore(sums_WN.to(self._owner_C.device), weight)
         told_WN = state["told"]

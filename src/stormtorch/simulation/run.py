@@ -282,5 +282,7 @@ def _identity(
         "policy": repr(policy),
         "seed": seed,
         "elements": setting.elements,
+        "clip": setting.clip,
+        "precision": str(setting.precision),
         "device": setting.device.type,
     }
