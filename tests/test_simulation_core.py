@@ -246,6 +246,12 @@ def test_the_gpu_that_is_named_is_the_current_one_meanwhile(monkeypatch: pytest.
     assert current == [torch.device("cuda:1"), torch.device("cuda:2")]
 
 
+def test_how_torch_multiplies_is_afterwards_what_it_was() -> None:
+    before = torch.get_float32_matmul_precision()
+    simulated(perceptron(), sgd, 1, precision="tf32")
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_what_is_reused_has_the_next_models_frozen_parameters() -> None:
     reuse = Reuse()
     for seed in range(2):

@@ -258,14 +258,17 @@ def test_trainings_that_are_done_are_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.pure
 def test_checkpoints_of_other_settings_are_refused_by_what_differs(tmp_path: Path) -> None:
     run_simulations(SMALL, checkpoints=tmp_path)
+    ledger = tmp_path / "before.jsonl"
+    ledger.write_text("of another folder")
     for other, name in (
         (replace(SMALL, steps=5), "steps"),
         (replace(SMALL, lr=1.0), "data"),
         (replace(SMALL, network=PerLink(links={(0, 1): Trace(bits="01")})), "burst"),
     ):
         with pytest.raises(BadSetting, match=f"its {name} is") as caught:
-            run_simulations(other, checkpoints=tmp_path)
+            run_simulations(other, checkpoints=tmp_path, ledger=ledger)
         assert caught.value.name == "checkpoint"
+        assert ledger.read_text() == "of another folder"
     (tmp_path / "lead-0.json").write_text("{}")
     with pytest.raises(BadSetting, match=r"holds lead-0\.json, which cannot be read"):
         run_simulations(SMALL, checkpoints=tmp_path)

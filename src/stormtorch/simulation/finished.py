@@ -32,11 +32,12 @@ class Finished:
     def __init__(self, folder: Path | None, ledger: Path | None, together: Together, asked: dict[str, Any]) -> None:
         self._folder, self._ledger, self._together = folder, ledger, together
         self._first = together.rank == 0
-        if ledger is not None and self._first:
-            ledger.write_text("")
         problem = together.from_first(None if folder is None or not self._first else _compare(folder, asked))
         if problem is not None:
             raise BadSetting("checkpoint", problem)
+        # Only now: whoever names the wrong folder keeps the file of before.
+        if ledger is not None and self._first:
+            ledger.write_text("")
 
     def find(self, policy: str, seed: int) -> SimResult | None:
         """A result from an earlier run."""

@@ -72,21 +72,25 @@ class Simulated:
     """The most memory of the GPU that was in use; None on the CPU."""
 
 
-def _on_its_gpu(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
+def _alone(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
     """Makes the GPU that `device` names the current one meanwhile: what is recorded, drawn or added up without naming
-    one would be another's otherwise.
+    one would be another's otherwise. And how torch multiplies is afterwards what it was.
     """
 
     @functools.wraps(function)
     def inner(*args: P.args, **kwargs: P.kwargs) -> Simulated:
         device = torch.device(str(kwargs.get("device", "cpu")))
+        multiplies = torch.get_float32_matmul_precision()
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.set_float32_matmul_precision(multiplies)
 
     return inner
 
 
-@_on_its_gpu
+@_alone
 def simulate(
     model: nn.Module,
     loss: Loss,
