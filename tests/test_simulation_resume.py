@@ -191,6 +191,16 @@ def test_a_state_of_another_simulation_is_refused_by_what_differs(tmp_path: Path
         Run(BoundedDrift())(checkpoint=state)
 
 
+@pytest.mark.pure
+def test_numbers_of_numpy_do_not_keep_a_state_from_being_read(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    given: dict[str, Any] = {"rate": lambda step: numpy.float64(1e-3), "clip": numpy.float64(1.0)}
+    expected = Run(BoundedDrift())(**given)
+    with pytest.raises(KeyboardInterrupt):
+        Run(BoundedDrift())(**given, checkpoint=tmp_path / "x", advance=stop_after(5, KeyboardInterrupt))
+    assert Run(BoundedDrift())(**given, checkpoint=tmp_path / "x").curve == expected.curve
+
+
 class Hostile:
     """What a file may hold that runs when it is read."""
 

@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
+from numbers import Number
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stormtorch.loss import LinkModel, LossModel, PerLink, Stragglers
 from stormtorch.simulation.together import Together
@@ -99,12 +101,14 @@ class Checkpoint:
         self._path.unlink(missing_ok=True)
 
     def _save(self, training: Drifting | Averaging, found: Simulated) -> None:
-        state = {
+        state: dict[str, Any] = {
             "identity": self._identity,
             "training": training.state_dict(),
-            "found": vars(found) | {"ledger": found.ledger.state_dict()},
+            "found": vars(found) | {"ledger": None},
             "random": _random(),
         }
+        state = pytree.tree_map(_plain, state)
+        state["found"]["ledger"] = found.ledger.state_dict()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # A second file first: whoever is stopped while writing still has the one before.
         beside = self._path.with_name(self._path.name + ".new")
@@ -130,6 +134,11 @@ class Checkpoint:
         found.ledger.load_state_dict(state["found"].pop("ledger"))
         vars(found).update(state["found"])
         return len(found.curve)
+
+
+def _plain(value: Any) -> Any:
+    """A learning rate or a loss may be NumPy's, which `torch.load` does not take for plain data."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
 def _random() -> list[torch.Tensor]:
