@@ -316,6 +316,10 @@ def test_a_policy_may_change_from_step_to_step() -> None:
     [
         ("workers", {"workers": 0}),
         ("steps", {"steps": 0}),
+        ("network", {"network": "lossy"}),
+        ("policy", {"policy": "lead"}),
+        ("how", {"how": "vmap"}),
+        ("precision", {"precision": "float16"}),
         ("clip", {"clip": 0.0}),
         ("at_once", {"at_once": 0}),
         ("evaluate_every", {"evaluate_every": 0}),

@@ -172,7 +172,7 @@ def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_pa
 def test_a_state_of_another_simulation_is_refused_by_what_differs(tmp_path: Path) -> None:
     state = tmp_path / "x"
     with pytest.raises(KeyboardInterrupt):
-        Run(BoundedDrift())(checkpoint=state, advance=stop_after(1, KeyboardInterrupt))
+        Run(BoundedDrift())(checkpoint=str(state), advance=stop_after(1, KeyboardInterrupt))
     for run, others, name in (
         (Run(BoundedDrift()), {"seed": 4}, "seed"),
         (Run(BoundedDrift()), {"steps": 13}, "steps"),

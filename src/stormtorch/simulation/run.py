@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def simulate(
     precision: Literal["float32", "tf32", "bfloat16"] = "float32",
     capture: bool = True,
     fuse: bool = False,
-    checkpoint: Path | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every_s: float = 60.0,
     advance: Callable[[Spot], None] | None = None,
     reuse: Reuse | None = None,
@@ -158,6 +159,11 @@ def simulate(
     first_policy: Policy = policy(0) if callable(policy) else policy or BoundedDrift()
     if isinstance(network, float | int):
         network = Bernoulli(p=float(network))
+    _check(isinstance(network, LossModel), "network", "be a loss model or a loss rate", network)
+    # Whatever else it is, it would be taken for a policy without a broadcast.
+    _check(isinstance(first_policy, Policy), "policy", "be one of stormtorch's, or a function of the step", first_policy)
+    _check(how in ("auto", "batched", "loop"), "how", "be auto, batched or loop", how)
+    _check(precision in ("float32", "tf32", "bfloat16"), "precision", "be float32, tf32 or bfloat16", precision)
     _check(workers >= 1, "workers", "be at least 1", workers)
     _check(steps >= 1, "steps", "be at least 1", steps)
     _check(clip is None or clip > 0, "clip", "be above 0", clip)
@@ -232,7 +238,7 @@ def simulate(
                 advance(Spot(step + 1, found.curve[-1][1]))
     else:
         identity = _identity(workers, steps, network, first_policy, seed, setting)
-        with Checkpoint(checkpoint, checkpoint_every_s, identity, together) as kept:
+        with Checkpoint(Path(checkpoint), checkpoint_every_s, identity, together) as kept:
             for step in range(kept.resume(training, found), steps):
                 one_step(step)
                 try:
