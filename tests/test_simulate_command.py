@@ -199,6 +199,15 @@ def test_the_table_the_words_and_the_plot_tell_of_every_policy(report: SimReport
     assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
+def test_steps_in_which_the_guard_repaired_are_told() -> None:
+    found = run_simulations(replace(SETTINGS, policies=("plain",), loss=0.8, seeds=2))
+    rounds = [each.guarded for each in found.results]
+    assert all(0 < each <= SETTINGS.steps for each in rounds)
+    assert any(f"guard repaired the broadcast in {sum(rounds)} of 8 steps" in sentence for sentence in sentences(found))
+    calm = run_simulations(replace(SETTINGS, policies=("plain",), loss=0.0))
+    assert not any("guard" in sentence for sentence in sentences(calm))
+
+
 def test_a_training_that_diverged_is_told_and_written(report: SimReport, tmp_path: Path) -> None:
     nan = float("nan")
     last = replace(report.results[-1], val_loss=nan, perplexity=nan)
@@ -217,7 +226,7 @@ def test_networks_have_names() -> None:
     assert network_text(PerLink()) == "0 % loss"
     late = Stragglers(chance=0.1, network=PerLink(default=Bernoulli(p=0.1), links={(0, 1): Bernoulli(p=0.5)}))
     assert network_text(late) == (
-        "1 links of their own, 10 % loss on the others, 10 % of the workers late in each exchange"
+        "1 link of its own, 10 % loss on the others, 10 % of the workers late in each exchange"
     )
 
 

@@ -33,7 +33,7 @@ def policy_table(report: SimReport) -> Table:
     settings = report.settings
     judged = "perplexity" if report.language else "points of accuracy"
     caption = f"against lossless: {judged}, of the same seed. step: median, of this machine. drift: mean squared "
-    caption += "difference per parameter between two replicas. lag: mean age of copies, in steps. lead: in updates."
+    caption += "difference per parameter between two replicas. lag: mean age of copies at the end, in steps. lead: in updates."
     if settings.seeds > 1:
         caption += f" Means over {settings.seeds} seeds, ± their standard deviation."
     table = new_table(title_text(report), caption)
@@ -92,7 +92,8 @@ def network_text(network: LossModel) -> str:
         models = list(network.links.values())
         if all(isinstance(model, Trace) for model in models):
             return f"links that replay {len(set(models))} recorded ones"
-        return f"{len(models)} links of their own, {network_text(network.default)} on the others"
+        own = "1 link of its own" if len(models) == 1 else f"{len(models)} links of their own"
+        return f"{own}, {network_text(network.default)} on the others"
     if isinstance(network, Trace):
         return f"a recorded link that loses {100 * sum(network.bits) / len(network.bits):.1f} %"
     bursts = "" if not isinstance(network, GilbertElliott | Shared) or network.burst == 1.0 else network.burst
@@ -127,7 +128,12 @@ def _sentence(report: SimReport, policy: str) -> str:
     text += f"; their copies were {_number_text(lag)} steps old on average"
     text += f", and parameters were sent {_number_text(lead)} updates ahead" if lead else ""
     fetched = sum(result.fetched for result in results)
-    return f"{text}; {fetched} chunks were fetched, as they would have become too old." if fetched else f"{text}."
+    text += f"; {fetched} chunks were fetched, as they would have become too old." if fetched else "."
+    guarded = sum(result.guarded for result in results)
+    if guarded:
+        steps = report.settings.steps * len(results)
+        text += f" Its guard repaired the broadcast in {guarded} of {steps} steps, as a worker missed too much of it."
+    return text
 
 
 def _lag(results: Sequence[SimResult]) -> float | None:

@@ -34,6 +34,8 @@ class SimResult(TrainResult):
     at_once: int
     peak_bytes: int | None
     """Memory of the GPU, at most."""
+    guarded: int = 0
+    """Steps in which the guard had the broadcast repaired."""
 
     @property
     def mean_lag(self) -> float | None:
@@ -93,6 +95,7 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
         how=done.how,
         at_once=done.at_once,
         peak_bytes=done.peak_bytes,
+        guarded=sum(row.guarded for row in rows),
     )
 
 
