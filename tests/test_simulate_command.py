@@ -49,13 +49,15 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
     assert code_ == 0
     for panel in ("The network", "Policies", "The model", "How it is computed", "torchrun"):
         assert panel in text
+    for name in (*TYPED_POLICIES, *TASKS):
+        assert name in text, "not cut off"
 
 
 @pytest.mark.parametrize(
     ("options", "named", "problem"),
     [
         (("--workers", "1"), "--workers", "must lie in [2, 65535], got 1"),
-        (("--steps", "0"), "--steps", "got 0"),
+        (("--steps", "0"), "--steps", "must lie in [1, 10000000], got 0"),
         (("--seeds", "0"), "--seeds", "got 0"),
         (("--first-seed", "-1"), "--first-seed", "got -1"),
         (("--policy", "lossy"), "--policy", "knows lossless, bounded-drift, plain"),
@@ -68,6 +70,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to bounded-drift"),
         (("--every", "2"), "--every", "belongs to model-averaging"),
         (("--budget", "2"), "--budget", "must lie in [0, 1], got 2"),
+        (("--budget", "0.1", "--policy", "lossless"), "--budget", "belongs to policies that lose"),
         (("--gradient-budget", "-1"), "--gradient-budget", "got -1"),
         (("--loss", "0.95"), "--loss", "must lie in [0, 0.9], got 0.95"),
         (("--loss", "0", "--burst", "4"), "--burst", "needs a --loss"),
@@ -83,7 +86,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--shared", "2"), "--shared", "must lie in [0, 1], got 2"),
         (("--stragglers", "2"), "--stragglers", "must lie in [0, 1], got 2"),
         (("--delivered", "0.5"), "--delivered", "needs --stragglers"),
-        (("--stragglers", "0.1", "--delivered", "1"), "--delivered", "must lie between 0 and 1, got 1"),
+        (("--stragglers", "0.1", "--delivered", "1"), "--delivered", "must be above 0 and below 1, got 1"),
         (("--model", "gpt"), "--model", "knows llama, stories15m"),
         (("--model", "lstm"), "--data", "must name what lstm learns from"),
         (("--model", "resnet20", "--width", "32"), "--width", "belongs to llama"),

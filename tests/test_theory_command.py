@@ -78,7 +78,7 @@ def test_a_picture_is_drawn_of_any_conditions(tmp_path: Path, options: tuple[str
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("--workers", "1", "must lie in [2, 1e+06], got 1"),
+        ("--workers", "1", "must lie in [2, 1000000], got 1"),
         ("--loss", "1", "must lie in [0, 0.9], got 1"),
         ("--loss", "nan", "must lie in [0, 0.9], got nan"),
         ("--max-lag", "0", "got 0"),

@@ -209,7 +209,7 @@ class PerLink:
         low, high = checked_chance("least", least), checked_chance("most", most)
         found = [trace for trace in Trace.all_from_file(path) if low <= sum(trace.bits) / len(trace.bits) <= high]
         if not found:
-            raise ValueError(f"least and most must leave something: no line of {path} loses {low} to {high}")
+            raise ValueError(f"{path} has no line that loses {100 * low:g} to {100 * high:g} %: see least and most")
         draw = random.Random(seed)
         links = [(source, target) for source in range(world) for target in range(world) if source != target]
         return cls(links={link: draw.choice(found) for link in links})

@@ -13,7 +13,7 @@ class BadSetting(BadCondition):
 def check_between(name: str, value: float, low: float, high: float) -> None:
     """Raises `BadSetting` unless `value` lies in [low, high]."""
     if not (math.isfinite(value) and low <= value <= high):
-        raise BadSetting(name, f"must lie in [{low:g}, {high:g}], got {value:g}")
+        raise BadSetting(name, f"must lie in [{_text(low)}, {_text(high)}], got {_text(value)}")
 
 
 def check_subset(name: str, values: Sequence[str], known: Sequence[str]) -> None:
@@ -25,3 +25,7 @@ def check_subset(name: str, values: Sequence[str], known: Sequence[str]) -> None
             raise BadSetting(name, f"knows {', '.join(known)}, got {value!r}")
     if len(set(values)) != len(values):
         raise BadSetting(name, f"must name each only once, got {','.join(values)}")
+
+
+def _text(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else f"{value:g}"

@@ -70,6 +70,11 @@ class How(StrEnum):
     loop = "loop"
 
 
+def _spaced(known: str) -> str:
+    """Names that a narrow terminal breaks between lines: without spaces it would cut them off."""
+    return known.replace(",", ", ")
+
+
 _NETWORK, _POLICY, _MODEL, _SPEED = "The network", "Policies", "The model", "How it is computed"
 
 
@@ -98,7 +103,7 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help=f"Which to compare, separated by commas: {POLICIES}. bounded-drift is lead, or plain with --lead off.",
+            help=f"Which to compare, separated by commas: {_spaced(POLICIES)}. bounded-drift is lead, or plain with --lead off.",
             rich_help_panel=_POLICY,
         ),
     ] = DEFAULT_POLICIES,
@@ -184,7 +189,7 @@ def simulate(
         float | None,
         typer.Option(help="That part.", show_default="drawn each time", rich_help_panel=_NETWORK),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"What is trained: one of {MODELS}.", rich_help_panel=_MODEL)] = "llama",
+    model: Annotated[str, typer.Option(help=f"What is trained: one of {_spaced(MODELS)}.", rich_help_panel=_MODEL)] = "llama",
     data: Annotated[
         Path | None,
         typer.Option(

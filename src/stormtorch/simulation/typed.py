@@ -49,6 +49,8 @@ class Typed:
                     raise BadSetting(name, f"belongs to bounded-drift, and --policy has {','.join(policies)}")
         if others.get("every", 1) != 1 and "model-averaging" not in policies:
             raise BadSetting("every", f"belongs to model-averaging, and --policy has {','.join(policies)}")
+        if policies == ("lossless",) and others.get("budget", 1.0) != 1.0:
+            raise BadSetting("budget", "belongs to policies that lose something, and --policy has lossless")
         if others.get("device") == "auto":
             others["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         loss = _DEFAULT_LOSS if self.loss is None else self.loss
@@ -93,7 +95,7 @@ class Typed:
             return reached
         check_between("stragglers", self.stragglers, 0.0, 1.0)
         if self.delivered is not None and not 0.0 < self.delivered < 1.0:
-            raise BadSetting("delivered", f"must lie between 0 and 1, got {self.delivered:g}")
+            raise BadSetting("delivered", f"must be above 0 and below 1, got {self.delivered:g}")
         inner = self._alike(settings) if reached is None else reached
         return Stragglers(chance=self.stragglers, delivered=self.delivered, network=inner)
 
