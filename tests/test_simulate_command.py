@@ -200,6 +200,12 @@ def test_the_table_the_words_and_the_plot_tell_of_every_policy(report: SimReport
     pytest.importorskip("matplotlib")
     plot_simulation(report, tmp_path / "out.svg")
     assert "<svg" in (tmp_path / "out.svg").read_text()
+    alone = replace(report, settings=replace(report.settings, policies=("plain",)), results=report.of("plain"))
+    plot_simulation(alone, tmp_path / "plain.svg")
+    assert "lossless was not trained" in (tmp_path / "plain.svg").read_text()
+    alone = replace(report, settings=replace(report.settings, policies=("lossless",)), results=report.of("lossless"))
+    plot_simulation(alone, tmp_path / "lossless.svg")
+    assert "replicas were the same" in (tmp_path / "lossless.svg").read_text()
 
 
 def test_steps_in_which_the_guard_repaired_are_told() -> None:

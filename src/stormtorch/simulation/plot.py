@@ -23,7 +23,10 @@ def plot_simulation(report: SimReport, path: Path) -> None:
             apart = True
     if apart:
         drift.set_yscale("log")
-    drift.set(xlabel="step", ylabel="squared difference between two replicas, sampled")
+        drift.set(xlabel="step", ylabel="squared difference of two replicas")
+    else:
+        drift.set_axis_off()
+        drift.text(0.5, 0.5, "replicas were the same", ha="center", va="center", transform=drift.transAxes)
     drift.spines[["top", "right"]].set_visible(False)
     lost = f"{100 * report.measured['loss']:.1f} % of the chunks did not arrive"
     figure.suptitle(f"{title_text(report)}\n{lost}", fontsize=11)

@@ -51,10 +51,13 @@ def draw_validation(results: Sequence[TrainResult], by_step: Any, against: Any) 
         validated, _, val_losses = zip(*result.val_curve, strict=True)
         by_step.plot(validated, val_losses, color=colour, marker=".", linewidth=1, label=label)
     by_step.set(xlabel="step", ylabel="validation loss")
-    against.set(xlabel="step", ylabel="validation loss less that of lossless, same seed")
+    against.set(xlabel="step", ylabel="validation loss above lossless, same seed")
     for axis in (by_step, against):
         axis.spines[["top", "right"]].set_visible(False)
     by_step.legend(frameon=False)
+    if not lossless:
+        against.set_axis_off()
+        against.text(0.5, 0.5, "lossless was not trained", ha="center", va="center", transform=against.transAxes)
 
 
 def _difference(
