@@ -103,7 +103,8 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help=f"Which to compare, separated by commas: {_spaced(POLICIES)}. bounded-drift is lead, or plain with --lead off.",
+            help=f"Which to compare, separated by commas: {_spaced(POLICIES)}. bounded-drift is lead, or plain with "
+            "--lead off.",
             rich_help_panel=_POLICY,
         ),
     ] = DEFAULT_POLICIES,
@@ -189,7 +190,9 @@ def simulate(
         float | None,
         typer.Option(help="That part.", show_default="drawn each time", rich_help_panel=_NETWORK),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"What is trained: one of {_spaced(MODELS)}.", rich_help_panel=_MODEL)] = "llama",
+    model: Annotated[
+        str, typer.Option(help=f"What is trained: one of {_spaced(MODELS)}.", rich_help_panel=_MODEL)
+    ] = "llama",
     data: Annotated[
         Path | None,
         typer.Option(

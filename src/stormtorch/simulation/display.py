@@ -33,7 +33,9 @@ def policy_table(report: SimReport) -> Table:
     settings = report.settings
     judged = "perplexity" if report.language else "points of accuracy"
     caption = f"against lossless: {judged}, of the same seed. step: median, of this machine. drift: mean squared "
-    caption += "difference per parameter between two replicas. lag: mean age of copies at the end, in steps. lead: in updates."
+    caption += (
+        "difference per parameter between two replicas. lag: mean age of copies at the end, in steps. lead: in updates."
+    )
     if settings.seeds > 1:
         caption += f" Means over {settings.seeds} seeds, ± their standard deviation."
     table = new_table(title_text(report), caption)

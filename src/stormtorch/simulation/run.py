@@ -161,7 +161,8 @@ def simulate(
         network = Bernoulli(p=float(network))
     _check(isinstance(network, LossModel), "network", "be a loss model or a loss rate", network)
     # Whatever else it is, it would be taken for a policy without a broadcast.
-    _check(isinstance(first_policy, Policy), "policy", "be one of stormtorch's, or a function of the step", first_policy)
+    known = isinstance(first_policy, Policy)
+    _check(known, "policy", "be one of stormtorch's, or a function of the step", first_policy)
     _check(how in ("auto", "batched", "loop"), "how", "be auto, batched or loop", how)
     _check(precision in ("float32", "tf32", "bfloat16"), "precision", "be float32, tf32 or bfloat16", precision)
     _check(workers >= 1, "workers", "be at least 1", workers)
