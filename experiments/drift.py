@@ -40,9 +40,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Drift by step: as it is, and over one update beside the formulas."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.5, 7.4), layout="constrained")
-    axes = figure.subplots(2, 2)
-    for column, loss in enumerate(LOSSES):
+    losses = [loss for loss in LOSSES if any(seeds(found, f"{policy}/{loss:g}") for policy in COLOURS)]
+    figure = Figure(figsize=(6.25 * max(len(losses), 1), 7.4), layout="constrained")
+    axes = figure.subplots(2, max(len(losses), 1), squeeze=False)
+    for column, loss in enumerate(losses):
         raw, relative = axes[0, column], axes[1, column]
         for policy, colour in COLOURS.items():
             for run in seeds(found, f"{policy}/{loss:g}"):

@@ -109,7 +109,8 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_yscale("symlog", linthresh=1)
         axis.set_yticks([-3, -1, 0, 1, 3, 10, 30], ["-3", "-1", "0", "1", "3", "10", "30"])
         axis.set_ylabel("perplexity above lossless, per cent")
-        axis.legend(frameon=False, fontsize=8)
+        # Below: there are curves in every corner.
+        axis.legend(frameon=False, fontsize=8, handlelength=3, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
