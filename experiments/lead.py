@@ -16,7 +16,8 @@ from small import small
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 LOSSES = (0.1, 0.4)
 SEEDS = 3
-# Learning rates at which each ends about as well as it can.
+# Learning rates at which each ends about as well as it can. The results also hold SGD at 1, the limit of its stability,
+# from before this one was chosen.
 RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 0.3}
 SMOOTH = (0.5, 0.8)
 AHEADS = (0.11, 0.22, 0.67, 1.33, 2.0)
@@ -70,7 +71,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             by_updates.errorbar(
                 *zip(*updates, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} % lost"
             )
-        for optimizer, style in (("sgd", ":"), ("momentum", "--"), ("adamw", "-")):
+        for optimizer, style in (("sgd", "-."), ("sgd-lr1", ":"), ("momentum", "--"), ("adamw", "-")):
             points = _points(found, optimizer, loss, (0.0, 1.0, 2.0))
             if points:
                 x, y, error = zip(*points, strict=True)
