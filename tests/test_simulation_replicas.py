@@ -248,6 +248,18 @@ def test_horvitz_and_thompson_are_right_on_average_where_one_sender_is_bad() -> 
     assert found["mean"] < 0.6 * 0.25
 
 
+@pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
+def test_what_is_lost_does_no_harm_though_it_is_infinite(weights: Any) -> None:
+    """Nothing of worker 3 arrives anywhere, so only what it owns itself is spoiled."""
+    dead = PerLink(default=Bernoulli(p=0.0), links={(3, target): Bernoulli(p=1.0) for target in range(3)})
+    infinite: Data = lambda rank, step: torch.full((1,), torch.inf if rank == 3 else -1.0)  # noqa: E731
+    policy = BoundedDrift(weights=weights, guard=None)
+    task: dict[str, Any] = {"objective": inner, "data": infinite, "network": dead, "policy": policy}
+    numbers = outcome(Vector(COUNT), descent, 1, **task)[1].get_parameter("numbers")
+    assert bool(numbers[: COUNT // 2].isfinite().all())
+    assert not bool(numbers.isfinite().all())
+
+
 @pytest.mark.parametrize("policy", [ModelAveraging(), GradientAveraging()])
 def test_where_the_mean_is_lost_a_worker_keeps_its_own(policy: Policy) -> None:
     """Nothing comes back to worker 2, and nothing of it arrives elsewhere: it trains as if it were alone."""

@@ -126,7 +126,7 @@ class Averaging:
         # Worker by worker: a copy of all models would be as large as they are.
         sums_CE = torch.zeros_like(vectors_WCE[0])
         for own, came_C in zip(vectors_WCE, up_WC[self.first : self.last], strict=True):
-            sums_CE.addcmul_(own, came_C.unsqueeze(-1).to(own.dtype))
+            sums_CE.add_(own.masked_fill(~came_C.unsqueeze(-1), 0.0))
         setting.together.add_up(sums_CE)
         mean_CE = rules.mean_of_arrived(sums_CE, up_WC.sum(0))
         for own, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):

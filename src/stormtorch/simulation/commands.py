@@ -79,7 +79,7 @@ _NETWORK, _POLICY, _MODEL, _SPEED = "The network", "Policies", "The model", "How
 
 
 def simulate(
-    workers: Annotated[int, typer.Option(help="Virtual workers, each with a replica of its own: 2 to 65,535.")] = 64,
+    workers: Annotated[int, typer.Option(help="Virtual workers, each with a replica of its own: 2 to 8,192.")] = 64,
     steps: Annotated[int, typer.Option(help="Of each training.")] = 200,
     seeds: Annotated[
         int, typer.Option(help="Trainings of each policy; each seed has weights, batches and loss of its own.")

@@ -48,7 +48,9 @@ class Drifting:
         # Of a small model, some workers own nothing: they send nothing that could be lost.
         self._owners = sorted(set(cut.owner_C.tolist()))
         self._losses = [Smoothed(0.0) for _ in range(n)]
-        self._link_losses_WN = Smoothed(torch.zeros(n, n, device=device))
+        # As many as there are links: made only where somebody asks.
+        links = n if self._by_chance else 0
+        self._link_losses_WN = Smoothed(torch.zeros(links, links, device=device))
         self._told_WN: torch.Tensor | None = None
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
@@ -87,7 +89,8 @@ class Drifting:
     def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
         setting, n = self.setting, self.setting.workers
         arrived_WC = arrived(self._masks, self.policy.gradients, up=True)
-        weight_WC = self._weights(arrived_WC)
+        lost_WC = ~arrived_WC
+        weight_WC = self._weights(lost_WC) if self._by_chance else None
         self._grads.zero_()
         self._used_P.zero_()
         losses = []
@@ -99,7 +102,10 @@ class Drifting:
             self._used_P |= self._gradients.used[: last - first].any(0)
             grads_WCE = self._gradients.grads[: last - first]
             setting.round_(grads_WCE)
-            grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
+            if weight_WC is not None:
+                grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
+            # Not times zero: what is lost does no harm, though it may be infinite.
+            grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
         setting.together.add_up(self._grads)
         self._used_P = setting.together.add_up(self._used_P.float()) > 0
@@ -117,20 +123,18 @@ class Drifting:
     def _by_chance(self) -> bool:
         return self.policy.weights == "horvitz-thompson" and not self.policy.gradients.exact
 
-    def _weights(self, arrived_WC: torch.Tensor) -> torch.Tensor:
-        """What each gradient is multiplied by: 1 where it arrived, or one over its measured chance to."""
-        if not self._by_chance:
-            return arrived_WC.float()
+    def _weights(self, lost_WC: torch.Tensor) -> torch.Tensor:
+        """What each gradient is multiplied by: one over its measured chance to arrive."""
         n = self.setting.workers
         weight_WN = rules.chance_weights(self._link_losses_WN.value)
         weight_WN.fill_diagonal_(1.0)
         missing_WN = torch.zeros(n, n, device=weight_WN.device)
-        missing_WN.index_add_(1, self._owner_C, (~arrived_WC).float())
+        missing_WN.index_add_(1, self._owner_C, lost_WC.float())
         # Owners tell of it while the next gradients are already on their way.
         if self._told_WN is not None:
             self._link_losses_WN.add(self._told_WN)
         self._told_WN = missing_WN / self._chunks_of_W.clamp(min=1)
-        return arrived_WC * weight_WN[:, self._owner_C]
+        return weight_WN[:, self._owner_C]
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
 

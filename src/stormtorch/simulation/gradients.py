@@ -252,7 +252,8 @@ class Gradients:
             batched = again(lambda: self._batched(batch, count))
         except Exception as error:
             # Whatever it is: models do what they like, and one by one works for all of them.
-            logger.info("workers are computed one by one: %s", error)
+            log = logger.warning if isinstance(error, torch.OutOfMemoryError) else logger.info
+            log("workers are computed one by one: %s", error)
             found = "loop"
         else:
             one, other = again(lambda: self._loop(alone, 1)), again(lambda: self._loop(alone, 1))

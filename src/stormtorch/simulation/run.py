@@ -273,7 +273,9 @@ def _next_policy(first: Policy, policy: Policy) -> Any:
     _check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
     if isinstance(first, BoundedDrift) and isinstance(policy, BoundedDrift):
         _check(policy.wire == first.wire, "wire", "be the same in all steps", policy.wire)
-        _check(policy.guard == first.guard, "guard", "be the same in all steps", policy.guard)
+        for knob in ("guard", "weights", "max_lag"):
+            given = getattr(policy, knob)
+            _check(given == getattr(first, knob), knob, "be the same in all steps", given)
     return policy
 
 

@@ -16,6 +16,8 @@ from stormtorch.simulation.tasks import TASKS
 from stormtorch.training.settings import POLICIES
 
 WIRES = ("float32", "bfloat16", "float16")
+MOST_WORKERS = 8192
+"""Networks are drawn link by link, and links are as many as the square of this."""
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -69,7 +71,7 @@ class SimSettings:
 
     def __post_init__(self) -> None:
         check_subset("model", (self.model,), TASKS)
-        check_between("workers", self.workers, 2, 65_535)
+        check_between("workers", self.workers, 2, MOST_WORKERS)
         check_subset("policy", self.policies, POLICIES)
         check_between("steps", self.steps, 1, 10_000_000)
         check_between("seeds", self.seeds, 1, 1000)
