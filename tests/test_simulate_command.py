@@ -56,7 +56,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
 @pytest.mark.parametrize(
     ("options", "named", "problem"),
     [
-        (("--workers", "1"), "--workers", "must lie in [2, 65535], got 1"),
+        (("--workers", "1"), "--workers", "must lie in [2, 8192], got 1"),
         (("--steps", "0"), "--steps", "must lie in [1, 10000000], got 0"),
         (("--seeds", "0"), "--seeds", "got 0"),
         (("--first-seed", "-1"), "--first-seed", "got -1"),
