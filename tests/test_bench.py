@@ -88,6 +88,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert ranks_left() == []
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_end_are_ended_at_the_time_out() -> None:
     with pytest.raises(RankFailed, match=r"^not done after 15 s, waiting for rank 1: "):
         run_ranks(sleep_on_one, 2, timeout_s=15)

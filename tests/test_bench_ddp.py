@@ -143,6 +143,7 @@ def test_a_bad_setting_is_refused_by_name(name: str, value: object) -> None:
     assert caught.value.name == name
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_long_is_given_up() -> None:
     lab_or_skip()

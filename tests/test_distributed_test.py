@@ -20,7 +20,11 @@ KEPT_FOR_MPI = "test_all_to_all_complex,test_all_to_all_single_unequal_split_gro
 
 @pytest.mark.parametrize(
     ("world", "loss", "gates", "only", "number"),
-    [(2, 0.0, "gloo", PART, 15), (4, 0.05, "gloo", PART, 15), (4, 0.0, "mpi", KEPT_FOR_MPI, 2)],
+    [
+        (2, 0.0, "gloo", PART, 15),
+        pytest.param(4, 0.05, "gloo", PART, 15, marks=pytest.mark.slow),
+        (4, 0.0, "mpi", KEPT_FOR_MPI, 2),
+    ],
 )
 def test_a_part_of_pytorchs_own_tests_pass(
     tmp_path: Path, world: int, loss: float, gates: str, only: str, number: int

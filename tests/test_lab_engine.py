@@ -89,6 +89,7 @@ def test_everyone_sending_to_one_does_not_flood_its_line(lab: MakeLab) -> None:
     assert network.measured().overflow < 0.02
 
 
+@pytest.mark.slow
 def test_network_that_changes_in_the_middle_is_followed(lab: MakeLab) -> None:
     network = lab(4, rate="200mbit", management=True, probe=False)
 

@@ -132,6 +132,7 @@ def test_a_rank_that_was_cut_off_waits_and_comes_back_with_what_it_knows(job: Jo
     assert told[0]["loss"] < 1.5 * undisturbed_loss(steps) + 0.02
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_too_long_ends_the_job_and_is_named(job: Job) -> None:
     for rank in range(WORLD):
         job.start(rank, steps=100_000, give_up_s=3.0)
