@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from grid import Run, main, mean_text, seeds
+from grid import Run, explain, main, mean_text, seeds
 
 from stormtorch.simulation.settings import SimSettings
 
@@ -82,8 +82,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                     )
             axis.set_yscale("log")
             axis.spines[["top", "right"]].set_visible(False)
-            if axis.lines:
-                axis.legend(frameon=False, fontsize=8)
+            explain(axis, fontsize=8)
             axis.set_title(f"{titles[model]}: {policy.replace('-', ' ')}", fontsize=10)
             if row == 1:
                 axis.set_xlabel("step")

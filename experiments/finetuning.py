@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, main
+from grid import Run, explain, main
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
 from stormtorch.simulation.settings import SimSettings
@@ -69,8 +69,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     for axis, (kind, options) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
         panel(axis, found, kind)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=8, loc="upper left")
+        explain(axis, fontsize=8, loc="upper left")
         axis.set_title(f"{options['steps']} steps, learning rate {options['lr']:g}", fontsize=10)
     figure.suptitle("64 workers fine-tune stories15M on WikiText-2", fontsize=11)
     figure.savefig(path, dpi=150)

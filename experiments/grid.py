@@ -271,6 +271,14 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
+def explain(axis: Any, **options: Any) -> None:
+    """A legend; or, in a panel of which nothing was run, that."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, **options)
+    else:
+        axis.text(0.5, 0.5, "not run yet", transform=axis.transAxes, ha="center", color="#868e96")
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, main, mean_text, seeds, standard_error
+from grid import Run, above, explain, main, mean_text, seeds, standard_error
 
 from stormtorch.simulation.settings import SimSettings
 
@@ -79,8 +79,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     cost.set(
         ylabel=f"perplexity above lossless at {100 * LOSS:g} % loss, per cent", title="0.12 M parameters, 200 steps"
     )
-    if cost.get_legend_handles_labels()[0]:
-        cost.legend(frameon=False)
+    explain(cost)
     timed = [(workers, run) for workers in TIMED for run in seeds(found, f"timed/{workers}")]
     for workers, run in timed:
         print(f"timed {workers}: {run['step_s']:.4f} s, {(run['peak_bytes'] or 0) / 1e9:.2f} GB, {run['how']}")

@@ -3,6 +3,7 @@
 Letters at the end of names: W workers, B examples of a batch, T tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -142,7 +143,7 @@ def _named(data: Path | None, name: str) -> Path:
     return data
 
 
-class _Learned:
+class _Learned(ABC):
     """What tasks share."""
 
     language = False
@@ -185,8 +186,9 @@ class _Learned:
     def to_json(self) -> dict[str, object]:
         return {"model": self.name, "batch": self._batch, "lr": self.lr, **self._facts}
 
+    @abstractmethod
     def _held_out(self) -> Iterator[Batch]:
-        raise NotImplementedError
+        """What the model is judged by, in parts."""
 
 
 # --- language models --------------------------------------------------------------------------------------------------
