@@ -1,13 +1,23 @@
 """Checks that name the setting they refuse, so that a command line can name its option."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from stormtorch.lab.conditions import BadCondition
 
 
 class BadSetting(BadCondition):
     """A setting of a benchmark has no sensible value: `name` is the setting, `problem` what is wrong with it."""
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """A `BadSetting` from within names this setting, the one that was turned, whatever it is called there."""
+    try:
+        yield
+    except BadSetting as error:
+        raise BadSetting(name, error.problem) from error
 
 
 def check_between(name: str, value: float, low: float, high: float) -> None:

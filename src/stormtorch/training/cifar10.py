@@ -5,7 +5,6 @@ neighbours, then LZMA. Decoding needs numpy and the standard library alone.
 """
 
 import lzma
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stormtorch.bench.settings import BadSetting, check_between
+from stormtorch.bench.settings import BadSetting, blaming, check_between
 from stormtorch.training.images import CIFAR_HELD_OUT, CIFAR_SHAPE, CLASSES, pickled_batch
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -109,20 +108,11 @@ def _read_folder(folder: Path) -> list[_Part]:
         (folder / name for name in ("cifar-10-batches-bin", "cifar-10-batches-py") if (folder / name).is_dir()), folder
     )
     binary = (inner / f"{_NAMES[0]}.bin").exists()
-    read: Callable[[str], tuple[torch.Tensor, torch.Tensor]] = (
-        (lambda name: _binary_batch(inner / f"{name}.bin")) if binary else (lambda name: _named_data(inner / name))
-    )
-    batches = [read(name) for name in _NAMES]
+    with blaming("data"):
+        batches = [_binary_batch(inner / f"{name}.bin") if binary else pickled_batch(inner / name) for name in _NAMES]
     none = torch.empty(0, *CIFAR_SHAPE, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     held_out = tuple(tensor[:CIFAR_HELD_OUT] for tensor in batches[-1])
     return [*((*batch, *none) for batch in batches[:-1]), (*none, held_out[0], held_out[1])]
-
-
-def _named_data(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    try:
-        return pickled_batch(path)
-    except BadSetting as error:
-        raise BadSetting("data", error.problem) from error
 
 
 def _binary_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stormtorch.bench.settings import BadSetting
+from stormtorch.bench.settings import BadSetting, blaming
 from stormtorch.training.checkpoints import read_checkpoint
 from stormtorch.training.corpus import read_wikitext
 from stormtorch.training.llama import LlamaSize
@@ -182,10 +182,8 @@ def _from_folders(stories: Path, wikitext: Path) -> Stories:
     tokenizer = Tokenizer.read(stories / _TOKENIZER, size.vocabulary)
     parts = []
     for part in ("train", "valid"):
-        try:
+        with blaming("data"):
             text = read_wikitext(wikitext, part).decode("utf-8", "replace")
-        except BadSetting as error:
-            raise BadSetting("data", error.problem) from error
         parts.append(torch.tensor(tokenizer.encode(text), dtype=torch.int32))
     return Stories(size, state, parts[0], parts[1], "float32")
 

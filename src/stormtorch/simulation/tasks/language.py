@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stormtorch.bench.settings import BadSetting
-from stormtorch.simulation.tasks.task import Learned, read_data, seeded
+from stormtorch.bench.settings import BadSetting, blaming
+from stormtorch.simulation.tasks.task import Learned, seeded
 from stormtorch.training.corpus import open_corpus
 from stormtorch.training.llama import Llama, LlamaSize
 from stormtorch.training.tasks import Batch, generator_of
@@ -77,7 +77,8 @@ class Text(Language):
             raise BadSetting("width", f"must be a multiple of 16, got {width}")
         self._size = LlamaSize(layers=layers, width=width, heads=max(width // 32, 1))
         super().__init__("llama", device, batch, lr, context, held_out, self._size.vocabulary)
-        corpus = read_data(open_corpus, data)
+        with blaming("data"):
+            corpus = open_corpus(data)
         self._take(corpus.training, corpus.validation, corpus.to_json())
         self._facts |= {"width": width, "layers": layers}
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.simulation.tasks.task import Epochs, Learned, read_data, seeded
+from stormtorch.bench.settings import blaming
+from stormtorch.simulation.tasks.task import Epochs, Learned, seeded
 from stormtorch.training.cifar10 import open_cifar10
 from stormtorch.training.images import CLASSES, open_images
 from stormtorch.training.resnet import ResNet
@@ -27,7 +28,8 @@ class Pictures(Learned):
         self, name: str, data: Path | None, device: torch.device, batch: int, lr: float, held_out: int | None
     ) -> None:
         super().__init__(name, device, batch, lr)
-        found = read_data(open_images, None) if data is None else open_cifar10(data)
+        with blaming("data"):
+            found = open_images() if data is None else open_cifar10(data)
         # A digit that is mirrored is another one, or none.
         self._changed = data is not None
         self._training, self._labels = found.training.to(device), found.training_labels.to(device)

@@ -2,14 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.bench.settings import BadSetting
 from stormtorch.training.atis import PADDING
 from stormtorch.training.tasks import Batch, generator_of, loss_of, rate_at
 
@@ -128,17 +126,6 @@ class Epochs:
             self._order = (seed, epoch), torch.randperm(self._count, generator=generator_of(seed, epoch, 0))
         places = (within * together + torch.arange(together)) % self._count
         return self._order[1][places].view(workers, self._batch)
-
-
-_Opened = TypeVar("_Opened")
-
-
-def read_data(read: Callable[[Path | None], _Opened], data: Path | None) -> _Opened:
-    """What is read, whose errors name the knob that is turned here."""
-    try:
-        return read(data)
-    except BadSetting as error:
-        raise BadSetting("data", error.problem) from error
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
