@@ -5,7 +5,6 @@ neighbours, then LZMA. Decoding needs numpy and the standard library alone.
 """
 
 import lzma
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from stormtorch.bench.settings import BadSetting, blaming, check_between
-from stormtorch.training.images import CIFAR_HELD_OUT, CIFAR_SHAPE, CLASSES, pickled_batch
+from stormtorch.training.images import CIFAR_HELD_OUT, CIFAR_SHAPE, CLASSES, Images, pickled_batch
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -27,30 +26,8 @@ _MOST_IMAGES = 100_000
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "pb": 0, "dict_size": 1 << 20}]
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures to learn from, and pictures held out to judge by, as bytes."""
-
-    name: str
-    training: torch.Tensor
-    """uint8, (N, channels, height, width)."""
-    training_labels: torch.Tensor
-    """int64, (N)."""
-    validation: torch.Tensor
-    validation_labels: torch.Tensor
-
-    def to_json(self) -> dict[str, object]:
-        """What they were."""
-        return {
-            "name": self.name,
-            "training_images": len(self.training),
-            "validation_images": len(self.validation),
-            "shape": list(self.training.shape[1:]),
-        }
-
-
-def open_cifar10(path: Path) -> Pictures:
-    """The pictures of a folder or of a pack; the same in every process.
+def open_cifar10(path: Path) -> Images:
+    """The pictures of a folder or of a pack, as bytes; the same in every process.
 
     Args:
         path: A folder with data_batch_1.bin to test_batch.bin, one with all parts of a pack (*.pack), one with the
@@ -60,10 +37,10 @@ def open_cifar10(path: Path) -> Pictures:
         BadSetting: They cannot be read; names `data`.
     """
     if path.is_file():
-        return _pictures(_read_packs([path]))
+        return _whole(_read_packs([path]))
     if packs := sorted(path.glob("*.pack")):
-        return _pictures(_read_packs(packs))
-    return _pictures(_read_folder(path))
+        return _whole(_read_packs(packs))
+    return _whole(_read_folder(path))
 
 
 def pack_cifar10(folder: Path, out: Path, *, images: int | None = None, parts: int = 1) -> list[Path]:
@@ -98,9 +75,9 @@ def pack_cifar10(folder: Path, out: Path, *, images: int | None = None, parts: i
 _Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _pictures(parts: list[_Part]) -> Pictures:
+def _whole(parts: list[_Part]) -> Images:
     tensors = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-    return Pictures("CIFAR-10", *tensors)
+    return Images("CIFAR-10", *tensors)
 
 
 def _read_folder(folder: Path) -> list[_Part]:

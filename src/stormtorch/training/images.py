@@ -22,12 +22,13 @@ _MOST_PICKLE_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures to learn from, and pictures held out to judge by; each channel of mean 0 and deviation 1, about."""
+    """Pictures to learn from, and pictures held out to judge by."""
 
     name: str
     training: torch.Tensor
-    """float32, (N, channels, height, width)."""
+    """(N, channels, height, width): uint8 as they were made, or float32 with channels of mean 0 and deviation 1."""
     training_labels: torch.Tensor
+    """int64, (N)."""
     validation: torch.Tensor
     validation_labels: torch.Tensor
 
@@ -42,7 +43,7 @@ class Images:
 
 
 def open_images(cifar10: Path | None = None) -> Images:
-    """CIFAR-10 of a folder, or the digits; the same in every process.
+    """CIFAR-10 of a folder, or the digits, normalized in float32; the same in every process.
 
     Raises:
         BadSetting: They cannot be read; names `cifar10`.
