@@ -77,7 +77,7 @@ class Drifting:
             batches: The stacked batches of some workers.
         """
         row = Row(number)
-        losses = self._stage_one(batches, row)
+        losses = self._stage_one(batches)
         chunk_S, element_S = self._choose()
         before_S = self._replicas.owned[chunk_S, element_S]
         self._stage_two(row)
@@ -86,7 +86,7 @@ class Drifting:
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
-    def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
+    def _stage_one(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
         setting, n = self.setting, self.setting.workers
         arrived_WC = arrived(self._masks, self.policy.gradients, up=True)
         lost_WC = ~arrived_WC
@@ -161,7 +161,8 @@ class Drifting:
         else:
             self._tried = None
             arrived_WC = arrived(self._masks, policy.broadcast, up=False)
-        self._first_pass = arrived_WC
+        # Without what is fetched below: that tells nothing of the network.
+        self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
         most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
         if self._oldest >= most:
@@ -183,7 +184,7 @@ class Drifting:
     def _measure(self, row: Row, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
         n, together, replicas = self.setting.workers, self.setting.together, self._replicas
         others_W = (len(self._owner_C) - self._chunks_of_W).clamp(min=1)
-        down_WC, up_WC = self._first_pass, self._arrived_up
+        down_WC, up_WC = self._arrived_down, self._arrived_up
         values_WS, own_WS = replicas.look(chunk_S, element_S)
         owned_S = replicas.owned[chunk_S, element_S]
         away_WS = (values_WS - owned_S).masked_fill_(own_WS, 0.0).double()

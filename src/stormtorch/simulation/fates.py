@@ -81,7 +81,7 @@ class Chains:
         self._low, self._high = thresholds(torch.minimum(enter, stay)), thresholds(torch.maximum(enter, stay))
         self._flips = enter > stay
         self.independent = bool((enter == stay).all())
-        self.may_flip = bool(self._flips.any())
+        self._may_flip = bool(self._flips.any())
         self._alike = bool(((p == p[0, 0]) & (burst == burst[0, 0])).all())
         self.only_p = float(p[0, 0]) if self._alike and self.independent else None
         """The loss of all links, where there is nothing else to know."""
@@ -112,7 +112,7 @@ class Chains:
         set_BC = bad_BC | good_BC
         end_bad, end_good = bad_BC.index_select(1, first_S), good_BC.index_select(1, first_S)
         end_flip = torch.zeros_like(end_bad)
-        if self.may_flip:
+        if self._may_flip:
             flip_BC = ~set_BC & self._spread(self._flips, rows, columns_S, shards, up)
             if sent_BC is not None:
                 flip_BC &= moves_BC
@@ -121,13 +121,13 @@ class Chains:
             odd_BC = flip_BC.cumsum(1, dtype=torch.int32).bitwise_and_(1).bool()
         set_BC.index_fill_(1, first_S, True)
         bad_BC.index_copy_(1, first_S, was_bad_BS)
-        if self.may_flip:
+        if self._may_flip:
             bad_BC ^= odd_BC
         code = torch.int16 if 2 * chunks < 2**15 else torch.int32
         when_C = torch.arange(0, 2 * chunks, 2, dtype=code, device=bad_BC.device)
         last_set_BC = (when_C + bad_BC).masked_fill_(set_BC.logical_not_(), -1).cummax(1).values
         bad_BC = last_set_BC.bitwise_and_(1).bool()
-        if self.may_flip:
+        if self._may_flip:
             bad_BC ^= odd_BC
         end_BS = bad_BC.index_select(1, last_S) ^ end_flip
         _whole(self.bad, up)[rows, columns_S] = (end_BS | end_bad) & ~end_good
