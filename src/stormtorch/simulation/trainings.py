@@ -19,6 +19,7 @@ from stormtorch.simulation.setting import MakeOptimizer, Reuse
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.simulation.tasks import Task, open_task
 from stormtorch.simulation.together import Together
+from stormtorch.training.tasks import adamw
 
 __all__ = ["SimReport", "SimResult", "run_simulations", "simulate_one", "task_of"]
 
@@ -164,7 +165,7 @@ def _simulate(
 def _optimizer(settings: SimSettings, task: Task) -> MakeOptimizer:
     lr = settings.lr or task.lr
     if settings.optimizer == "adamw":
-        return lambda parameters: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+        return lambda parameters: adamw(parameters, lr)
     if settings.optimizer == "nadam":
         # AdamW with Nesterov's look-ahead, and its decay of weights.
         return lambda parameters: torch.optim.NAdam(

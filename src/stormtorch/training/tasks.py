@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -81,6 +81,48 @@ def rate_at(step: int, steps: int, highest: float) -> float:
     return highest * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
+def adamw(parameters: Iterable[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    """AdamW as LLaMA's authors have it."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """What is made with the random numbers of a seed; all others stay as they were."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return make()
+
+
+class Epochs:
+    """Which examples a step has: each once in an epoch, for one rank; the last few that fill no step sit it out.
+
+    Args:
+        count: Examples in all.
+        batch: Examples of each rank in a step.
+    """
+
+    def __init__(self, count: int, batch: int) -> None:
+        self._count = count
+        self._batch = batch
+        self._order: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def chosen(self, seed: int, step: int, ranks: int) -> torch.Tensor:
+        """Numbers of examples, a row for each rank."""
+        together = ranks * self._batch
+        epoch, within = divmod(step, max(self._count // together, 1))
+        if self._order is None or self._order[0] != (seed, epoch):
+            self._order = (seed, epoch), torch.randperm(self._count, generator=generator_of(seed, epoch, 0))
+        places = (within * together + torch.arange(together)) % self._count
+        return self._order[1][places].view(ranks, self._batch)
+
+
+def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
+    """Random numbers of one rank's step, drawn on the CPU: the same on every machine."""
+    # Hashed, as torch reads no more than 32 bits of a seed: the three numbers do not fit into them.
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest))
+
+
 class _Language:
     language = True
     clip: float | None = 1.0
@@ -91,12 +133,10 @@ class _Language:
         self._corpus = open_corpus(settings.text)
 
     def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
-            return Llama(self._size)
+        return seeded(seed, lambda: Llama(self._size))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self._settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        return adamw(model.parameters(), self._settings.lr)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
         return self._windows(self._corpus.training, self._settings.batch, generator_of(seed, step, rank))
@@ -122,24 +162,16 @@ class _Pictures:
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
         self._images = open_images(settings.cifar10)
+        self._epochs = Epochs(len(self._images.training), settings.batch)
 
     def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
-            return ResNet(self._images.training.shape[1], CLASSES)
+        return seeded(seed, lambda: ResNet(self._images.training.shape[1], CLASSES))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self._settings.lr, momentum=0.9, weight_decay=5e-4)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        # Every picture once in an epoch, on one of the ranks; the last few that fill no step sit it out.
-        together = self._settings.batch * self._settings.ranks
-        count = len(self._images.training)
-        steps = max(count // together, 1)
-        epoch, within = divmod(step, steps)
-        order = torch.randperm(count, generator=generator_of(seed, epoch, 0))
-        first = within * together + rank * self._settings.batch
-        chosen = order[torch.arange(first, first + self._settings.batch) % count]
+        chosen = self._epochs.chosen(seed, step, self._settings.ranks)[rank]
         return Batch(self._images.training[chosen], self._images.training_labels[chosen])
 
     def validation(self, rank: int) -> Iterator[Batch]:
@@ -147,13 +179,6 @@ class _Pictures:
 
     def to_json(self) -> dict[str, object]:
         return self._images.to_json()
-
-
-def generator_of(seed: int, step: int, rank: int) -> torch.Generator:
-    """Random numbers of one rank's step, drawn on the CPU: the same on every machine."""
-    # Hashed, as torch reads no more than 32 bits of a seed: the three numbers do not fit into them.
-    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest))
 
 
 def _parts(inputs: torch.Tensor, targets: torch.Tensor, rank: int, world: int) -> Iterator[Batch]:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from stormtorch.bench.settings import BadSetting, blaming
-from stormtorch.simulation.tasks.task import Learned, seeded
+from stormtorch.simulation.tasks.task import Learned
 from stormtorch.training.corpus import open_corpus
 from stormtorch.training.llama import Llama, LlamaSize
-from stormtorch.training.tasks import Batch, generator_of
+from stormtorch.training.tasks import Batch, generator_of, seeded
 from stormtorch.training.tokens import open_stories
 
 HELD_OUT = 256

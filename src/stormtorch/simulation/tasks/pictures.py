@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.bench.settings import blaming
-from stormtorch.simulation.tasks.task import Epochs, Learned, seeded
+from stormtorch.simulation.tasks.task import Learned
 from stormtorch.training.cifar10 import open_cifar10
 from stormtorch.training.images import CLASSES, open_images
 from stormtorch.training.resnet import ResNet
-from stormtorch.training.tasks import Batch, generator_of
+from stormtorch.training.tasks import Batch, Epochs, generator_of, seeded
 
 # Pixels on each side of a picture before it is cut to its size again, elsewhere.
 _MARGIN = 4

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.simulation.tasks.task import Epochs, Learned, seeded
+from stormtorch.simulation.tasks.task import Learned
 from stormtorch.training.atis import PADDING, Utterances, open_atis
 from stormtorch.training.lstm import LstmTagger
-from stormtorch.training.tasks import Batch
+from stormtorch.training.tasks import Batch, Epochs, seeded
 
 
 class Slots(Learned):

@@ -1,7 +1,7 @@
 """What tasks of virtual workers have in common: what the simulator asks of them, and how most of them answer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.training.atis import PADDING
-from stormtorch.training.tasks import Batch, generator_of, loss_of, rate_at
+from stormtorch.training.tasks import Batch, adamw, loss_of, rate_at
 
 
 class Task(Protocol):
@@ -75,8 +75,8 @@ class Learned(ABC):
         return loss_of(model(batch.inputs), batch.targets)
 
     def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """AdamW, as LLaMA's authors have it."""
-        return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        """AdamW."""
+        return adamw(parameters, self.lr)
 
     def rate(self, step: int, steps: int) -> float:
         """Up in the first twentieth, then down to a tenth as a cosine."""
@@ -108,28 +108,3 @@ class Learned(ABC):
     @abstractmethod
     def _held_out(self) -> Iterator[Batch]:
         """What the model is judged by, in parts."""
-
-
-class Epochs:
-    """Which examples a step has: each once in an epoch, for one worker; the last few that fill no step sit it out."""
-
-    def __init__(self, count: int, batch: int) -> None:
-        self._count = count
-        self._batch = batch
-        self._order: tuple[tuple[int, int], torch.Tensor] | None = None
-
-    def chosen(self, seed: int, step: int, workers: int) -> torch.Tensor:
-        """Numbers of examples, (W, B), of all workers."""
-        together = workers * self._batch
-        epoch, within = divmod(step, max(self._count // together, 1))
-        if self._order is None or self._order[0] != (seed, epoch):
-            self._order = (seed, epoch), torch.randperm(self._count, generator=generator_of(seed, epoch, 0))
-        places = (within * together + torch.arange(together)) % self._count
-        return self._order[1][places].view(workers, self._batch)
-
-
-def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """What is made of random numbers of a seed, and leaves those of all others as they are."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        return make()
