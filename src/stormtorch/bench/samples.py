@@ -112,6 +112,11 @@ def merge(logs: Sequence[Log]) -> Log:
     return Log(samples, counters, logs[0].chunk_bytes, logs[0].tcp)
 
 
+def mean(values: Sequence[float]) -> float:
+    """Of one value at least; without an end, or no number, where one of them is."""
+    return sum(values) / len(values)
+
+
 def median(times_s: Sequence[float]) -> float:
     """The middle one, or the mean of the two in the middle."""
     ordered = sorted(times_s)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stormtorch.bench.display import loss_text, new_table, share_text, size_text, time_text
-from stormtorch.bench.samples import median
+from stormtorch.bench.samples import mean, median
 from stormtorch.loss import GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
 from stormtorch.simulation.results import SimReport, SimResult
 from stormtorch.training.display import (
@@ -64,10 +64,10 @@ def policy_table(report: SimReport) -> Table:
             _two_lines(success_text(results)),
             "-" if against is None or policy == "lossless" else _two_lines(against_text(report, against)),
             time_text(median([result.step_s for result in results])),
-            drift_text(_mean([result.drift for result in results])),
+            drift_text(mean([result.drift for result in results])),
             _number_text(_lag(results)),
-            _number_text(_mean([result.lead for result in results])) if _lag(results) is not None else "-",
-            share_text(_mean([result.arrived for result in results])),
+            _number_text(mean([result.lead for result in results])) if _lag(results) is not None else "-",
+            share_text(mean([result.arrived for result in results])),
         ]
         table.add_row(*row, *([size_text(max(result.peak_bytes or 0 for result in results))] if on_gpu else []))
     return table
@@ -124,7 +124,7 @@ def sentences(report: SimReport) -> list[str]:
 def _sentence(report: SimReport, policy: str) -> str:
     results = report.of(policy)
     text = f"{policy} {MEANINGS[policy]}. {outcome_text(report, policy)}. Its replicas {apart_text(results)}"
-    lag, lead = _lag(results), _mean([result.lead for result in results])
+    lag, lead = _lag(results), mean([result.lead for result in results])
     if policy == "lossless" or lag is None:
         return f"{text}."
     text += f"; their copies were {_number_text(lag)} steps old on average"
@@ -140,7 +140,7 @@ def _sentence(report: SimReport, policy: str) -> str:
 
 def _lag(results: Sequence[SimResult]) -> float | None:
     known = [result.mean_lag for result in results if result.mean_lag is not None]
-    return _mean(known) if known else None
+    return mean(known) if known else None
 
 
 def _two_lines(text: str) -> str:
@@ -149,7 +149,3 @@ def _two_lines(text: str) -> str:
 
 def _number_text(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0.0 else f"{value:.2g}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

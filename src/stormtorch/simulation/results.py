@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stormtorch.bench.samples import median
+from stormtorch.bench.samples import mean, median
 from stormtorch.policies.ledger import Row
 from stormtorch.simulation.run import Simulated
 from stormtorch.simulation.settings import SimSettings
@@ -61,7 +61,7 @@ class SimReport(Report[SimSettings, SimResult]):
 def lost_on_average(results: list[SimResult]) -> float:
     """Fraction of the chunks, over the trainings in which any may be lost."""
     lost = [1.0 - result.arrived for result in results if result.policy != "lossless"]
-    return _mean(lost) if lost else 0.0
+    return mean(lost) if lost else 0.0
 
 
 def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language: bool) -> SimResult:
@@ -72,25 +72,25 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
     # Where models are averaged less often than there are steps, there is no row.
     lag = rows[-1].lag if rows else {}
     copies = sum(lag.values())
-    down = [_mean(list(row.broadcast.values())) for row in rows if row.broadcast]
+    down = [mean(list(row.broadcast.values())) for row in rows if row.broadcast]
     return SimResult(
         policy=policy,
         seed=seed,
-        loss=_mean(losses[-max(len(losses) // 10, 1) :]),
+        loss=mean(losses[-max(len(losses) // 10, 1) :]),
         val_loss=val_loss,
         perplexity=exp_of(val_loss) if language else None,
         accuracy=None if language else accuracy,
         step_s=median(done.times_s),
         drift=done.drift,
-        arrived=_mean([row.arrived for row in rows if row.gradients]) if any(row.gradients for row in rows) else 1.0,
+        arrived=mean([row.arrived for row in rows if row.gradients]) if any(row.gradients for row in rows) else 1.0,
         loss_measured=None,
         curve=[(step, round(loss, 5)) for step, loss in done.curve],
         val_curve=[(step, round(sum(done.times_s[:step]), 3), round(loss, 5)) for step, loss, _ in done.validations],
         workers=workers,
         lag={age: count / copies for age, count in lag.items()},
         drift_curve=[_drifts(row) for row in rows[:: max(len(rows) // _ROWS, 1)]],
-        lead=_mean([row.lead for row in rows]) if rows else 0.0,
-        broadcast_lost=1.0 - _mean(down) if down else 0.0,
+        lead=mean([row.lead for row in rows]) if rows else 0.0,
+        broadcast_lost=1.0 - mean(down) if down else 0.0,
         fetched=sum(row.fetched for row in rows),
         how=done.how,
         at_once=done.at_once,
@@ -101,7 +101,3 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
 
 def _drifts(row: Row) -> tuple[int, float | None, float | None, float | None]:
     return row.step + 1, row.pair_drift, row.owner_drift, row.update_variance
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

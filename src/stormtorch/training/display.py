@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stormtorch.bench.display import crowding_text, loss_text, new_table, ratio_text, share_text, time_text
-from stormtorch.bench.samples import median
+from stormtorch.bench.samples import mean, median
 from stormtorch.bench.tables import network_text
 from stormtorch.training.results import Report, TrainReport, TrainResult
 
@@ -64,8 +64,8 @@ def policy_table(report: TrainReport) -> Table:
             success_text(results),
             "-" if against is None or policy == "lossless" else against_text(report, against),
             time_text(median([result.step_s for result in results])),
-            drift_text(_mean([result.drift for result in results])),
-            share_text(_mean([result.arrived for result in results])),
+            drift_text(mean([result.drift for result in results])),
+            share_text(mean([result.arrived for result in results])),
         )
     return table
 
@@ -90,7 +90,7 @@ def _sentence(report: TrainReport, policy: str) -> str:
         lossless_s = median([result.step_s for result in report.of("lossless")])
         ratio = median([result.step_s for result in results]) / lossless_s
         text += f"; a step took {ratio_text(ratio)} times as long as lossless's"
-    arrived = _mean([result.arrived for result in results])
+    arrived = mean([result.arrived for result in results])
     return f"{text}. {share_text(arrived)} of its chunks arrived, and its replicas {apart_text(results)}."
 
 
@@ -106,12 +106,12 @@ def outcome_text(report: Report[Any, Any], policy: str) -> str:
 
 def diverged(results: Sequence[TrainResult]) -> bool:
     """Whether any of them did."""
-    return not math.isfinite(_mean([result.val_loss for result in results]))
+    return not math.isfinite(mean([result.val_loss for result in results]))
 
 
 def apart_text(results: Sequence[TrainResult]) -> str:
     """How replicas ended."""
-    drift = _mean([result.drift for result in results])
+    drift = mean([result.drift for result in results])
     return "ended the same" if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square)"
 
 
@@ -150,18 +150,14 @@ def where_text(report: TrainReport) -> str:
 
 def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
     """The mean, and of several values their standard deviation: "10.31 ± 0.07"."""
-    mean = _mean(values)
-    text = format(mean, form) if math.isfinite(mean) else "-"
-    if len(values) > 1 and math.isfinite(mean):
-        spread = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
+    centre = mean(values)
+    text = format(centre, form) if math.isfinite(centre) else "-"
+    if len(values) > 1 and math.isfinite(centre):
+        spread = math.sqrt(sum((each - centre) ** 2 for each in values) / (len(values) - 1))
         text += f" ± {format(spread, form.lstrip('+'))}"
-    return text + unit if math.isfinite(mean) else text
+    return text + unit if math.isfinite(centre) else text
 
 
 def drift_text(drift: float) -> str:
     """Two digits; nothing but nothing is 0."""
     return "0" if drift == 0.0 else f"{drift:.1e}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

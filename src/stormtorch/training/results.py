@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stormtorch.bench.conditions import write_json
-from stormtorch.bench.samples import Counters, median
+from stormtorch.bench.samples import Counters, mean, median
 from stormtorch.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ class TrainResult:
 def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainResult:
     """All ranks' view of one training."""
     first = trainings[0]
-    losses = [_mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
+    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
     times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
     counters = sum((each.counters for each in trainings), Counters())
     _, val_loss, accuracy = first.validations[-1]
     return TrainResult(
         policy=first.policy,
         seed=first.seed,
-        loss=_mean(losses[-max(len(losses) // 10, 1) :]),
+        loss=mean(losses[-max(len(losses) // 10, 1) :]),
         val_loss=val_loss,
         perplexity=exp_of(val_loss) if language else None,
         accuracy=None if language else accuracy,
         step_s=median(times_s),
         drift=first.drift,
-        arrived=_mean([each.arrived for each in trainings]),
+        arrived=mean([each.arrived for each in trainings]),
         loss_measured=counters.loss if counters.seen else None,
         curve=[(step + 1, round(loss, 5)) for step, loss in enumerate(losses)],
         val_curve=[(step, round(sum(times_s[:step]), 3), round(loss, 5)) for step, loss, _ in first.validations],
@@ -140,7 +140,3 @@ def without_nan(data: Any) -> Any:
 def exp_of(value: float) -> float:
     """The perplexity of a loss."""
     return math.exp(value) if value < 700 else math.inf
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
