@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace, checked_burst, checked_chance
+from stormtorch.loss import Bernoulli, LinkModel, PerLink, Trace, checked_burst, checked_chance, loss_in_bursts
 
 __all__ = ["LinkEntry", "entries", "link_entries", "ranks_of", "read_file", "read_links"]
 
@@ -111,7 +111,7 @@ def _model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
     if "loss" in entry:
         p = checked_chance("loss", entry["loss"])
         burst = checked_burst("loss", p, entry.get("burst", 1.0))
-        return Bernoulli(p=p) if burst == 1.0 else GilbertElliott(p=p, burst=burst)
+        return loss_in_bursts(p, burst)
     if "burst" in entry:
         raise ValueError("has a burst without a loss")
     return None

@@ -288,6 +288,16 @@ LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers
 """All there is. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
 
 
+def loss_in_bursts(p: float, burst: float) -> Bernoulli | GilbertElliott:
+    """The model of a link of which two numbers are known: bursts of a mean length of 1 are independent loss."""
+    return Bernoulli(p=p) if burst == 1.0 else GilbertElliott(p=p, burst=burst)
+
+
+def in_time(network: LossModel) -> LinkModel | PerLink | Shared:
+    """What happens to datagrams of ranks that are not late."""
+    return network.network if isinstance(network, Stragglers) else network
+
+
 def _check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
     for rank in ranks:
         if not 0 <= rank < world:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stormtorch.loss import LinkModel, LossModel, PerLink, Stragglers
+from stormtorch.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
 from stormtorch.simulation.together import Together
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _restore_random(states: list[torch.Tensor]) -> None:
 
 def digest(network: LossModel) -> str:
     """The same for the same network, however many links it has; another for another."""
-    reached = network.network if isinstance(network, Stragglers) else network
+    reached = in_time(network)
     found = hashlib.sha256()
     if isinstance(network, Stragglers):
         found.update(f"late {network.chance} {network.delivered} ".encode())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormtorch.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace
+from stormtorch.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, in_time
 from stormtorch.simulation.fates import Chains, Shards, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
@@ -47,7 +47,7 @@ class Masks:
         self._shards = Shards.of(self._owner_C)
         self._generator = torch.Generator(self.device).manual_seed(seed)
         self._late = network if isinstance(network, Stragglers) else None
-        reached = network.network if isinstance(network, Stragglers) else network
+        reached = in_time(network)
         self._chains, self._traces = self._links(reached)
         self._common_p = reached.common if isinstance(reached, Shared) else 0.0
         self._uplinks = self._common(reached) if isinstance(reached, Shared) else None

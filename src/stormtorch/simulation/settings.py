@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
+from stormtorch.loss import GilbertElliott, LossModel, PerLink, Stragglers, Trace, in_time, loss_in_bursts
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch.simulation.tasks import TASKS
@@ -104,7 +104,7 @@ class SimSettings:
             raise BadSetting("device", f"must be cpu or cuda, got {self.device!r}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise BadSetting("device", "is cuda, but torch finds no GPU here")
-        reached = self.network.network if isinstance(self.network, Stragglers) else self.network
+        reached = in_time(self.loss_model())
         if isinstance(reached, PerLink) and reached.links:
             highest = max(max(link) for link in reached.links)
             if highest >= self.workers:
@@ -120,7 +120,7 @@ class SimSettings:
         """Of all links."""
         if self.network is not None:
             return self.network
-        return Bernoulli(p=self.loss) if self.burst == 1.0 else GilbertElliott(p=self.loss, burst=self.burst)
+        return loss_in_bursts(self.loss, self.burst)
 
     def policy_of(self, name: str) -> Policy:
         """The library's policy of that name."""

@@ -11,7 +11,7 @@ import torch
 from stormtorch.bench.settings import BadSetting, check_between, check_subset
 from stormtorch.console import names
 from stormtorch.link_file import read_links
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, LossModel, PerLink, Shared, Stragglers
+from stormtorch.loss import LossModel, PerLink, Shared, Stragglers, loss_in_bursts
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.training.settings import POLICIES
 
@@ -96,7 +96,7 @@ class Typed:
         check_between("stragglers", self.stragglers, 0.0, 1.0)
         if self.delivered is not None and not 0.0 < self.delivered < 1.0:
             raise BadSetting("delivered", f"must be above 0 and below 1, got {self.delivered:g}")
-        inner = self._alike(settings) if reached is None else reached
+        inner = loss_in_bursts(settings.loss, settings.burst) if reached is None else reached
         return Stragglers(chance=self.stragglers, delivered=self.delivered, network=inner)
 
     def _links(self, settings: SimSettings) -> PerLink | Shared | None:
@@ -111,7 +111,7 @@ class Typed:
             if self.loss is None and self._burst is not None:
                 raise BadSetting("burst", "needs a --loss beside --per-link: of the links that the file does not name")
             try:
-                default = None if self.loss is None else self._alike(settings)
+                default = None if self.loss is None else loss_in_bursts(settings.loss, settings.burst)
                 return read_links(self.per_link, settings.workers, default=default)
             except (OSError, ValueError) as error:
                 raise BadSetting("per_link", str(error)) from error
@@ -126,12 +126,6 @@ class Typed:
     @property
     def _burst(self) -> float | None:
         return None if self.burst == 1.0 else self.burst
-
-    @staticmethod
-    def _alike(settings: SimSettings) -> LinkModel:
-        if settings.burst == 1.0:
-            return Bernoulli(p=settings.loss)
-        return GilbertElliott(p=settings.loss, burst=settings.burst)
 
     @staticmethod
     def _alone(option: str, **others: object) -> None:
