@@ -16,7 +16,6 @@ import gc
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +30,7 @@ import torch
 from stormtorch.bench.conditions import surroundings
 from stormtorch.bench.display import progress_bar
 from stormtorch.policies import rules
+from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.simulation.tasks import Task
@@ -143,13 +143,12 @@ def load(name: str) -> dict[str, dict[str, Any]]:
 
 
 def keep(name: str, runs: dict[str, dict[str, Any]]) -> None:
-    """Writes them, through a second file, so that nothing is lost when it is stopped."""
+    """Writes them all; who is stopped meanwhile has what was there before."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(run)}" for key, run in sorted(runs.items()))
-    beside.write_text(f'{{"runs": {{\n{lines}\n}}}}\n')
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        beside.write_text(f'{{"runs": {{\n{lines}\n}}}}\n')
 
 
 def run_all(name: str, runs: Sequence[Run], processes: int, stop_after_s: float) -> dict[str, dict[str, Any]]:

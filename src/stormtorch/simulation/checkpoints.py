@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from numbers import Number
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -110,10 +112,8 @@ class Checkpoint:
         state = pytree.tree_map(_plain, state)
         state["found"]["ledger"] = found.ledger.state_dict()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # A second file first: whoever is stopped while writing still has the one before.
-        beside = self._path.with_name(self._path.name + ".new")
-        torch.save(state, beside)
-        os.replace(beside, self._path)
+        with replacing(self._path) as beside:
+            torch.save(state, beside)
 
     def _load(self, training: Drifting | Averaging, found: Simulated) -> int:
         path = self._path
@@ -134,6 +134,14 @@ class Checkpoint:
         found.ledger.load_state_dict(state["found"].pop("ledger"))
         vars(found).update(state["found"])
         return len(found.curve)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A second file to write, which then takes the place of the first: who is stopped meanwhile has the one before."""
+    beside = path.with_name(path.name + ".new")
+    yield beside
+    os.replace(beside, path)
 
 
 def _plain(value: Any) -> Any:

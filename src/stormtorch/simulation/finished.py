@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from stormtorch.bench.settings import BadSetting
 from stormtorch.policies.ledger import Ledger
+from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.results import SimResult
 from stormtorch.simulation.together import Together
 
@@ -69,7 +69,8 @@ class Finished:
         self._write(result.policy, result.seed, rows)
         if self._folder is not None:
             path = self._folder / f"{result.policy}-{result.seed}.json"
-            _replace(path, json.dumps({"result": result.to_json(), "ledger": rows}))
+            with replacing(path) as beside:
+                beside.write_text(json.dumps({"result": result.to_json(), "ledger": rows}), encoding="utf-8")
 
     def _write(self, policy: str, seed: int, rows: list[dict[str, Any]] | None) -> None:
         if self._ledger is not None and rows is not None:
@@ -84,7 +85,8 @@ def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _replace(path, json.dumps(plain, indent=1) + "\n")
+            with replacing(path) as beside:
+                beside.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
             return None
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -96,10 +98,3 @@ def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
                 "name another folder, or remove it"
             )
     return None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
