@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stormtorch.bench.settings import BadSetting
 from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers, Trace
-from stormtorch.simulation import commands
+from stormtorch.simulation import arguments
 from stormtorch.simulation.display import network_text, sentences, show_simulation
 from stormtorch.simulation.plot import plot_simulation
 from stormtorch.simulation.results import SimReport, SimResult
@@ -40,10 +40,10 @@ def typed(*policies: str, **options: Any) -> SimSettings:
 def test_help_answers_without_torch_and_lists_what_exists() -> None:
     code = "import sys; from stormtorch import cli, simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    assert tuple(commands.POLICIES.split(",")) == TYPED_POLICIES
-    assert tuple(commands.MODELS.split(",")) == TASKS
-    assert [each.value for each in commands.Wire] == list(WIRES)
-    assert [each.value for each in commands.Precision] == list(PRECISIONS)
+    assert tuple(arguments.POLICIES.split(",")) == TYPED_POLICIES
+    assert tuple(arguments.MODELS.split(",")) == TASKS
+    assert [each.value for each in arguments.Wire] == list(WIRES)
+    assert [each.value for each in arguments.Precision] == list(PRECISIONS)
     assert set(TYPED_POLICIES) == {*POLICIES, "bounded-drift"}
     code_, text = call("simulate", "--help")
     assert code_ == 0

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,69 +10,21 @@ import typer
 
 from stormtorch.bench.arguments import check_outputs
 from stormtorch.console import check_file, friendly_errors
+from stormtorch.simulation.arguments import (
+    DEFAULT_POLICIES,
+    MODELS,
+    POLICIES,
+    Device,
+    How,
+    Optimizer,
+    Precision,
+    Weights,
+    Wire,
+    spaced,
+)
 
 if TYPE_CHECKING:
     from stormtorch.simulation.settings import SimSettings
-
-# Declared here, so that --help answers without importing torch; a test compares them with the real ones.
-POLICIES = "lossless,bounded-drift,plain,lead,model-averaging,gradient-averaging"
-DEFAULT_POLICIES = "lossless,bounded-drift"
-MODELS = "llama,stories15m,resnet20,resnet110,lstm"
-
-
-class Wire(StrEnum):
-    """What gradients and parameters can travel as."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Weights(StrEnum):
-    """How gradients that arrived are weighed."""
-
-    mean = "mean"
-    horvitz_thompson = "horvitz-thompson"
-
-
-class Optimizer(StrEnum):
-    """What takes the steps."""
-
-    task = "task"
-    adamw = "adamw"
-    nadam = "nadam"
-    momentum = "momentum"
-    sgd = "sgd"
-
-
-class Device(StrEnum):
-    """What computes."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Precision(StrEnum):
-    """What matrices are multiplied in."""
-
-    float32 = "float32"
-    tf32 = "tf32"
-    bfloat16 = "bfloat16"
-
-
-class How(StrEnum):
-    """How gradients of many workers are computed."""
-
-    auto = "auto"
-    batched = "batched"
-    loop = "loop"
-
-
-def _spaced(known: str) -> str:
-    """Names that a narrow terminal breaks between lines: without spaces it would cut them off."""
-    return known.replace(",", ", ")
-
 
 _NETWORK, _POLICY, _MODEL, _SPEED = "The network", "Policies", "The model", "How it is computed"
 
@@ -103,7 +54,7 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help=f"Which to compare, separated by commas: {_spaced(POLICIES)}. bounded-drift is lead, or plain with "
+            help=f"Which to compare, separated by commas: {spaced(POLICIES)}. bounded-drift is lead, or plain with "
             "--lead off.",
             rich_help_panel=_POLICY,
         ),
@@ -191,7 +142,7 @@ def simulate(
         typer.Option(help="That part.", show_default="drawn each time", rich_help_panel=_NETWORK),
     ] = None,
     model: Annotated[
-        str, typer.Option(help=f"What is trained: one of {_spaced(MODELS)}.", rich_help_panel=_MODEL)
+        str, typer.Option(help=f"What is trained: one of {spaced(MODELS)}.", rich_help_panel=_MODEL)
     ] = "llama",
     data: Annotated[
         Path | None,
