@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, main, mean_text, seeds
-from perplexity import COLOURS, scratch
+from grid import Run, above, explain, main, mean_text, seeds
+from perplexity import scratch
+
+from stormtorch.training.plot import COLOURS
 
 BURSTS = (1.0, 8.0, 64.0)
 LOSS = 0.2
@@ -55,7 +57,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     cost.set_xticks(BURSTS, [f"{burst:g}" for burst in BURSTS])
     lag.set(xlabel="lag, steps", ylabel="fraction of all copies", ylim=(1e-6, 1.5))
     for axis in (cost, lag):
-        axis.legend(frameon=False)
+        explain(axis)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("64 workers, 300 steps, 20 % loss", fontsize=11)
     figure.savefig(path, dpi=150)

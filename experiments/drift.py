@@ -10,25 +10,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, main, seeds
+from grid import Run, explain, main, seeds
 from small import small
 
 from stormtorch import theory
+from stormtorch.training.plot import COLOURS
 
 LOSSES = (0.1, 0.4)
-COLOURS = {
-    "plain": "#f59f00",
-    "lead": "#d9480f",
-    "model-averaging": "#1c7ed6",
-    "gradient-averaging": "#5f3dc4",
-}
+POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")
 
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
     """All policies at two losses; momentum-free SGD beside AdamW for the formulas."""
     found = []
     for loss in LOSSES:
-        for policy in COLOURS:
+        for policy in POLICIES:
             found.append(Run(key=f"{policy}/{loss:g}/0", settings=small(chosen, policies=(policy,), loss=loss)))
         for policy in ("plain", "lead"):
             settings = small(chosen, policies=(policy,), loss=loss, optimizer="sgd", lr=1.0)
@@ -40,19 +36,19 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Drift by step: as it is, and over one update beside the formulas."""
     from matplotlib.figure import Figure
 
-    losses = [loss for loss in LOSSES if any(seeds(found, f"{policy}/{loss:g}") for policy in COLOURS)]
+    losses = [loss for loss in LOSSES if any(seeds(found, f"{policy}/{loss:g}") for policy in POLICIES)]
     figure = Figure(figsize=(6.25 * max(len(losses), 1), 7.4), layout="constrained")
     axes = figure.subplots(2, max(len(losses), 1), squeeze=False)
     for column, loss in enumerate(losses):
         raw, relative = axes[0, column], axes[1, column]
-        for policy, colour in COLOURS.items():
+        for policy in POLICIES:
             for run in seeds(found, f"{policy}/{loss:g}"):
                 points = [(step, pair) for step, pair, _, _ in run["drift_curve"] if pair]
-                raw.plot(*zip(*points, strict=True), color=colour, label=policy.replace("-", " "))
+                raw.plot(*zip(*points, strict=True), color=COLOURS[policy], label=policy.replace("-", " "))
                 print(f"{policy} {loss}: drift at the end {run['drift']:.3e}")
         raw.set_yscale("log")
         raw.set(title=f"{100 * loss:g} % loss, AdamW", ylabel="mean squared difference of two replicas")
-        raw.legend(frameon=False, fontsize=8)
+        explain(raw, fontsize=8)
         for name, style, label in (("", "-", "AdamW"), ("-sgd", "--", "SGD without momentum")):
             for policy in ("plain", "lead"):
                 for run in seeds(found, f"{policy}{name}/{loss:g}"):
@@ -83,7 +79,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         )
         relative.set_yscale("log")
         relative.set(xlabel="step", ylabel="the same over the mean square of an update", ylim=(0.01, 30))
-        relative.legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
+        explain(relative, fontsize=8, ncols=2, loc="lower right")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -64,21 +64,8 @@ class Run:
     @property
     def shape(self) -> tuple[object, ...]:
         """Runs of the same shape share what was compiled for one of them."""
-        each = self.settings
-        names: tuple[str, ...] = (
-            "model",
-            "data",
-            "workers",
-            "batch",
-            "lr",
-            "context",
-            "width",
-            "layers",
-            "held_out",
-            "device",
-        )
-        names += ("precision", "how", "at_once", "fuse")
-        return (self.task, *(getattr(each, name) for name in names))
+        names = "model data workers batch lr context width layers held_out device precision how at_once fuse"
+        return (self.task, *(getattr(self.settings, name) for name in names.split()))
 
 
 def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> dict[str, Any]:
@@ -87,8 +74,7 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
     task = task or run.task(run.settings)
     settings = run.settings
     if run.lead_steps is not None:
-        settings = _Switched(**{name.name: getattr(settings, name.name) for name in dataclasses.fields(settings)})
-        object.__setattr__(settings, "lead_steps", run.lead_steps)
+        settings = _Switched(**vars(settings), lead_steps=run.lead_steps)
     (policy,) = settings.policies
     with _looking_ahead(run.lookahead), _smoothing(run.smooth):
         result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
@@ -101,6 +87,7 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
     return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Switched(SimSettings):
     """Settings whose lead is on for some steps only."""
 
@@ -261,6 +248,11 @@ def mean_text(values: Sequence[float], form: str = "+.2f") -> str:
         return "-"
     mean, error = statistics.fmean(values), standard_error(values)
     return f"{mean:{form}} ± {error:{form.lstrip('+')}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def mean_and_bar(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the error bar of a picture: two standard errors."""
+    return sum(values) / len(values), 2 * standard_error(values)
 
 
 def standard_error(values: Sequence[float]) -> float:

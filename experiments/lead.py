@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, main, mean_text, standard_error
+from grid import Run, above, explain, main, mean_and_bar, mean_text
 from small import small
 
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -89,7 +89,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for ahead in AHEADS:
         more = above(found, f"ahead/{ahead:g}", "adamw/lossless")
         if more:
-            points.append((ahead, sum(more) / len(more), 2 * standard_error(more)))
+            points.append((ahead, *mean_and_bar(more)))
             print(f"look-ahead of {ahead:g} updates without loss: {mean_text(more)} %")
     if points:
         by_updates.errorbar(
@@ -111,7 +111,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_yticks([-3, -1, 0, 1, 3, 10, 30], ["-3", "-1", "0", "1", "3", "10", "30"])
         axis.set_ylabel("perplexity above lossless, per cent")
         # Below: there are curves in every corner.
-        axis.legend(frameon=False, fontsize=8, handlelength=3, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+        explain(axis, fontsize=8, handlelength=3, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
@@ -123,7 +123,7 @@ def _points(
     for factor in factors:
         more = above(found, f"{optimizer}/{loss:g}/{factor:g}", f"{optimizer}/lossless")
         if more:
-            points.append((factor, sum(more) / len(more), 2 * standard_error(more)))
+            points.append((factor, *mean_and_bar(more)))
             print(f"{optimizer} {100 * loss:g} % lead x {factor:g}: {mean_text(more)} %")
     return points
 

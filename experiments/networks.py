@@ -18,6 +18,7 @@ from torch import nn
 from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.simulation.tasks import Task, open_task
+from stormtorch.training.plot import COLOURS
 from stormtorch.training.tasks import Batch
 
 SEEDS = 3
@@ -116,8 +117,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     others, rare = figure.subplots(1, 2, width_ratios=(2, 1))
     names = ["independent", "bursts", "shared", "stragglers", "rack", "wifi"]
-    colours = {"lead": "#d9480f", "plain": "#f59f00"}
-    known_policies = [policy for policy in colours if any(seeds(found, f"{name}/{policy}") for name in names)]
+    known_policies = [policy for policy in ("lead", "plain") if any(seeds(found, f"{name}/{policy}") for name in names)]
     for number, policy in enumerate(known_policies):
         for at, name in enumerate(names):
             more = above(found, f"{name}/{policy}", "lossless")
@@ -125,7 +125,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 lost = [run["broadcast_lost"] for run in seeds(found, f"{name}/{policy}")]
                 x = at + 0.38 * (number - (len(known_policies) - 1) / 2)
                 others.bar(
-                    x, sum(more) / len(more), color=colours[policy], width=0.36, label=policy if at == 0 else None
+                    x, sum(more) / len(more), color=COLOURS[policy], width=0.36, label=policy if at == 0 else None
                 )
                 others.plot([x] * len(more), more, "k.", markersize=4)
                 print(f"{name} {policy}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")

@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, explain, main, mean_text, seeds, standard_error
+from grid import Run, above, explain, main, mean_and_bar, mean_text, seeds
 
 from stormtorch.simulation.settings import SimSettings
+from stormtorch.training.plot import COLOURS
 
 WORKERS = (4, 16, 64, 256, 1024)
 TIMED = (4, 16, 64, 128, 256, 512, 1024)
@@ -65,16 +66,16 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     cost, seconds, memory = figure.subplots(1, 3)
-    for policy, colour in (("plain", "#f59f00"), ("lead", "#d9480f")):
+    for policy in ("plain", "lead"):
         points = []
         for workers in WORKERS:
             more = above(found, f"{policy}/{workers}", f"lossless/{workers}")
             if more:
-                points.append((workers, sum(more) / len(more), 2 * standard_error(more)))
+                points.append((workers, *mean_and_bar(more)))
                 print(f"{policy} {workers} workers: {mean_text(more)} %")
         if points:
             x, y, error = zip(*points, strict=True)
-            cost.errorbar(x, y, error, color=colour, marker="o", markersize=4, capsize=3, label=policy)
+            cost.errorbar(x, y, error, color=COLOURS[policy], marker="o", markersize=4, capsize=3, label=policy)
     cost.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
     cost.set(
         ylabel=f"perplexity above lossless at {100 * LOSS:g} % loss, per cent", title="0.12 M parameters, 200 steps"
