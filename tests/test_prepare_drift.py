@@ -12,6 +12,7 @@ from stormtorch import (
     Options,
     theory,
 )
+from stormtorch.bench.samples import mean
 from training import (
     WORLD,
     Optimizer,
@@ -23,10 +24,6 @@ from training import (
 pytestmark = pytest.mark.pure
 
 SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 class RandomWalk(Optimizer):

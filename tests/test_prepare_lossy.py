@@ -22,6 +22,7 @@ from stormtorch import (
     exact,
     theory,
 )
+from stormtorch.bench.samples import mean
 from stormtorch.policies.policy import Policy
 from training import (
     Rank,
@@ -39,10 +40,6 @@ from training import (
 pytestmark = pytest.mark.pure
 
 SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3])

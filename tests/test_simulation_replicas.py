@@ -12,6 +12,7 @@ from torch import nn
 from mask_statistics import CPU
 from simulating import Data, outcome
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability, theory
+from stormtorch.bench.samples import mean
 from stormtorch.loss import Bernoulli, PerLink
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Ledger
@@ -25,10 +26,6 @@ from training import Optimizer, Vector
 pytestmark = pytest.mark.pure
 
 PER_CHUNK = 8
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 # --- versions and ages ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from mask_statistics import within
 from simulating import Data, keep_trainings, outcome, replicas_of
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _engine, theory
+from stormtorch.bench.samples import mean
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
 from stormtorch.simulation.run import DATAGRAM_BYTES
@@ -26,10 +27,6 @@ CHUNKS = 240
 COUNT = CHUNKS * _engine.chunk_bytes(DATAGRAM_BYTES, False) // 4
 WARMUP = 15
 STEPS = 65
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 @functools.lru_cache(maxsize=2 * WORKERS)

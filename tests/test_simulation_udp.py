@@ -17,6 +17,7 @@ import stormtorch
 from mask_statistics import within
 from stormtorch import BoundedDrift, Options
 from stormtorch.bench.ranks import Member, run_ranks
+from stormtorch.bench.samples import mean
 from stormtorch.collectives import Group
 from stormtorch.simulation import simulate
 from stormtorch.simulation.run import DATAGRAM_BYTES
@@ -44,10 +45,6 @@ class Trained:
     lag: list[Counter[int]]
     """After each broadcast."""
     arrived: float
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 def train_over_udp(member: Member) -> dict[tuple[float, int], Trained]:

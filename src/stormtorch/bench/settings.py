@@ -8,7 +8,7 @@ from stormtorch.lab.conditions import BadCondition
 
 
 class BadSetting(BadCondition):
-    """A setting of a benchmark has no sensible value: `name` is the setting, `problem` what is wrong with it."""
+    """A setting has no sensible value: `name` is the setting, `problem` what is wrong with it."""
 
 
 @contextmanager

@@ -77,9 +77,7 @@ class Averaging:
         losses = self._compute(batches)
         if isinstance(self.policy, GradientAveraging):
             self._average(self._grads, row, self.setting.cut.owner_C)
-            self._clip()
-        else:
-            self._clip()
+        self._clip()
         for optimizer in self.optimizers:
             optimizer.step()
         self._steps += 1

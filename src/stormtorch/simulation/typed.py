@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,7 @@ class Typed:
         # First without a network: loss and burst are checked there, by their own names.
         plain = SimSettings(policies=policies, lead=lead, loss=loss, burst=self.burst, **others)
         network = self._network(plain)
-        if network is None:
-            return plain
-        return SimSettings(policies=policies, lead=lead, loss=loss, burst=self.burst, network=network, **others)
+        return plain if network is None else replace(plain, network=network)
 
     def _policies(self) -> tuple[tuple[str, ...], float]:
         """The library's names of them, and the lead's factor."""

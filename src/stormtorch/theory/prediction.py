@@ -121,8 +121,6 @@ def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, 
     check_count("steps", steps)
     check_count("chunks", chunks)
     ahead = lead(p, max_lag)
-    noise = pair_drift(p, max_lag=max_lag), owner_drift(p, max_lag=max_lag)
-    noise_lead = pair_drift(p, max_lag=max_lag, lead=ahead), owner_drift(p, max_lag=max_lag, lead=ahead)
     variance = lag_variance(p, max_lag)
     a1, a2 = mixing(p, n)
     reweighted = horvitz_thompson_inflation(p, n)
@@ -139,13 +137,13 @@ def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, 
         largest_lag=largest_lag(p, chunks * (n - 1), steps, max_lag) if n > 1 else 0.0,
         fetched=fetched(p, max_lag),
         lead=ahead,
-        pair_drift=noise[0],
+        pair_drift=pair_drift(p, max_lag=max_lag),
         pair_drift_published=pair_drift_published(p),
-        owner_drift=noise[1],
+        owner_drift=owner_drift(p, max_lag=max_lag),
         pair_drift_by_mean=2.0 * variance,
         owner_drift_by_mean=variance + ahead**2,
-        pair_drift_lead=noise_lead[0],
-        owner_drift_lead=noise_lead[1],
+        pair_drift_lead=pair_drift(p, max_lag=max_lag, lead=ahead),
+        owner_drift_lead=owner_drift(p, max_lag=max_lag, lead=ahead),
         owner_drift_by_mean_lead=variance,
         common_drift=common_drift(p, max_lag=max_lag),
         common_drift_lead=common_drift(p, max_lag=max_lag, lead=ahead),
