@@ -170,6 +170,11 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
     for run in runs:
         asked = _asked(run)
         known = found[run.key]["settings"] if run.key in found else {}
+        if known and ("network" in asked) != ("network" in known):
+            raise ValueError(
+                f"{RESULTS / f'{name}.json'} has {run.key} over another network; take it out to compute it"
+            )
+        # Names that one of them lacks were added later: their default is what there was before.
         for each in sorted((asked.keys() & known.keys()) - _FREE):
             if asked[each] != known[each]:
                 raise ValueError(
@@ -235,11 +240,19 @@ def seeds(runs: dict[str, dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
 
 
 def above(runs: dict[str, dict[str, Any]], prefix: str, base: str) -> list[float]:
-    """By how many per cent perplexity is above that of the same seed under `base`; without end where it diverged."""
+    """By how many per cent perplexity is above that of the same seed under `base`; without end where it diverged.
+
+    Where `base` diverged there is no telling: nan.
+    """
     bases = {run["seed"]: run for run in seeds(runs, base)}
     pairs = [(run, bases[run["seed"]]) for run in seeds(runs, prefix) if run["seed"] in bases]
-    losses = [(math.inf if run["val_loss"] is None else run["val_loss"], other["val_loss"]) for run, other in pairs]
-    return [100 * (math.expm1(loss - other) if loss - other < 700 else math.inf) for loss, other in losses]
+    return [_above(run["val_loss"], other["val_loss"]) for run, other in pairs]
+
+
+def _above(loss: float | None, base: float | None) -> float:
+    if base is None:
+        return math.nan
+    return math.inf if loss is None or loss - base > 700 else 100 * math.expm1(loss - base)
 
 
 def mean_text(values: Sequence[float], form: str = "+.2f") -> str:

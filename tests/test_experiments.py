@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stormtorch.loss import Bernoulli
 from stormtorch.simulation.settings import SimSettings
 
 pytestmark = pytest.mark.pure
@@ -32,6 +33,9 @@ def test_a_result_of_other_settings_is_not_gone_on_from(grid: Any) -> None:
         grid.check("x", [dataclasses.replace(run, settings=SimSettings(policies=("lead",), steps=4))], found)
     with pytest.raises(ValueError, match="its smooth is None"):
         grid.check("x", [dataclasses.replace(run, smooth=0.5)], found)
+    elsewhere = SimSettings(policies=("lead",), steps=3, network=Bernoulli(p=0.1))
+    with pytest.raises(ValueError, match="over another network"):
+        grid.check("x", [dataclasses.replace(run, settings=elsewhere)], found)
 
 
 def test_two_runs_with_one_key_are_refused(grid: Any) -> None:
@@ -48,3 +52,5 @@ def test_a_run_that_diverged_is_without_end_and_not_left_out(grid: Any) -> None:
     found = grid.above(runs, "lead", "base")
     assert found == [pytest.approx(100 * math.expm1(0.1)), math.inf]
     assert math.isnan(grid.standard_error(found))
+    runs["base/0"]["result"]["val_loss"] = None
+    assert math.isnan(grid.above(runs, "lead", "base")[0])

@@ -157,6 +157,12 @@ def test_of_no_message_is_more_missing_than_the_budget(budget: float, up: bool) 
         assert int(missing_WC.sum()) > 0
 
 
+def test_a_budget_allows_as_many_chunks_as_the_engine_does() -> None:
+    masks = Masks(Bernoulli(p=0.9), 2, torch.zeros(75, dtype=torch.long), seed=1)
+    missing = [int((~arrived(masks, Reliability(budget=0.84), up=False))[1].sum()) for _ in range(50)]
+    assert max(missing) == 63  # 0.84 x 75, where float32 says 62.99
+
+
 @pytest.mark.parametrize("policy", [ModelAveraging, GradientAveraging])
 def test_averaging_repairs_to_its_budget_too(policy: Any) -> None:
     lost = {}

@@ -89,6 +89,8 @@ class SimSettings:
         check_subset("weights", (self.weights,), ("mean", "horvitz-thompson"))
         if self.max_lag is not None:
             check_between("max_lag", self.max_lag, 1, 1_000_000)
+        if self.guard is not None and not 0.0 < self.guard < 1.0:
+            raise BadSetting("guard", f"must lie in (0, 1) or be None, got {self.guard!r}")
         check_subset("optimizer", (self.optimizer,), ("task", "adamw", "nadam", "momentum", "sgd"))
         check_subset("wire", (self.wire,), WIRES)
         check_between("every", self.every, 1, 1_000_000)
