@@ -17,7 +17,7 @@ from stormtorch.simulation.settings import SimSettings
 
 LOSSES = (0.0, 0.01, 0.05, 0.1)
 MODELS = ("resnet20", "resnet110", "lstm")
-STEPS = {"resnet20": 1560, "resnet110": 390, "lstm": 875}
+STEPS = {"resnet20": 1560, "resnet110": 780, "lstm": 875}
 SEEDS = {"resnet20": 1, "resnet110": 1, "lstm": 3}
 POLICIES = ("model-averaging", "gradient-averaging")
 

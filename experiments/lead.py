@@ -20,6 +20,7 @@ SEEDS = 3
 # from before this one was chosen.
 RATES = {"adamw": 1e-3, "momentum": 0.2, "sgd": 0.3}
 SMOOTH = (0.5, 0.8)
+OPTIMIZERS = {"adamw": "#d9480f", "momentum": "#862e9c", "sgd": "#1c7ed6", "sgd-lr1": "#adb5bd"}
 AHEADS = (0.11, 0.22, 0.67, 1.33, 2.0)
 
 
@@ -71,19 +72,13 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             by_updates.errorbar(
                 *zip(*updates, strict=True), color=colour, marker="o", capsize=3, label=f"{100 * loss:g} % lost"
             )
-        for optimizer, style in (("sgd", "-."), ("sgd-lr1", ":"), ("momentum", "--"), ("adamw", "-")):
+    for optimizer, colour in OPTIMIZERS.items():
+        for loss, style in zip(LOSSES, (":", "-"), strict=True):
             points = _points(found, optimizer, loss, (0.0, 1.0, 2.0))
             if points:
-                x, y, error = zip(*points, strict=True)
+                label = f"{optimizer}, {100 * loss:g} %"
                 by_optimizer.errorbar(
-                    x,
-                    y,
-                    error,
-                    color=colour,
-                    linestyle=style,
-                    marker="o",
-                    capsize=3,
-                    label=f"{optimizer}, {100 * loss:g} %",
+                    *zip(*points, strict=True), color=colour, linestyle=style, marker="o", capsize=3, label=label
                 )
     points = []
     for ahead in AHEADS:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, main, mean_text, standard_error
+from grid import Run, above, explain, main, mean_and_bar, mean_text
 
 from stormtorch.simulation.settings import SimSettings
 
@@ -92,19 +92,21 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_title(f"from scratch, {steps} steps")
         if kind == "short":
             axis.plot(100 * PUBLISHED[0], PUBLISHED[1], "k*", markersize=9, label="published: LLaMA-2 7B, at most")
-        axis.legend(frameon=False, fontsize=8, loc="upper left")
+        explain(axis, fontsize=8, loc="upper left")
     figure.suptitle("64 workers, both stages lossy; bars are two standard errors of the mean over seeds", fontsize=11)
     figure.savefig(path, dpi=150)
 
 
 def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str) -> None:
-    """What each loss rate costs, a line for each way to meet it."""
+    """What each loss rate costs, a line for each way to meet it; hollow where there is one seed only."""
     for policy, colour in COLOURS.items():
         points = []
         for loss in LOSSES:
             more = above(found, f"{kind}/{policy}/{loss:g}", f"{kind}/lossless")
             if more:
-                points.append((100 * loss, sum(more) / len(more), 2 * standard_error(more)))
+                points.append((100 * loss, *mean_and_bar(more)))
+                if len(more) == 1:
+                    axis.plot(*points[-1][:2], "o", color="white", markersize=2.5, zorder=5)
                 print(f"{kind} {policy} {100 * loss:g} %: {mean_text(more)} % of {len(more)} seeds")
         if points:
             x, y, error = zip(*points, strict=True)
@@ -112,6 +114,8 @@ def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str) -> None:
     axis.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
     axis.set_yscale("symlog", linthresh=1)
     axis.set_yticks([-1, 0, 1, 3, 10, 30], ["-1", "0", "1", "3", "10", "30"])
+    # The same for all panels, with room for a legend.
+    axis.set(xlim=(-1, 42), ylim=(-1.9, 170))
     axis.set(xlabel="loss, per cent of packets", ylabel="perplexity above lossless, per cent")
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -14,7 +14,7 @@ from stormtorch.bench.settings import BadSetting
 from stormtorch.training.corpus import library_files, open_corpus
 from stormtorch.training.images import open_images
 from stormtorch.training.llama import Llama, LlamaSize
-from stormtorch.training.lstm import LstmClassifier
+from stormtorch.training.lstm import LstmTagger
 from stormtorch.training.resnet import ResNet
 
 
@@ -65,10 +65,30 @@ def test_resnet_20_has_the_parameters_of_the_paper_for_colours_and_for_digits(
     assert sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules()) == 20
 
 
-def test_the_lstm_judges_a_sequence_by_its_last_state() -> None:
-    model = LstmClassifier(8, 5, width=16)
-    assert model(torch.zeros(3, 7, 8)).shape == (3, 5)
-    assert count(model) == 4 * 16 * (8 + 16 + 2) + 16 * 5 + 5
+def test_blocks_that_begin_silent_are_their_shortcuts_and_still_learn() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16)
+    deep, spoken = ResNet(blocks=4, silent=True), ResNet(blocks=4)
+    before, heard = deep(images), spoken(images)
+    with torch.no_grad():
+        for block in (*deep.blocks, *spoken.blocks):
+            block.convolutions[0].weight.mul_(-3.0)
+    assert torch.equal(deep(images), before)
+    assert not torch.equal(spoken(images), heard)
+    deep(images).square().sum().backward()
+    assert all(bool(block.convolutions[-1].weight.grad.any()) for block in deep.blocks)
+
+
+def test_the_lstm_judges_each_word_by_what_came_before() -> None:
+    torch.manual_seed(0)
+    model = LstmTagger(20, 5, embedding=8, width=16)
+    words = torch.randint(20, (3, 7))
+    scores = model(words)
+    assert scores.shape == (3, 7, 5)
+    assert count(model) == 20 * 8 + 4 * 16 * (8 + 16 + 2) + 16 * 5 + 5
+    words[:, 4] = (words[:, 4] + 1) % 20
+    assert torch.equal(model(words)[:, :4], scores[:, :4])
+    assert not torch.equal(model(words)[:, 4:], scores[:, 4:])
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ResNet-20 for small images, as He et al. (2015) trained it on CIFAR-10: section 4.2, with identity shortcuts."""
+"""ResNets for small images, as He et al. (2015) trained them on CIFAR-10: section 4.2, with identity shortcuts."""
 
 import torch
 from torch import nn
@@ -13,10 +13,12 @@ class ResNet(nn.Module):
     Args:
         channels: 3 for colours, 1 for grey; pictures of 8 x 8, halved twice, are the smallest that make sense.
         classes: How many there are.
-        blocks: In each of three stages, with two convolutions each: 3 makes ResNet-20.
+        blocks: In each of three stages, with two convolutions each: 3 makes ResNet-20, 18 ResNet-110.
+        silent: Whether every block begins as its shortcut alone (its last scale is zero; Goyal et al., 2017).
+            A deep one needs it to begin at a high learning rate.
     """
 
-    def __init__(self, channels: int = 3, classes: int = 10, *, blocks: int = 3) -> None:
+    def __init__(self, channels: int = 3, classes: int = 10, *, blocks: int = 3, silent: bool = False) -> None:
         super().__init__()
         self.first = nn.Sequential(
             nn.Conv2d(channels, _WIDTHS[0], 3, padding=1, bias=False), nn.BatchNorm2d(_WIDTHS[0]), nn.ReLU()
@@ -32,6 +34,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, _Block) and silent:
+                nn.init.zeros_(module.convolutions[-1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """A mean over the picture stands before the last layer."""

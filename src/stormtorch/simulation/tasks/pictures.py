@@ -52,8 +52,8 @@ class Pictures(Learned):
 
     def model(self, seed: int) -> nn.Module:
         """ResNet-20 or ResNet-110."""
-        blocks = 18 if self.name == "resnet110" else 3
-        return seeded(seed, lambda: ResNet(self._training.shape[1], CLASSES, blocks=blocks))
+        deep = self.name == "resnet110"
+        return seeded(seed, lambda: ResNet(self._training.shape[1], CLASSES, blocks=18 if deep else 3, silent=deep))
 
     def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """SGD with momentum."""
