@@ -21,6 +21,7 @@ BASE = "lossless, 5 sequences"
 KINDS: dict[str, dict[str, Any]] = {
     BASE: {"policies": ("lossless",), "batch": 5},
     "lossless, 3 sequences": {"policies": ("lossless",), "batch": 3},
+    "lossless, 5 sequences, higher rate": {"policies": ("lossless",), "batch": 5, "lr": RATE / math.sqrt(1 - LOSS)},
     "gradients lost, 5 sequences": {"policies": ("lead",), "batch": 5, "loss": LOSS, "budget": 0.0},
     "gradients lost, 8 sequences": {"policies": ("lead",), "batch": 8, "loss": LOSS, "budget": 0.0},
     "gradients lost, 5 sequences, higher rate": {

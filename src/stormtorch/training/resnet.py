@@ -27,15 +27,13 @@ class ResNet(nn.Module):
         before = _WIDTHS[0]
         for width in _WIDTHS:
             for _ in range(blocks):
-                stages.append(_Block(before, width, 1 if width == before else 2))
+                stages.append(_Block(before, width, 1 if width == before else 2, silent))
                 before = width
         self.blocks = nn.Sequential(*stages)
         self.head = nn.Linear(_WIDTHS[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if isinstance(module, _Block) and silent:
-                nn.init.zeros_(module.convolutions[-1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """A mean over the picture stands before the last layer."""
@@ -44,14 +42,17 @@ class ResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, before: int, width: int, stride: int, silent: bool) -> None:
         super().__init__()
+        last = nn.BatchNorm2d(width)
+        if silent:
+            nn.init.zeros_(last.weight)
         self.convolutions = nn.Sequential(
             nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            last,
         )
         self.stride = stride
         self.added_channels = width - before
