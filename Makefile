@@ -14,7 +14,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-test address-test thread-test python-test stub-check
+.PHONY: help setup demo test lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-test address-test thread-build driver-test python-test stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -89,7 +89,7 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 # --- check it --------------------------------------------------------------------------------------------------------
 
 test: sanitize python-test  ## the engine's tests under sanitizers, then the Python tests
-sanitize: address-test thread-test  ## the engine's tests under ASan+UBSan and under TSan
+sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
 
 # Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
 build/%/build.ninja: Makefile | .venv/.tools
@@ -104,16 +104,22 @@ engine-test: build/tests/build.ninja
 	@cmake --build build/tests
 	build/tests/engine_tests
 
+# The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
+# the cores with a compiler, and the driver's have them alone.
+ADDRESS_TESTS = UBSAN_OPTIONS=print_stacktrace=1 build/address/engine_tests
 address-test: build/address/build.ninja
-	@cmake --build build/address
-	UBSAN_OPTIONS=print_stacktrace=1 build/address/engine_tests
+	@cmake --build build/address --target engine_tests
+	$(ADDRESS_TESTS) -test_driver
 
 # setarch: TSan of older compilers cannot place its shadow where the kernel randomises addresses by more than 28 bits.
-# Containers may forbid it; the plain run is then the one to try. Only the driver has threads: the rest has nothing to race.
+# Containers may forbid it; the plain run is then the one to try.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-thread-test: build/thread/build.ninja
-	@cmake --build build/thread
-	$(FIXED_ADDRESSES) build/thread/engine_tests test_driver
+driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
+	$(ADDRESS_TESTS) test_driver
+	$(FIXED_ADDRESSES) build/thread/engine_tests
+
+thread-build: build/thread/build.ninja
+	@cmake --build build/thread --target engine_tests
 
 # Those that need no clock share the cores; the others get them one by one. Exit code 5: none was chosen.
 python-test: setup

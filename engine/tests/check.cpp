@@ -28,11 +28,17 @@ Registration::Registration(const char* name, const char* file, Body body) { test
 int main(int argc, char** argv) {
     int passed = 0, failed = 0;
     for (const auto& [name, file, body] : storm::check::tests()) {
-        bool chosen = argc < 2;
+        bool asked = false, chosen = false, left_out = false;
         for (int i = 1; i < argc; ++i) {
-            for (const std::string_view text : {name, file}) chosen |= text.find(argv[i]) != std::string_view::npos;
+            std::string_view part = argv[i];
+            const bool leave_out = part.starts_with('-');
+            if (leave_out) part.remove_prefix(1);
+            asked |= !leave_out;
+            for (const std::string_view text : {name, file}) {
+                (leave_out ? left_out : chosen) |= text.find(part) != std::string_view::npos;
+            }
         }
-        if (!chosen) continue;
+        if (left_out || (asked && !chosen)) continue;
         try {
             body();
             ++passed;

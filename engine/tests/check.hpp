@@ -1,5 +1,5 @@
 // The engine's own tests: TEST registers a sentence, CHECK fails it and says where. Link any number of such files with
-// check.cpp; arguments select tests by a part of their name or file.
+// check.cpp; arguments select tests by a part of their name or file, and with a minus before it leave them out.
 #pragma once
 
 #include <sstream>
