@@ -39,7 +39,7 @@ def test_killed_rank_is_named_by_all_others_and_nothing_is_left(scenario: str, w
         assert said[1]["exit"] == -signal.SIGKILL, said
         for rank in [rank for rank in range(world) if rank != 1]:
             met = said[rank]
-            assert met["exit"] == 0, met
+            assert met["exit"] == 0, (met["stderr"], met)
             took = met["raised"] - said[1]["killed"]
             print(f"{scenario} {world} ranks, trial {trial}, rank {rank}: {took:.2f} s, {met['kind']} {met['text']}")
             assert took < SILENCE_S + MARGIN_S, met
