@@ -3,6 +3,7 @@
 """The simulator without loss is plain training, whatever the model, the policy and the way to compute."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -373,3 +374,16 @@ def test_without_samples_drift_is_unknown_and_no_number_is_made_up() -> None:
     done, _ = outcome(nn.Linear(8, 6), sgd, 2, policy=BoundedDrift(drift_samples=0), network=0.2)
     row = done.ledger[-1]
     assert (row.pair_drift, row.owner_drift, row.update_variance) == (None, None, None)
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()])
+@pytest.mark.parametrize("how", ["batched", "loop"])
+def test_nothing_of_a_simulation_stays_when_it_is_over(policy: Policy, how: str) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(each) in (torch.Tensor, nn.Parameter) for each in gc.get_objects())
+
+    simulated(perceptron(), sgd, 2, policy=policy, network=0.3, how=how)  # what torch keeps is there from now on
+    before = tensors()
+    simulated(perceptron(), sgd, 2, policy=policy, network=0.3, how=how)
+    assert tensors() == before

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias
@@ -101,7 +101,7 @@ class Gradients:
         """And which parameters each loss depended on: the others have no gradient, not even one of zero."""
         self._worker = 0
         for place, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_used, place))
+            parameter.register_post_accumulate_grad_hook(self._noting(place))
         self._buffers = {name: each[:at_once].clone() for name, each in self.buffers.items()}
         self._stacked = torch.compile(self._losses_of, dynamic=False) if fuse else self._losses_of
         self._graph: Any = None
@@ -233,8 +233,16 @@ class Gradients:
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    def _note_used(self, place: int, parameter: torch.Tensor) -> None:
-        self.used[self._worker, place] = True
+    def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
+        # Python does not see that parameters hold their hooks, so these must not hold the parameters.
+        found = weakref.ref(self)
+
+        def note(_parameter: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None:
+                gradients.used[gradients._worker, place] = True
+
+        return note
 
     def _find_out(self, batch: Any, count: int) -> How:
         """Whether all at once works, and says the same as one by one."""
