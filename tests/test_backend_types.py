@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from stormtorch.bench.ranks import Member, run_ranks
 
+pytestmark = pytest.mark.pure
+
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -13,6 +13,8 @@ from stormtorch.sim import SimNetwork, SimTransport
 from stormtorch.transport import Transport
 from stormtorch.udp import UdpTransport
 
+pytestmark = pytest.mark.pure
+
 N = 5
 # Sent directly to everyone, by whatever way pays, and in two stages.
 SIZES = (1_001, 30_011, 300_017)

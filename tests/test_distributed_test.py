@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 RUNNER = str(Path(__file__).with_name("run_distributed_test.py"))
 PART = (
     "test_accumulate_gradients_no_sync_grad,test_all_gather_into_tensor,test_all_reduce_coalesced_full,test_all_reduce_sum,"

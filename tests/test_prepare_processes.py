@@ -36,6 +36,8 @@ from training import (
     words,
 )
 
+pytestmark = pytest.mark.pure
+
 STEPS = 6
 
 

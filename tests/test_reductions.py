@@ -11,6 +11,8 @@ from stormtorch.collectives import Group, Op, Pending, all_reduce, reduce, reduc
 from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
 
+pytestmark = pytest.mark.pure
+
 SIZES = [0, 1, 7, 1000, 40_000, 300_001]
 Case = tuple[int, torch.dtype, Op]
 BY_SIZE: list[Case] = [(size, dtype, op) for size in SIZES for dtype in ENGINE_DTYPES for op in (Op.SUM, Op.AVG)]

@@ -13,6 +13,8 @@ import pytest
 
 from test_cli import ENVIRONMENT, STORMTORCH
 
+pytestmark = pytest.mark.pure
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 SMALL = ("--batch", "1", "--width", "16", "--layers", "1", "--context", "8", "--device", "cpu")
 ONE_THREAD = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}

@@ -24,6 +24,8 @@ from test_bench import ranks_left
 from test_cli import call
 from test_training_data import write_cifar10
 
+pytestmark = pytest.mark.pure
+
 SMALL = LmSettings(
     ranks=2,
     steps=4,
