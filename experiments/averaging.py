@@ -54,10 +54,12 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     titles = {"resnet20": "ResNet-20, CIFAR-10", "resnet110": "ResNet-110, CIFAR-10", "lstm": "LSTM, ATIS"}
-    shades = {0.0: "#212529", 0.01: "#74c0fc", 0.05: "#1c7ed6", 0.1: "#0b4884"}
-    figure = Figure(figsize=(12.5, 7), layout="constrained")
-    axes = figure.subplots(2, 3, sharex="col", sharey="col")
-    for column, model in enumerate(MODELS):
+    shades = {0.0: "#212529", 0.01: "#f59f00", 0.05: "#e8590c", 0.1: "#c2255c"}
+    widths = {0.0: 3.0, 0.01: 2.2, 0.05: 1.5, 0.1: 0.8}  # they may lie upon each other
+    models = [model for model in MODELS if seeds(found, f"{model}/model-averaging/0")]
+    figure = Figure(figsize=(4.4 * max(len(models), 1), 7), layout="constrained")
+    axes = figure.subplots(2, max(len(models), 1), sharex="col", sharey="col", squeeze=False)
+    for column, model in enumerate(models):
         for row, policy in enumerate(POLICIES):
             axis = axes[row, column]
             # The LSTM learns by Adam, under which the mean of models is another thing than that of gradients.
@@ -69,7 +71,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 for number, run in enumerate(results):
                     steps, values = zip(*_smooth(run["curve"]), strict=True)
                     label = f"{100 - 100 * loss:g} % arrive" if number == 0 else None
-                    axis.plot(steps, values, color=shades[loss], linewidth=1.2, label=label)
+                    axis.plot(steps, values, color=shades[loss], linewidth=widths[loss], label=label)
                 if results and base:
                     ends = [run["loss"] for run in results]
                     drifts = [run["drift"] for run in results]

@@ -59,7 +59,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for axis in (cost, lag):
         explain(axis)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("64 workers, 300 steps, 20 % loss", fontsize=11)
+    figure.suptitle(
+        "64 workers, 300 steps, 20 % lost (left: dots are seeds; right: one seed, last step)",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=150)
 
 

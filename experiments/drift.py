@@ -47,7 +47,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 raw.plot(*zip(*points, strict=True), color=COLOURS[policy], label=policy.replace("-", " "))
                 print(f"{policy} {loss}: drift at the end {run['drift']:.3e}")
         raw.set_yscale("log")
-        raw.set(title=f"{100 * loss:g} % loss, AdamW", ylabel="mean squared difference of two replicas")
+        raw.set(
+            title=f"{100 * loss:g} % lost, AdamW (16 workers, one seed)",
+            ylabel="drift: mean squared difference of two replicas",
+        )
         explain(raw, fontsize=8)
         for name, style, label in (("", "-", "AdamW"), ("-sgd", "--", "SGD without momentum")):
             for policy in ("plain", "lead"):
@@ -78,7 +81,12 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             label="2p/(1-p)², with the lead or for constant updates",
         )
         relative.set_yscale("log")
-        relative.set(xlabel="step", ylabel="the same over the mean square of an update", ylim=(0.01, 30))
+        relative.set(
+            title=f"{100 * loss:g} % lost, AdamW and SGD",
+            xlabel="step",
+            ylabel="drift ÷ mean square of an update",
+            ylim=(0.0005, 30),
+        )
         explain(relative, fontsize=8, ncols=2, loc="lower right")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)

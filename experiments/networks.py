@@ -129,28 +129,36 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 )
                 others.plot([x] * len(more), more, "k.", markersize=4)
                 print(f"{name} {policy}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")
-    others.set_xticks(range(len(names)), names)
+    others.set_xticks(range(len(names)), [_with_loss(found, name) for name in names])
     others.axhline(0, color="#212529", linewidth=0.8)
-    others.set(title="16 workers", ylabel="perplexity above lossless, per cent")
+    others.set(title="16 workers, 300 steps; a dot for each seed", ylabel="perplexity above lossless, per cent")
     others.legend(frameon=False)
     kinds = ("lossless", "mean", "horvitz-thompson")
     for at, kind in enumerate(kinds):
         results = seeds(found, f"uneven/{kind}")
         losses = [run["val_loss"] for run in results]
         if losses:
-            rare.bar(at, sum(losses) / len(losses), color=("#495057", "#f59f00", "#1c7ed6")[at], width=0.6)
-            rare.plot([at] * len(losses), losses, "k.", markersize=4)
+            colour = ("#495057", "#f59f00", "#1c7ed6")[at]
+            rare.plot([at - 0.25, at + 0.25], [sum(losses) / len(losses)] * 2, color=colour, linewidth=3)
+            # Side by side: two of them may be the same.
+            rare.plot([at + 0.1 * (number - 1) for number in range(len(losses))], losses, "k.", markersize=6)
             print(f"uneven {kind}: loss on the bad sender's data {mean_text(losses, '.4f')}")
     rare.set_xticks(range(3), ["lossless", "mean of\narrived", "Horvitz-\nThompson"])
     known = [run["val_loss"] for kind in kinds for run in seeds(found, f"uneven/{kind}")]
     if known:
-        rare.set_ylim(min(known) - 0.1, max(known) + 0.05)
+        rare.set_ylim(min(known) - 0.05, max(known) + 0.05)
     rare.set(
-        title=f"one bad sender ({100 * RARE_LOSS:g} % lost)\nwith data of its own", ylabel="held-out loss on its data"
+        title=f"one bad sender ({100 * RARE_LOSS:g} % lost)\nwith data of its own",
+        ylabel="held-out loss on its data, nats",
     )
     for axis in (others, rare):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _with_loss(found: dict[str, dict[str, Any]], name: str) -> str:
+    lost = [run["broadcast_lost"] for policy in ("lead", "plain") for run in seeds(found, f"{name}/{policy}")]
+    return f"{name}\n{100 * sum(lost) / len(lost):.0f} % lost" if lost else name
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What does the number of workers change, from 4 to 1,024: what loss costs, and what simulating them costs?
 
 Perplexity: a small model, as many sequences in every step whoever has them, 10 % loss. Time and memory: a model
-of 5 M parameters, one sequence a worker, 128 of them at a time.
+of 4.8 M parameters, one sequence a worker, 128 of them at a time.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     if timed:
         most, last = timed[-1]
         seconds.loglog(many, [last["step_s"] * workers / most for workers in many], color="#adb5bd", linestyle=":")
-    seconds.set(ylabel="seconds a step", title="5 M parameters (dotted: in proportion)")
+    seconds.set(ylabel="seconds a step", title="4.8 M parameters (dotted: in proportion)")
     memory.loglog(many, [(run["peak_bytes"] or 1) / 1e9 for _, run in timed], color="#1c7ed6", marker="o", markersize=4)
     memory.loglog(many, [4 * 4.81e6 * workers / 1e9 for workers in many], color="#adb5bd", linestyle=":")
-    memory.set(ylabel="GB of the GPU, at most", title="5 M parameters (dotted: a replica each)")
+    memory.set(ylabel="GB of the GPU, at most", title="4.8 M parameters (dotted: a replica each)")
     for axis in (cost, seconds, memory):
         axis.set_xscale("log", base=2)
         axis.set_xticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1024"])
