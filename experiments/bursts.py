@@ -9,6 +9,7 @@ from typing import Any
 from grid import Run, above, explain, main, mean_text, seeds
 from perplexity import scratch
 
+from stormtorch.bench.samples import mean
 from stormtorch.training.plot import COLOURS
 
 BURSTS = (1.0, 8.0, 64.0)
@@ -40,7 +41,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         points = [(burst, more) for burst, more in points if more]
         if points:
             cost.plot(
-                *zip(*((burst, sum(more) / len(more)) for burst, more in points), strict=True),
+                *zip(*((burst, mean(more)) for burst, more in points), strict=True),
                 "o-",
                 color=COLOURS[policy],
                 label=policy,

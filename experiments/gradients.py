@@ -14,6 +14,8 @@ from typing import Any
 from grid import Run, above, main, mean_text
 from small import small
 
+from stormtorch.bench.samples import mean
+
 SEEDS = 8
 LOSS = 0.4
 RATE = 1e-3
@@ -55,7 +57,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         print(f"{kind}: {mean_text(more)} %")
         if more:
             colour = "#868e96" if kind.startswith("lossless") else "#d9480f"
-            axis.barh(row, sum(more) / len(more), 0.6, color=colour)
+            axis.barh(row, mean(more), 0.6, color=colour)
             axis.plot(more, [row] * len(more), "k.", markersize=4)
     axis.set_yticks(range(len(shown)), [kind for kind, _ in shown])
     axis.invert_yaxis()

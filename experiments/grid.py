@@ -29,6 +29,7 @@ import torch
 
 from stormtorch.bench.conditions import surroundings
 from stormtorch.bench.display import progress_bar
+from stormtorch.bench.samples import mean
 from stormtorch.policies import rules
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
@@ -172,7 +173,7 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
         known = found[run.key]["settings"] if run.key in found else {}
         if known and ("network" in asked) != ("network" in known):
             raise ValueError(
-                f"{RESULTS / f'{name}.json'} has {run.key} over another network; take it out to compute it"
+                f"{RESULTS / f'{name}.json'} has {run.key} over another network; take it out to compute it anew"
             )
         # Names that one of them lacks were added later: their default is what there was before.
         for each in sorted((asked.keys() & known.keys()) - _FREE):
@@ -259,13 +260,13 @@ def mean_text(values: Sequence[float], form: str = "+.2f") -> str:
     """The mean and its standard error."""
     if not values:
         return "-"
-    mean, error = statistics.fmean(values), standard_error(values)
-    return f"{mean:{form}} ± {error:{form.lstrip('+')}}" if len(values) > 1 else f"{mean:{form}}"
+    average, error = mean(values), standard_error(values)
+    return f"{average:{form}} ± {error:{form.lstrip('+')}}" if len(values) > 1 else f"{average:{form}}"
 
 
 def mean_and_bar(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and the error bar of a picture: two standard errors."""
-    return sum(values) / len(values), 2 * standard_error(values)
+    return mean(values), 2 * standard_error(values)
 
 
 def standard_error(values: Sequence[float]) -> float:

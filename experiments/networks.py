@@ -15,6 +15,7 @@ from grid import Run, above, main, mean_text, seeds
 from small import small
 from torch import nn
 
+from stormtorch.bench.samples import mean
 from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
 from stormtorch.simulation.settings import SimSettings
 from stormtorch.simulation.tasks import Task, open_task
@@ -124,11 +125,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             if more:
                 lost = [run["broadcast_lost"] for run in seeds(found, f"{name}/{policy}")]
                 x = at + 0.38 * (number - (len(known_policies) - 1) / 2)
-                others.bar(
-                    x, sum(more) / len(more), color=COLOURS[policy], width=0.36, label=policy if at == 0 else None
-                )
+                others.bar(x, mean(more), color=COLOURS[policy], width=0.36, label=policy if at == 0 else None)
                 others.plot([x] * len(more), more, "k.", markersize=4)
-                print(f"{name} {policy}: {mean_text(more)} %, {100 * sum(lost) / len(lost):.1f} % lost")
+                print(f"{name} {policy}: {mean_text(more)} %, {100 * mean(lost):.1f} % lost")
     others.set_xticks(range(len(names)), [_with_loss(found, name) for name in names])
     others.axhline(0, color="#212529", linewidth=0.8)
     others.set(title="16 workers, 300 steps; a dot for each seed", ylabel="perplexity above lossless, per cent")
@@ -139,7 +138,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         losses = [run["val_loss"] for run in results]
         if losses:
             colour = ("#495057", "#f59f00", "#1c7ed6")[at]
-            rare.plot([at - 0.25, at + 0.25], [sum(losses) / len(losses)] * 2, color=colour, linewidth=3)
+            rare.plot([at - 0.25, at + 0.25], [mean(losses)] * 2, color=colour, linewidth=3)
             # Side by side: two of them may be the same.
             rare.plot([at + 0.1 * (number - 1) for number in range(len(losses))], losses, "k.", markersize=6)
             print(f"uneven {kind}: loss on the bad sender's data {mean_text(losses, '.4f')}")
@@ -158,7 +157,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
 def _with_loss(found: dict[str, dict[str, Any]], name: str) -> str:
     lost = [run["broadcast_lost"] for policy in ("lead", "plain") for run in seeds(found, f"{name}/{policy}")]
-    return f"{name}\n{100 * sum(lost) / len(lost):.0f} % lost" if lost else name
+    return f"{name}\n{100 * mean(lost):.0f} % lost" if lost else name
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from stormtorch import BoundedDrift
 from stormtorch.bench.settings import BadSetting
 from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers, Trace
 from stormtorch.simulation import arguments
@@ -117,6 +118,14 @@ def test_bounded_drift_is_the_lead_or_without_it_plain() -> None:
     assert (typed(lead="0").policies, typed(lead="2").policies) == (("lossless", "plain"), ("lossless", "lead"))
     assert (typed().lead, typed(lead="2").lead) == (1.0, 2.0)
     assert typed("plain", "bounded-drift").policies == ("plain", "lead")
+
+
+@pytest.mark.parametrize("guard", [0.0, 1.0, -0.1])
+def test_a_guard_that_would_never_or_always_be_on_is_refused(guard: float) -> None:
+    with pytest.raises(BadSetting) as caught:
+        replace(SETTINGS, guard=guard)
+    assert caught.value.name == "guard"
+    assert replace(SETTINGS, guard=None).policy_of("lead") == BoundedDrift(guard=None)
 
 
 def test_options_become_one_network(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ def test_the_tables_leave_no_number_out(max_lag: int | None) -> None:
     assert sorted(shown) == sorted(set(KINDS) - (set() if max_lag else {"fetched"}))
 
 
+def test_noisier_gradients_are_told_as_a_smaller_batch() -> None:
+    sentences = [row[-1] for rows in table_rows(predict(1000, 0.4)).values() for row in rows]
+    assert any(sentence.endswith("like that of a batch of 60 %.") for sentence in sentences)
+
+
 def test_lines_fit_into_eighty_columns() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stormtorch.cli", "theory", "--max-lag", "4"],

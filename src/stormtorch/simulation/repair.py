@@ -28,7 +28,7 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
     arrived_WC = masks.up(owner_C) if up else masks.down(owner_C)
     if reliability.budget >= 1.0:
         return arrived_WC
-    # In double, as the engine counts: float32 would allow another chunk at some budgets.
+    # In double, as the engine counts: float32 would allow one less at some budgets.
     allowed_N = torch.floor(reliability.budget * torch.bincount(at_C, minlength=n).double())
     fruitless = 0
     while fruitless < _PATIENCE:
