@@ -35,8 +35,12 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
-            taken = take_data(peer, *header, *payload, now);
             if ((header->flags & flag_last) != 0) peer.in.report_now();
+            if ((header->flags & flag_piece) != 0) {
+                take_piece(peer, *header, number, *payload, now);
+                return;
+            }
+            taken = take_data(peer, *header, *payload, now);
             break;
         case Kind::report: take_report(peer, *payload, now); break;
         case Kind::end:
@@ -61,6 +65,25 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     // What was not taken is reported as lost, and so comes again.
     if (taken) peer.in.arrive(number, datagram.size(), header->kind != Kind::report, now);
+}
+
+// A piece is reported when its chunk is complete, with all others of that chunk.
+void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now) {
+    switch (peer.pieces.take(header, number, payload)) {
+        case Pieces::Taken::malformed:
+            ++counters_.malformed;
+            peer.in.arrive(number, payload.size(), true, now);  // lest it comes again
+            return;
+        case Pieces::Taken::kept: return;
+        case Pieces::Taken::complete: break;
+    }
+    header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
+    const std::span<const std::byte> whole = peer.pieces.whole();
+    if (!take_data(peer, header, whole, now)) return;
+    const std::span<const std::uint64_t> numbers = peer.pieces.numbers();
+    for (const std::uint64_t each : numbers) {
+        if (!peer.in.seen(each)) peer.in.arrive(each, whole.size() / numbers.size(), true, now);
+    }
 }
 
 bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
@@ -195,6 +218,8 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
         if (message.peer != peer.rank) continue;
         if (header.kind == Kind::ready) {
             message.ready = true;
+            // Chunks that found no room there counted as lost here, but they had arrived.
+            if (message.parked) peer.data_lost_since = never;
             message.parked = false;
             enqueue(message);
             // It asks for what we have given up: say so, lest it waits for ever.

@@ -149,6 +149,9 @@ nb::dict to_dict(const Counters& c) {
     d["reports"] = c.reports;
     d["probes"] = c.probes;
     d["asks"] = c.asks;
+    d["path_probes"] = c.path_probes;
+    d["path_changes"] = c.path_changes;
+    d["pieces"] = c.pieces;
     return d;
 }
 
@@ -197,7 +200,8 @@ NB_MODULE(_engine, m) {
         .value("PEER_LEFT", Status::peer_left)
         .value("PEER_FAILED", Status::peer_failed)
         .value("SIZE_MISMATCH", Status::size_mismatch)
-        .value("CLOSED", Status::closed);
+        .value("CLOSED", Status::closed)
+        .value("PATH_BLOCKED", Status::path_blocked);
 
     nb::class_<Arrival>(m, "Arrival")
         .def_ro("peer", &Arrival::peer)
@@ -294,7 +298,8 @@ NB_MODULE(_engine, m) {
                 const Driver::LinkHealth link = d.link(peer);
                 return std::tuple(static_cast<double>(link.round_trip) * 1e-9, link.loss, link.bytes_per_s);
             },
-            nb::arg("peer"));
+            nb::arg("peer"))
+        .def("path_bytes", [](Driver& d, std::uint16_t peer) { return d.link(peer).path_bytes; }, nb::arg("peer"));
 
     nb::class_<Sim>(m, "Sim")
         .def(

@@ -41,8 +41,14 @@ Core::Core(CoreConfig config, Nanos now)
 Core::~Core() = default;
 
 std::unique_ptr<Core::Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
-    return std::make_unique<Peer>(rank, credit_bytes(nullptr), config_.rate_mode, config_.datagram_bytes,
-                                  config_.world - 1U, now);
+    const std::size_t overhead = header_bytes + seal_.overhead_bytes();
+    const PathMtu path(std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
+                       config_.datagram_bytes);
+    return std::make_unique<Peer>(rank, credit_bytes(nullptr), make_rate(now), path, chunk_bytes_, now);
+}
+
+RateControl Core::make_rate(Nanos now) const {
+    return {config_.rate_mode, config_.datagram_bytes, now, config_.world - 1U};
 }
 
 void Core::validate(const ExchangeSpec& spec) const {
@@ -222,6 +228,10 @@ double Core::loss_from(std::uint16_t peer) const {
 }
 
 double Core::rate_to(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->rate.bytes_per_s() : 0.0; }
+
+std::size_t Core::path_bytes(std::uint16_t peer) const {
+    return peers_.at(peer) ? peers_[peer]->path.bytes() : config_.datagram_bytes;
+}
 
 std::uint64_t Core::credit_bytes(const Peer* peer) const {
     if (config_.world < 2) return config_.receive_buffer;

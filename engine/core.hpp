@@ -19,7 +19,9 @@
 #include "exchange.hpp"
 #include "link.hpp"
 #include "pacer.hpp"
+#include "pieces.hpp"
 #include "pool.hpp"
+#include "rate_control.hpp"
 #include "seal.hpp"
 #include "wire.hpp"
 
@@ -27,7 +29,8 @@ namespace storm {
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
-    std::size_t datagram_bytes{1472};     // the same on every rank of a job
+    std::size_t datagram_bytes{1472};     // the same on every rank of a job; a path that carries less gets pieces
+    std::size_t least_path_bytes{512};    // a path that carries no datagram of this size is of no use
     std::size_t receive_buffer{1 << 20};  // what the socket can hold; the credit of all peers together
     std::size_t pool_bytes{64 << 20};     // chunks of exchanges not posted yet, all peers together
     std::size_t eager_bytes{256 << 10};   // of a message, before its receiver says that it has posted
@@ -45,6 +48,7 @@ struct Counters {
     std::uint64_t malformed{}, foreign{}, corrupt{}, unexpected{};
     std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
     std::uint64_t reports{}, probes{}, asks{};
+    std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less: how often, and pieces sent
 };
 
 // Datagrams for one peer, ready for one system call: equal segments, of which the last may be shorter.
@@ -54,6 +58,7 @@ struct Batch {
 
     std::uint16_t peer{};
     std::size_t segments{}, bytes{}, segment_bytes{};
+    bool too_large{};  // the interface does not take datagrams of this size: they are lost
     std::size_t parts{};
     std::array<iovec, 2 * max_segments> iov{};
     std::array<std::array<std::byte, header_bytes>, max_segments> headers{};
@@ -102,6 +107,8 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
+    // The largest datagram that the path to a peer carries, as far as is known.
+    [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
     // What fits one datagram of this size: whole 16-byte elements, so that no element is ever cut.
     static std::size_t chunk_bytes_for(std::size_t datagram_bytes, bool sealed);
@@ -127,6 +134,7 @@ private:
     };
 
     // Arrivals
+    void take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now);
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
@@ -150,11 +158,17 @@ private:
     [[nodiscard]] Outgoing* next_message(Peer& peer);
     [[nodiscard]] std::size_t admit(Peer& peer, const Outgoing& message, Nanos now);
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
+    [[nodiscard]] bool fill_probe(Batch& batch, Peer& peer, Nanos now);
+    // How a chunk travels to the peer; one piece if whole.
+    [[nodiscard]] PieceCut cut_for(const Peer& peer, std::size_t chunk_bytes) const;
     void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
+    void add_pieces(Batch& batch, Peer& peer, const Flight& flight, Header header, std::span<const std::byte> payload,
+                    const PieceCut& cut, Nanos now);
     void end_message(Peer& peer, const Outgoing& message);
     void seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header, std::span<const std::byte> payload,
                       Checks* checks);
     [[nodiscard]] static unsigned copies_of(Kind kind, const Peer& peer, bool urgent);
+    [[nodiscard]] static bool probes_path(const Peer& peer);
     [[nodiscard]] static bool only_repairs(const Peer& peer);
     void control(Peer& peer, Control what);
     void enqueue(Outgoing& message);
@@ -166,6 +180,7 @@ private:
     void release(Outgoing& message);
     [[nodiscard]] std::uint64_t credit_bytes(const Peer* peer) const;
     [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
+    [[nodiscard]] RateControl make_rate(Nanos now) const;
 
     // Endings
     void close(Exchange& exchange, Incoming& message, bool tell, Nanos now);
@@ -180,6 +195,8 @@ private:
     void remember(const Exchange& exchange);
     [[nodiscard]] bool healed_by(const Exchange& exchange) const;
     void tick_peer(Peer& peer, Nanos now);
+    void follow_path(Peer& peer, Nanos now);
+    [[nodiscard]] Nanos blocked_at(const Outgoing& message, const Peer& peer) const;
     void tick_receives(Exchange& exchange, Nanos now);
     void tick_sends(Exchange& exchange, Nanos now);
     void validate(const ExchangeSpec& spec) const;

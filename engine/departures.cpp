@@ -8,12 +8,13 @@ namespace storm {
 
 bool Core::transmit(Batch& batch, Nanos now) {
     batch.segments = batch.bytes = batch.parts = 0;
+    batch.too_large = false;
     batch.sealed.clear();
     batch.pinned.reset();
     do {
         again_ = false;
         for (auto& peer : peers_) {
-            if (peer && fill_control(batch, *peer, now)) return true;
+            if (peer && (fill_control(batch, *peer, now) || fill_probe(batch, *peer, now))) return true;
         }
         paced_until_ = never;
         for (std::size_t k = 0; k < peers_.size(); ++k) {
@@ -27,6 +28,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
 }
 
 void Core::transmitted(const Batch& batch, Nanos now) {
+    if (batch.too_large) peers_[batch.peer]->path.on_refused(batch.segment_bytes, now);
     if (!batch.pinned) return;
     const auto [slot, generation] = *batch.pinned;
     Outgoing* message = message_of(slot, generation);
@@ -90,6 +92,30 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     return true;
 }
 
+// A ping as large as what the path may or may not carry.
+bool Core::fill_probe(Batch& batch, Peer& peer, Nanos now) {
+    if (!probes_path(peer)) return false;
+    const std::size_t bytes = peer.path.take_probe(!peer.queue.empty(), peer.out.patience(), now);
+    if (bytes == 0) return false;
+    ++counters_.path_probes;
+    batch.peer = peer.rank;
+    batch.segment_bytes = bytes;
+    const std::vector<std::byte> filling(bytes - header_bytes - seal_.overhead_bytes());
+    batch.sealed.reserve(filling.size() + seal_.overhead_bytes());
+    const Flight flight{.bytes = static_cast<std::uint32_t>(bytes), .kind = Kind::ping};
+    seal_segment(batch, peer, peer.out.depart(flight, now),
+                 {.kind = Kind::ping, .source = config_.rank, .cookie = seal_.visible_cookie()}, filling, nullptr);
+    return true;
+}
+
+bool Core::probes_path(const Peer& peer) { return !peer.left && !peer.silent; }
+
+PieceCut Core::cut_for(const Peer& peer, std::size_t chunk_bytes) const {
+    const std::size_t overhead = header_bytes + seal_.overhead_bytes();
+    if (chunk_bytes + overhead <= peer.path.bytes()) return {chunk_bytes, 1};
+    return PieceCut::within(chunk_bytes, peer.path.bytes(), overhead);
+}
+
 // Some copies, of which the last is watched, of what somebody waits for: the end of a lossy message; a probe that was not
 // answered and so meets a bad time; and where much is lost, an urgent report and the question for one.
 unsigned Core::copies_of(Kind kind, const Peer& peer, bool urgent) {
@@ -116,18 +142,21 @@ Outgoing* Core::next_message(Peer& peer) {
     return nullptr;
 }
 
-// How many datagrams of the message credit and rate let go now; they are then counted as sent.
+// How many chunks of the message credit and rate let go now; they are then counted as sent.
 std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
-    const std::size_t segment =
-        std::min<std::size_t>(chunk_bytes_, message.cut.bytes) + header_bytes + seal_.overhead_bytes();
+    const std::size_t chunk = std::min<std::size_t>(chunk_bytes_, message.cut.bytes);
+    const PieceCut cut = cut_for(peer, chunk);
+    const std::size_t overhead = header_bytes + seal_.overhead_bytes() + (cut.count > 1 ? PiecePrefix::wire_bytes : 0);
+    const std::size_t segment = chunk + cut.count * overhead;
     if (!peer.out.window_open(segment)) return 0;
     // A batch is a burst: paced by a fixed rate, it lasts a millisecond.
     const std::size_t paced =
         shared_pacer_ ? static_cast<std::size_t>(config_.bytes_per_s * 0.001) : peer.rate.batch_bytes();
     const std::size_t limit =
         std::min({std::size_t{Batch::max_bytes}, paced, std::max<std::size_t>(peer.out.window_bytes(), segment)});
-    const std::size_t segments =
-        std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, Batch::max_segments);
+    // The pieces of a chunk are a batch by themselves, as the last of them may be shorter.
+    const std::size_t most = cut.count > 1 ? 1 : Batch::max_segments;
+    const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
     const bool admitted = shared_pacer_ ? shared_pacer_->try_send(bytes, now)
                                         : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now);
@@ -139,13 +168,13 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
 
 bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     Outgoing* message = next_message(peer);
-    const std::size_t segments = message == nullptr ? 0 : admit(peer, *message, now);
-    if (segments == 0) return false;
+    const std::size_t chunks = message == nullptr ? 0 : admit(peer, *message, now);
+    if (chunks == 0) return false;
 
     batch.peer = peer.rank;
     batch.segment_bytes = 0;
     if (seal_.encrypts()) batch.sealed.reserve(Batch::max_bytes + max_datagram_bytes);
-    while (batch.segments < segments && message->sendable()) {
+    while (batch.segments < chunks && message->sendable()) {
         const bool repair = !message->repairs.empty();
         const std::uint32_t chunk = repair ? message->repairs.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
@@ -212,18 +241,45 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                         .slot = message.slot,
                         .generation = message.generation,
                         .chunk = chunk};
-    const std::uint64_t number = peer.out.depart(flight, now);
     if ((flags & flag_repair) == 0) message.eager_bytes += size;
-    seal_segment(batch, peer, number,
-                 {.kind = Kind::data,
-                  .flags = flags,
-                  .source = config_.rank,
-                  .cookie = seal_.visible_cookie(),
-                  .channel = message.exchange->channel,
-                  .seq = message.exchange->seq,
-                  .chunk = chunk,
-                  .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)},
-                 {message.data + std::size_t{chunk} * message.cut.chunk_bytes, size}, message.checks.get());
+    const Header header{.kind = Kind::data,
+                        .flags = flags,
+                        .source = config_.rank,
+                        .cookie = seal_.visible_cookie(),
+                        .channel = message.exchange->channel,
+                        .seq = message.exchange->seq,
+                        .chunk = chunk,
+                        .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)};
+    const std::span<const std::byte> payload(message.data + std::size_t{chunk} * message.cut.chunk_bytes, size);
+    const PieceCut cut = cut_for(peer, size);
+    if (cut.count > 1) {
+        add_pieces(batch, peer, flight, header, payload, cut, now);
+    } else {
+        seal_segment(batch, peer, peer.out.depart(flight, now), header, payload, message.checks.get());
+    }
+}
+
+void Core::add_pieces(Batch& batch, Peer& peer, const Flight& flight, Header header, std::span<const std::byte> payload,
+                      const PieceCut& cut, Nanos now) {
+    header.flags |= flag_piece;
+    const std::size_t overhead = header_bytes + seal_.overhead_bytes() + PiecePrefix::wire_bytes;
+    batch.sealed.reserve(payload.size() + cut.count * overhead);
+    batch.segment_bytes = cut.bytes + overhead;
+    std::vector<std::byte> body(PiecePrefix::wire_bytes + cut.bytes);
+    for (std::size_t piece = 0; piece < cut.count; ++piece) {
+        write_piece({.index = static_cast<std::uint16_t>(piece),
+                     .count = static_cast<std::uint16_t>(cut.count),
+                     .chunk_bytes = static_cast<std::uint32_t>(payload.size())},
+                    std::span(body).first<PiecePrefix::wire_bytes>());
+        const std::span<const std::byte> part = payload.subspan(cut.begin(piece), cut.size(piece));
+        std::copy(part.begin(), part.end(), body.begin() + PiecePrefix::wire_bytes);
+        Flight each = flight;
+        each.bytes = static_cast<std::uint32_t>(part.size() + overhead);
+        each.more = piece + 1 < cut.count;
+        ++counters_.pieces;
+        seal_segment(batch, peer, peer.out.depart(each, now), header,
+                     {body.data(), PiecePrefix::wire_bytes + part.size()}, nullptr);
+    }
 }
 
 void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header header,
@@ -234,14 +290,15 @@ void Core::seal_segment(Batch& batch, Peer& peer, std::uint64_t number, Header h
     write_header(header, wire_header);
     std::size_t bytes = header_bytes;
     batch.iov[batch.parts++] = {.iov_base = wire_header.data(), .iov_len = header_bytes};
-    if (seal_.encrypts() || header.kind != Kind::data) {
+    const bool piece = (header.flags & flag_piece) != 0;
+    if (seal_.encrypts() || header.kind != Kind::data || piece) {
         const std::size_t at = batch.sealed.size();
         batch.sealed.resize(at + payload.size() + seal_.overhead_bytes());
         const std::span<std::byte> out(batch.sealed.data() + at, payload.size() + seal_.overhead_bytes());
         if (seal_.encrypts()) {
             seal_.encrypt(wire_header, payload, peer.rank, number, out);
         } else {
-            seal_.protect(wire_header, peer.rank, seal_.payload_check(payload));
+            seal_.protect(wire_header, peer.rank, piece ? seal_.data_check(payload) : seal_.payload_check(payload));
             std::copy(payload.begin(), payload.end(), out.begin());
         }
         if (!out.empty()) batch.iov[batch.parts++] = {.iov_base = out.data(), .iov_len = out.size()};
@@ -324,7 +381,9 @@ Outgoing* Core::message_of(std::uint32_t slot, std::uint32_t generation) {
 
 void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.kind == Kind::bye) peer.told = true;
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes);
     if (flight.kind == Kind::data) {
+        peer.data_lost_since = never;
         Outgoing* message = message_of(flight.slot, flight.generation);
         if (message == nullptr || message->released || !message->acked_chunks.set(flight.chunk)) return;
         ++message->acked;
@@ -339,7 +398,10 @@ bool Core::only_repairs(const Peer& peer) {
 }
 
 void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_lost(flight.bytes, now);
     if (flight.kind == Kind::data) {
+        peer.data_lost_since = std::min(peer.data_lost_since, now);
+        if (flight.more) return;
         Outgoing* message = message_of(flight.slot, flight.generation);
         if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
         if (message->given_up + message->reserved < message->allowed) {

@@ -328,7 +328,10 @@ Driver::Health Driver::health() {
 Driver::LinkHealth Driver::link(std::uint16_t peer) {
     const Lock lock(mutex_);
     if (!core_) return {};
-    return {.round_trip = core_->round_trip(peer), .loss = core_->loss_from(peer), .bytes_per_s = core_->rate_to(peer)};
+    return {.round_trip = core_->round_trip(peer),
+            .loss = core_->loss_from(peer),
+            .bytes_per_s = core_->rate_to(peer),
+            .path_bytes = core_->path_bytes(peer)};
 }
 
 void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {

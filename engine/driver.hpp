@@ -61,6 +61,7 @@ public:
     struct LinkHealth {
         Nanos round_trip{};
         double loss{}, bytes_per_s{};
+        std::size_t path_bytes{};
     };
     [[nodiscard]] LinkHealth link(std::uint16_t peer);
 

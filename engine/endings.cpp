@@ -192,10 +192,18 @@ void Core::tick(Nanos now) {
 
 void Core::tick_peer(Peer& peer, Nanos now) {
     peer.out.expire(now, [&](const Flight& flight) { on_lost(peer, flight, now); });
+    if (peer.path.tick(now)) follow_path(peer, now);
     if (now < peer.out.probe_at()) return;
     peer.out.probed(now);
     ++counters_.probes;
     control(peer, {.kind = Kind::ping});
+}
+
+// The path carries another size than before: what was learned of its rate is of another path, or of none.
+void Core::follow_path(Peer& peer, Nanos now) {
+    ++counters_.path_changes;
+    peer.rate = make_rate(now);
+    peer.in.set_most_words(Peer::report_words(peer.path));
 }
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {
@@ -244,6 +252,12 @@ void Core::tick_sends(Exchange& exchange, Nanos now) {
             } else {
                 release(message);
             }
+        } else if (now >= blocked_at(message, peer)) {
+            if (!exchange.lossy(message.second_stage)) {
+                fail(exchange, Status::path_blocked, peer.rank, message.unacked_bytes());
+            } else {
+                release(message);
+            }
         } else if (now >= wake_at(exchange, peer)) {
             // Nothing may be in flight while a receiver is late: only a ping tells that it lives.
             peer.ping_at = now + config_.silence / 4;
@@ -254,6 +268,12 @@ void Core::tick_sends(Exchange& exchange, Nanos now) {
 
 Nanos Core::silent_at(const Exchange& exchange, const Peer& peer) const {
     return std::max(peer.last_heard, exchange.outcome.started) + config_.silence;
+}
+
+// When a peer that answers, but that no data reaches, is given up.
+Nanos Core::blocked_at(const Outgoing& message, const Peer& peer) const {
+    if (peer.data_lost_since == never || message.parked) return never;
+    return std::max(peer.data_lost_since, message.exchange->outcome.started) + config_.silence;
 }
 
 Nanos Core::wake_at(const Exchange& exchange, const Peer& peer) const {
@@ -271,8 +291,8 @@ Nanos Core::exchange_timer(const Exchange& exchange) const {
         // What is not wanted any more only waits for its last batch to leave.
         if (!message.wanted) continue;
         const Peer& peer = *peers_[message.peer];
-        at = std::min(
-            {at, exchange.stage(message.second_stage).deadline, silent_at(exchange, peer), wake_at(exchange, peer)});
+        at = std::min({at, exchange.stage(message.second_stage).deadline, silent_at(exchange, peer),
+                       wake_at(exchange, peer), blocked_at(message, peer)});
     }
     return at;
 }
@@ -282,6 +302,7 @@ Nanos Core::next_timer() const {
     for (const auto& peer : peers_) {
         if (!peer) continue;
         at = std::min({at, peer->out.loss_at(), peer->out.probe_at(),
+                       probes_path(*peer) ? peer->path.timer(!peer->queue.empty()) : never,
                        peer->in.report_at(credit_bytes(peer.get()), peer->report_delay())});
     }
     for (const auto& [key, exchange] : active_) at = std::min(at, exchange_timer(*exchange));

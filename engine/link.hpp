@@ -24,6 +24,7 @@ struct Flight {
     std::uint8_t flags{};
     bool settled{};                      // its fate is known
     bool lost{};                         // and it was loss, as far as is known: it may still turn out to have been late
+    bool more{};                         // a piece of a chunk, and others follow: the last one stands for the chunk
     std::uint32_t slot{}, generation{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
@@ -132,6 +133,8 @@ public:
     // A report names at most so many words of 64 numbers: what fits a datagram.
     explicit Inbound(std::size_t most_words = Report::max_words)
         : most_words_(std::min(most_words, Report::max_words)) {}
+
+    void set_most_words(std::size_t words) { most_words_ = std::min(words, Report::max_words); }
 
     [[nodiscard]] std::uint64_t largest() const { return largest_; }
     // Whether the number was seen already or is too old to tell.

@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "core.hpp"
+#include "path_mtu.hpp"
 
 namespace storm {
 
@@ -12,18 +13,27 @@ namespace storm {
 inline constexpr Nanos longest_ask = second / 2;
 
 struct Core::Peer {
-    Peer(std::uint16_t its_rank, std::uint64_t credit, RateMode mode, std::size_t datagram_bytes, std::size_t links,
-         Nanos now)
+    Peer(std::uint16_t its_rank, std::uint64_t credit, const RateControl& control_of_rate, const PathMtu& its_path,
+         std::size_t chunk_bytes, Nanos now)
         : rank(its_rank),
           out(credit, now),
-          in((datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8),
-          rate(mode, datagram_bytes, now, links),
+          in(report_words(its_path)),
+          rate(control_of_rate),
+          path(its_path),
+          pieces(chunk_bytes),
           last_heard(now) {}
+
+    // How much a report may name so that it fits a datagram.
+    static std::size_t report_words(const PathMtu& its_path) {
+        return (its_path.bytes() - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
+    }
 
     std::uint16_t rank;
     Outbound out;
     Inbound in;
     RateControl rate;
+    PathMtu path;
+    Pieces pieces;                 // chunks from it that are not complete
     std::deque<Outgoing*> queue;   // messages with something to send, oldest first
     std::deque<Control> controls;  // bounded: equal ones are merged
     Nanos last_heard;
@@ -31,6 +41,7 @@ struct Core::Peer {
     Nanos deadline{never};    // the shortest time that a message to it was given, as of then
     std::uint32_t open_receives{};  // messages that we wait for
     Nanos ping_at{};                // not before this, while we only wait for it
+    Nanos data_lost_since{never};   // since when all data to it was lost; `never` when the latest arrived
     bool silent{};                  // nothing heard for too long; heals by itself
     bool forsaken{};                // fell silent just now: what is in flight to it is lost
     bool left{};                    // said goodbye

@@ -115,6 +115,13 @@ Socket::Socket(const Address& address, const SocketConfig& config) {
     getsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &granted, &size);
     receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
     try_option(fd_, SOL_SOCKET, SO_RXQ_OVFL, 1);
+    // What a path carries is found by probes (path_mtu.hpp): nobody on the way may cut a datagram into fragments, and what
+    // routers say of it, which anybody can forge, is not believed.
+    if (address.family() == AF_INET6) {
+        try_option(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE);
+    } else {
+        try_option(fd_, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE);
+    }
     segmentation_ = config.segmentation && try_option(fd_, SOL_UDP, UDP_SEGMENT, 0);
     coalescing_ = config.coalescing && try_option(fd_, SOL_UDP, UDP_GRO, 1);
     if (config.low_priority) {
@@ -186,18 +193,22 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         }
         if (errno == EINTR) continue;
         if (is_full(errno)) return sent;
-        // Some devices and kernels accept the option and refuse the segments.
+        Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
-        if (batches[sent]->segments > 1 && refused) {
-            segmentation_ = false;
+        if (first.segments > 1 && refused) {
+            // Either each of them is too large for the interface, or this kernel or device takes the option and refuses the
+            // segments.
+            if (!send_one_by_one(first)) return sent;
+            segmentation_ = first.too_large;
         } else {
-            ++sent;
+            first.too_large = errno == EMSGSIZE;
         }
+        ++sent;
     }
     return sent;
 }
 
-bool Socket::send_one_by_one(const Batch& batch) {
+bool Socket::send_one_by_one(Batch& batch) {
     // All segments have as many parts: a header and, unless they are empty, a payload.
     const std::size_t parts = batch.parts / batch.segments;
     std::array<mmsghdr, Batch::max_segments> messages{};
@@ -217,6 +228,7 @@ bool Socket::send_one_by_one(const Batch& batch) {
         } else if (errno != EINTR) {
             // A full buffer at the start means try again; in the middle the rest counts as lost.
             if (is_full(errno)) return sent > 0;
+            batch.too_large |= errno == EMSGSIZE;
             ++sent;
         }
     }

@@ -77,7 +77,7 @@ private:
         8;  // messages per receive call: few, so that they are still in the cache when read
     static constexpr std::size_t slot_bytes = 65'536;
 
-    [[nodiscard]] bool send_one_by_one(const Batch& batch);
+    [[nodiscard]] bool send_one_by_one(Batch& batch);
     [[nodiscard]] std::size_t receive_messages();
     // The segment size that the kernel coalesced by, or the whole.
     [[nodiscard]] std::size_t segment_bytes(std::size_t slot);

@@ -39,20 +39,31 @@ enum class Kind : std::uint8_t {
     wait = 4,    // the pool is full: hold this message until `ready`
     end = 5,     // the first pass of a lossy message is over
     done = 6,    // this message is closed here: stop sending it
-    ping = 7,    // report at once
+    ping = 7,    // report at once; a payload only makes it as large as the datagrams whose way it explores
     bye = 8,     // this endpoint is leaving; carries a last report, and whose fault it is if it does so after an error
     failed = 9,  // the exchange ended badly here, and whose fault it was: nobody should wait for us in it
 };
 
 // How an exchange ended. The numbers travel in `failed` and `bye`.
-enum class Status : std::uint8_t { running, ok, timed_out, peer_silent, peer_left, peer_failed, size_mismatch, closed };
+enum class Status : std::uint8_t {
+    running,
+    ok,
+    timed_out,
+    peer_silent,
+    peer_left,
+    peer_failed,
+    size_mismatch,
+    closed,
+    path_blocked  // the peer answers, but no data reaches it
+};
 
 // Flags. `second_stage` is of `data`, `end`, `done` and `wait`; `sealed` of all.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
 inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message is to be sent for now: report at once
 inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all
 inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
-inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed;
+inline constexpr std::uint8_t flag_piece = 16;  // of `data`: a prefix, and a part of the chunk (pieces.hpp)
+inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed | flag_piece;
 
 struct Header {
     Kind kind{};

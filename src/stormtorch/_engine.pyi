@@ -21,6 +21,8 @@ class Status(enum.Enum):
 
     CLOSED = 7
 
+    PATH_BLOCKED = 8
+
 class Arrival:
     @property
     def peer(self) -> int: ...
@@ -88,6 +90,7 @@ class Endpoint:
     def close(self, linger_s: float) -> None: ...
     def health(self) -> dict[str, Any]: ...
     def link(self, peer: int) -> tuple[float, float, float]: ...
+    def path_bytes(self, peer: int) -> int: ...
 
 class Sim:
     def __init__(

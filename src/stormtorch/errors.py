@@ -20,6 +20,10 @@ class PeerFailed(StormError):
     """A peer ended the same exact exchange with an error, and told why."""
 
 
+class PathBlocked(StormError):
+    """A peer answered for `silence_s`, but no data reached it: its path carries small datagrams only."""
+
+
 class ExchangeTimeout(StormError, TimeoutError):
     """An exchange did not end within its time-out."""
 

@@ -13,7 +13,16 @@ import torch
 
 from stormtorch import _engine
 from stormtorch.channels import Channels
-from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft, PeerSilent, SizeMismatch, StormError
+from stormtorch.errors import (
+    Closed,
+    ExchangeTimeout,
+    PathBlocked,
+    PeerFailed,
+    PeerLeft,
+    PeerSilent,
+    SizeMismatch,
+    StormError,
+)
 from stormtorch.reliability import EXACT, Reliability
 
 
@@ -241,6 +250,11 @@ def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: fl
             f"{where}: nothing was heard of {peer} for {silence_s:g} s, {missing}. "
             "Is it alive and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
         )
+    if status == _engine.Status.PATH_BLOCKED:
+        return PathBlocked(
+            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the way drops "
+            "all but small datagrams: look at the MTU of tunnels and VPNs, and at firewalls."
+        )
     if status == _engine.Status.PEER_LEFT:
         by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
         why = "before this was done" if by_itself else _why(outcome)
@@ -267,6 +281,7 @@ def _why(outcome: _engine.Outcome) -> str:
     culprit = f"rank {outcome.culprit}"
     return {
         _engine.Status.PEER_SILENT: f"because nothing was heard of {culprit}",
+        _engine.Status.PATH_BLOCKED: f"because {culprit} answers, but no data reaches it",
         _engine.Status.PEER_LEFT: f"because {culprit} closed its transport",
         _engine.Status.TIMED_OUT: f"because it timed out, waiting for {culprit}",
         _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than is expected",

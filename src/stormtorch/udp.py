@@ -174,6 +174,10 @@ class UdpTransport:
         """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
         return self.endpoint.link(peer)
 
+    def path_bytes(self, peer: int) -> int:
+        """The largest datagram that the path to a peer carries now; chunks that do not fit travel in pieces."""
+        return self.endpoint.path_bytes(peer)
+
     def close(self, linger_s: float | None = None) -> None:
         """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket.
 
