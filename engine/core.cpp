@@ -26,6 +26,9 @@ Core::Core(CoreConfig config, Nanos now)
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
                                     std::to_string(config_.datagram_bytes));
     }
+    // So that a report with one word fits.
+    if (config_.least_path_bytes < header_bytes + tag_bytes + Report::fixed_bytes + 8)
+        throw std::invalid_argument("least_path_bytes must be at least 88");
     if (config_.rate_mode == RateMode::fixed) {
         if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
         // Two milliseconds' worth may leave at once, or two datagrams if that is more.

@@ -11,24 +11,26 @@ namespace {
 // 1492 (PPPoE), 1500, 9000, and steps between.
 constexpr std::array<std::size_t, 12> usual{512, 768, 1024, 1152, 1232, 1372, 1444, 2000, 4048, 8952, 16'336, 32'720};
 // So many losses in a row raise suspicion at once, or so few after a while.
-constexpr std::uint32_t many_lost = 16, some_lost = 4;
+constexpr std::uint32_t many_lost = 16, some_lost = 2;
 constexpr Nanos a_while = 250 * millisecond, forgotten = second;
 // A search ends without a finding after so many rounds. Further losses start another.
 constexpr unsigned most_rounds = 8;
-// The path counts as narrower when chance would explain the losses in one of e^14, about a million, cases.
-constexpr double certainty = 14.0;
+// The path counts as narrower when chance would explain the losses in one of e^10, about 20,000, cases. An error does not
+// last: larger sizes are tried again soon.
+constexpr double certainty = 10.0;
+// The smallest and the largest size go out so often in a round, to be compared.
+constexpr std::size_t copies = 3;
 constexpr Nanos first_climb = second, last_climb = 60 * second;
 
 }  // namespace
 
 PathMtu::PathMtu(std::size_t least, std::size_t most)
     : least_(std::min(least, most)), most_(most), bytes_(most), announced_(most), climb_every_(first_climb) {
-    // The smallest thrice: what is known to pass, to compare the others with.
-    sizes_.assign(3, least_);
+    sizes_.assign(copies, least_);
     for (const std::size_t size : usual) {
         if (size > least_ && size < most_) sizes_.push_back(size);
     }
-    if (most_ > least_) sizes_.push_back(most_);
+    if (most_ > least_) sizes_.insert(sizes_.end(), copies, most_);
 }
 
 void PathMtu::on_acked(std::size_t bytes) {
@@ -97,7 +99,7 @@ std::size_t PathMtu::take_probe(bool in_use, Nanos patience, Nanos now) {
     }
     send_at_ = never;
     // Later rounds wait longer: the round trip may be longer than was thought.
-    judge_at_ = now + (patience << std::min(rounds_ - 1, 4U));
+    judge_at_ = now + (patience << std::min(rounds_ - 1, 2U));
     return 0;
 }
 

@@ -1,5 +1,5 @@
 // Cores under a program of a fuzzer's making. The input is a list of operations: post, deliver, drop, duplicate, bend, forge,
-// wait, cancel, leave, restart. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
+// wait, cancel, leave, restart, narrow. Afterwards the network becomes honest and everything must end, and what was exact must be exact.
 // The first byte says how many ranks there are and whether members may lie. A lie is told under the name of a rank that
 // goes on telling the truth as well, so that the two may wait for one another for ever: then only safety is asked for.
 #include "core.hpp"
@@ -18,7 +18,7 @@ using namespace storm;
 namespace {
 
 constexpr std::uint64_t cookie = 0x5eed'c0de'1234'5678ULL;
-constexpr std::size_t pool_bytes = 8 << 10, datagram_bytes = 128, chunk_bytes = 96;
+constexpr std::size_t pool_bytes = 8 << 10, datagram_bytes = 128, chunk_bytes = 96, least_path_bytes = 96;
 constexpr std::uint32_t channels = 2, most_posts = 12;
 constexpr Nanos silence = 2 * second;
 
@@ -104,6 +104,8 @@ public:
             default:
                 if (operation % 5 == 0) leave(rank);
                 if (operation % 5 == 1) restart(rank);
+                // What every path carries from now on, also when the network has become honest.
+                if (operation % 5 == 2) carries_ = least_path_bytes + program.byte() % 33;
                 break;
         }
         check();
@@ -140,6 +142,7 @@ private:
         config.rank = rank;
         config.world = world_;
         config.datagram_bytes = datagram_bytes;
+        config.least_path_bytes = least_path_bytes;
         config.receive_buffer = 16 << 10;
         config.pool_bytes = pool_bytes;
         config.eager_bytes = 512;
@@ -288,6 +291,7 @@ private:
                 const std::size_t size = std::min(batch_.segment_bytes, joined.size() - at);
                 const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
                 REQUIRE(size <= datagram_bytes);
+                if (size > carries_) continue;
                 wire_.push_back({rank, batch_.peer, {begin, begin + static_cast<std::ptrdiff_t>(size)}});
             }
             cores_[rank]->transmitted(batch_, now_);
@@ -340,7 +344,7 @@ private:
         const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
                         source);
         Header header{.kind = static_cast<Kind>(1 + program.byte() % 9),
-                      .flags = static_cast<std::uint8_t>(program.byte() & 7),
+                      .flags = static_cast<std::uint8_t>(program.byte() & (known_flags & ~flag_sealed)),
                       .source = source,
                       .check = 0,
                       .cookie = seal.visible_cookie(),
@@ -438,7 +442,8 @@ private:
         if (outcome.status != Status::ok) {
             REQUIRE(outcome.blame && outcome.blame.culprit < world_ && outcome.blame.cause != Status::peer_failed);
             REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent ||
-                    outcome.status == Status::peer_failed);
+                    outcome.status == Status::peer_failed ||
+                    (outcome.status == Status::path_blocked && carries_ < datagram_bytes));
             return;
         }
         const std::uint32_t key = plan.channel * 64 + plan.seq;
@@ -480,6 +485,7 @@ private:
     std::vector<bool> left_, hostile_;
     bool mad_{}, disturbed_{};
     std::deque<Datagram> wire_;
+    std::size_t carries_{datagram_bytes};
     Batch batch_;
 };
 

@@ -92,7 +92,7 @@ TEST(loss_alone_hardly_ever_narrows_a_path_and_never_for_long) {
             path.run(120 * second, 10 * millisecond);
             CHECK_EQUAL(path.path.bytes(), 1472U);
         }
-        CHECK(narrowed <= 1);
+        CHECK(narrowed <= 4);  // twice in 500 s, and twice back
     }
 }
 
