@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from stormtorch import EXACT, LOSSY, Options, Reliability, connect, prepare
-from stormtorch.bench.ranks import Member, RankFailed, run_ranks
+from stormtorch.bench.failed import RankFailed
+from stormtorch.bench.ranks import Member, run_ranks
 from stormtorch.collectives import Group, all_reduce
 from stormtorch.lab import Lab
 

@@ -252,8 +252,8 @@ def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: fl
         )
     if status == _engine.Status.PATH_BLOCKED:
         return PathBlocked(
-            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the way drops "
-            "all but small datagrams: look at the MTU of tunnels and VPNs, and at firewalls."
+            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the way "
+            "drops all but small datagrams: look at the MTU of tunnels and VPNs, and at firewalls."
         )
     if status == _engine.Status.PEER_LEFT:
         by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
