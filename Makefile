@@ -58,6 +58,7 @@ demo: setup  ## see it work
 	$(BIN)/stormtorch demo
 
 bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
+	@mkdir -p $(BENCH_OUT)
 	@set -e; for hosts in 2 4; do \
 		$(BIN)/stormtorch bench allreduce --hosts $$hosts --mb 25,100 \
 			--json $(BENCH_OUT)/allreduce-$$hosts-hosts.json --plot $(BENCH_OUT)/allreduce-$$hosts-hosts.png; \
@@ -69,6 +70,7 @@ bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on
 # With root, or where users may make namespaces. Bounded: about 25 minutes on two cores, most of them TCP's.
 BENCH_LAB = $(BIN)/stormtorch bench allreduce --hosts 4 --iters 10
 bench-lab: setup  ## measure all-reduce and training beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
+	@mkdir -p $(BENCH_OUT)
 	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
 	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
 	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience 20; \
@@ -83,6 +85,7 @@ bench-lab: setup  ## measure all-reduce and training beside gloo under real loss
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes benchmarks/results/lab-convergence-*
+	@mkdir -p $(BENCH_OUT)
 	$(BIN)/stormtorch bench convergence --hosts 4 --rate 400mbit --loss 0.1 --seconds 60 \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
 

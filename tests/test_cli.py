@@ -77,7 +77,7 @@ def test_what_help_lists_is_what_exists() -> None:
         ("--patience-s", "0", "got 0"),
         ("--dtype", "int8", "int8"),
         ("--datagram-bytes", "9", "must lie in [256, 65507], got 9"),
-        ("--json", "/dev/null/x.json", "cannot make /dev/null"),
+        ("--json", "/dev/null/x.json", "there is no folder /dev/null"),
         ("--plot", "out.xyz", "must end with one of"),
         ("--timeout-s", "0", "got 0"),
     ],

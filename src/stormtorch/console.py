@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
@@ -56,14 +57,37 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """A file that cannot be written is noticed before minutes of measuring, not after."""
+    """Raises a `BadSetting` for a file that cannot be written, before minutes of work and not after them.
+
+    A file that exists is opened and left as it is; otherwise its folder must exist and take one. Asking for permissions
+    alone would not do: root has them all, also for a folder that takes no files.
+    """
     from stormtorch.bench.settings import BadSetting
 
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            with path.open("ab"):
+                pass
+        elif path.exists():  # a pipe or a device, which opening may change
+            if not os.access(path, os.W_OK):
+                raise BadSetting(option, f"cannot write {path}: permission denied")
+        elif not path.parent.is_dir():
+            raise BadSetting(option, f"there is no folder {path.parent}: make it first, or name another file")
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
     except OSError as error:
-        raise BadSetting(option, f"cannot make {path.parent}: {error.strerror}") from error
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise BadSetting(option, f"cannot write {path}: permission denied")
+        raise BadSetting(option, f"cannot write {path}: {error.strerror}") from error
+
+
+def save(write: Callable[[Path], None], path: Path | None) -> None:
+    """Writes a result where a file was asked for; a disk that has become full is one message and exit code 1."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        _show(f"cannot write {path}: {error.strerror or error}")
+        raise typer.Exit(1) from error

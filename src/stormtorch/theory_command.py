@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.bench.arguments import check_outputs
-from stormtorch.console import friendly_errors
+from stormtorch.console import friendly_errors, save
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,12 +62,11 @@ def theory(
         check_between("chunks", chunks, 1, 1_000_000_000)
         check_outputs(json, plot)
         prediction = predict(workers, loss, max_lag, steps=steps, chunks=chunks)
-        if json is not None:
-            _write(prediction, json)
+        save(lambda path: _write(prediction, path), json)
         if plot is not None:
             from stormtorch.theory_plot import plot_prediction
 
-            plot_prediction(prediction, plot)
+            save(lambda path: plot_prediction(prediction, path), plot)
         show_prediction(prediction, Console())  # last: a pager that is left early takes nothing else with it
 
 

@@ -41,7 +41,7 @@ from stormtorch.bench.arguments import (
     network_of,
     warmup_of,
 )
-from stormtorch.console import friendly_errors, names, numbers
+from stormtorch.console import friendly_errors, names, numbers, save
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -118,10 +118,8 @@ def allreduce(
         with progress_bar(iters * len(settings.mb), f"starting {hosts} processes") as advance:
             report = run_allreduce(settings, advance)
         Console().print(allreduce_table(report))
-        if json is not None:
-            report.write(json)
-        if plot is not None:
-            plot_allreduce(report, plot)
+        save(report.write, json)
+        save(lambda path: plot_allreduce(report, path), plot)
 
 
 @app.command()
@@ -206,10 +204,8 @@ def ddp(
         with progress_bar(iters, f"starting {hosts} processes") as advance:
             report = run_ddp(settings, advance)
         Console().print(ddp_table(report))
-        if json is not None:
-            report.write(json)
-        if plot is not None:
-            plot_ddp(report, plot)
+        save(report.write, json)
+        save(lambda path: plot_ddp(report, path), plot)
 
 
 @app.command()
@@ -303,13 +299,11 @@ def convergence(
             with progress_bar(total, f"starting {hosts} processes", unit="s") as advance:
                 for curve in run_convergence(settings, advance):
                     report.curves.append(curve)
-                    if json is not None:
-                        report.write(json)  # each as soon as it is there: whatever ends the command, they are kept
+                    save(report.write, json)  # each as soon as it is there: whatever ends the command, they are kept
         finally:
             if report.curves:
                 Console().print(convergence_table(report))
-                if plot is not None:
-                    plot_convergence(report, plot)
+                save(lambda path: plot_convergence(report, path), plot)
 
 
 @app.command()
@@ -374,13 +368,11 @@ def sweep(
             with progress_bar(iters * len(settings.points()), "making a lab") as advance:
                 for point in run_sweep(settings, advance):
                     report.points.append(point)
-                    if json is not None:
-                        report.write(json)  # each point as soon as it is there: whatever ends a sweep, they are kept
+                    save(report.write, json)  # each point as soon as it is there: whatever ends a sweep, they are kept
         finally:
             if report.points:
                 Console().print(sweep_table(report))
-                if plot is not None:
-                    plot_sweep(report, plot)
+                save(lambda path: plot_sweep(report, path), plot)
 
 
 @app.command()
@@ -414,8 +406,7 @@ def latency(
         with progress_bar(iters * len(SIZES_BYTES), f"starting {hosts} processes") as advance:
             report = run_latency(settings, advance)
         Console().print(latency_table(report))
-        if json is not None:
-            report.write(json)
+        save(report.write, json)
 
 
 @app.command()
@@ -451,5 +442,4 @@ def manners(
         with progress_bar(len(settings.only), "making a lab") as advance:
             report = run_manners(settings, advance)
         Console().print(manners_table(report))
-        if json is not None:
-            report.write(json)
+        save(report.write, json)

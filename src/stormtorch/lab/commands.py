@@ -84,7 +84,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    from stormtorch.console import friendly_errors
+    from stormtorch.console import check_file, friendly_errors, save
 
     with friendly_errors(), _ending_signals():
         from stormtorch.lab.conditions import BadCondition, Conditions
@@ -99,8 +99,7 @@ def run(
             raise BadCondition("per_node", f"must lie in [1, 64], got {per_node}")
         if timeout_s is not None and not timeout_s > 0:
             raise BadCondition("timeout_s", f"must be above 0, got {timeout_s:g}")
-        if json is not None and not os.access(json if json.exists() else json.parent, os.W_OK):
-            raise BadCondition("json", f"cannot be written: {json}")
+        check_file("json", json)
         console = Console(stderr=True, highlight=False)
         lab = Lab(hosts, conditions, management=management)
         with contextlib.ExitStack() as stack:
@@ -112,8 +111,7 @@ def run(
             statuses = lab.run(command, per_node=per_node, timeout_s=timeout_s, write=_writer(per_node))
             measured = lab.measured()
         console.print(after_text(measured, statuses), soft_wrap=True)
-        if json is not None:
-            _write(json, conditions, measured.to_json(), statuses, command, lab)
+        save(lambda path: _write(path, conditions, measured.to_json(), statuses, command, lab), json)
     raise typer.Exit(max(statuses))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.bench.arguments import check_outputs
-from stormtorch.console import check_file, friendly_errors
+from stormtorch.console import check_file, friendly_errors, save
 from stormtorch.simulation.arguments import (
     DEFAULT_POLICIES,
     MODELS,
@@ -307,8 +307,8 @@ def run(
         leave()
     if not first():
         return
-    if json is not None:
-        report.write(json)  # first: whatever befalls the rest, the figures are kept
-    show_simulation(report, Console())
-    if plot is not None:
-        plot_simulation(report, plot)
+    try:
+        save(report.write, json)  # first: whatever befalls the rest, the figures are kept
+    finally:
+        show_simulation(report, Console())
+    save(lambda path: plot_simulation(report, path), plot)

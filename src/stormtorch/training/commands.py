@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.bench.arguments import check_outputs, network_of
-from stormtorch.console import friendly_errors, names
+from stormtorch.console import friendly_errors, names, save
 
 if TYPE_CHECKING:
     from stormtorch.lab.conditions import Conditions
@@ -235,8 +235,8 @@ def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None
     total = settings.steps * len(settings.trainings)
     with progress_bar(total, f"starting {settings.ranks} processes", unit="steps") as advance:
         report = run_training(settings, advance)
-    if json is not None:
-        report.write(json)  # first: whatever befalls the rest, the figures are kept
-    show_training(report, Console())
-    if plot is not None:
-        plot_training(report, plot)
+    try:
+        save(report.write, json)  # first: whatever befalls the rest, the figures are kept
+    finally:
+        show_training(report, Console())
+    save(lambda path: plot_training(report, path), plot)
