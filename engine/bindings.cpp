@@ -8,6 +8,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "driver.hpp"
 #include "int8.hpp"
@@ -23,8 +25,19 @@ namespace {
 using Mapping = nb::typed<nb::dict, nb::str, nb::any>;
 
 Nanos to_nanos(std::optional<double> seconds) {
-    if (!seconds || std::isinf(*seconds) || *seconds > 1e9) return never;
+    if (!seconds || *seconds > 1e9) return never;
+    if (std::isnan(*seconds)) throw std::invalid_argument("nan is not a time");
     return static_cast<Nanos>(std::max(*seconds, 0.0) * 1e9);
+}
+
+// Python's enums come as numbers.
+template <class Enum>
+Enum to_enum(const char* name, int value, Enum last) {
+    if (value < 0 || value > static_cast<int>(last)) {
+        throw std::invalid_argument(std::string(name) + " must lie in [0, " + std::to_string(static_cast<int>(last)) +
+                                    "], got " + std::to_string(value));
+    }
+    return static_cast<Enum>(value);
 }
 
 using PySend = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool>;
@@ -55,9 +68,9 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
     }
     if (reduction) {
         const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average, seed] = *reduction;
-        spec.reduction = ReductionSpec{.mode = static_cast<Reduce>(mode),
-                                       .wire = static_cast<Dtype>(wire),
-                                       .out_dtype = static_cast<Dtype>(out_dtype),
+        spec.reduction = ReductionSpec{.mode = to_enum("mode", mode, Reduce::copy),
+                                       .wire = to_enum("wire", wire, Dtype::int8),
+                                       .out_dtype = to_enum("out_dtype", out_dtype, Dtype::int8),
                                        .own = reinterpret_cast<const std::byte*>(own),
                                        .out = reinterpret_cast<std::byte*>(out),
                                        .bytes = bytes,
@@ -105,15 +118,16 @@ Key to_key(const nb::bytes& from) {
     return key;
 }
 
-CoreConfig make_core_config(std::uint16_t rank, std::uint16_t world, const nb::dict& from) {
+CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dict& from) {
     CoreConfig config;
     config.rank = rank;
-    config.world = world;
+    config.world = static_cast<std::uint16_t>(world);
+    if (config.world != world) throw std::invalid_argument(std::to_string(world) + " ranks are more than 65535");
     config.datagram_bytes = nb::cast<std::size_t>(from["datagram_bytes"]);
     config.receive_buffer = nb::cast<std::size_t>(from["receive_buffer"]);
     config.pool_bytes = nb::cast<std::size_t>(from["pool_bytes"]);
     config.eager_bytes = nb::cast<std::size_t>(from["eager_bytes"]);
-    config.rate_mode = static_cast<RateMode>(nb::cast<int>(from["rate_mode"]));
+    config.rate_mode = to_enum("rate_mode", nb::cast<int>(from["rate_mode"]), RateMode::low_priority);
     config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
@@ -250,7 +264,7 @@ NB_MODULE(_engine, m) {
                const Mapping& config) {
                 std::vector<Address> addresses;
                 for (const auto& [host, port] : peers) addresses.emplace_back(host, port);
-                d.start(make_core_config(rank, static_cast<std::uint16_t>(peers.size()), config), std::move(addresses));
+                d.start(make_core_config(rank, peers.size(), config), std::move(addresses));
             },
             nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
         .def(

@@ -81,6 +81,8 @@ void Core::validate(const ExchangeSpec& spec) const {
         const ReductionSpec& reduction = *spec.reduction;
         if (reduction.out_dtype != reduction.wire && reduction.out_dtype != Dtype::float32)
             throw std::invalid_argument("a reduction is written as what was sent or as float32");
+        if (reduction.wire == Dtype::bytes && reduction.mode != Reduce::copy)
+            throw std::invalid_argument("plain bytes cannot be added up");
         if (reduction.wire == Dtype::int8 && reduction.mode == Reduce::in_order)
             throw std::invalid_argument("int8 has no sum in rank order");
         const auto contributors =
