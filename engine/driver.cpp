@@ -2,16 +2,14 @@
 
 #include <poll.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <set>
+#include <chrono>
 #include <stdexcept>
-#include <system_error>
+#include <string>
 #include <utility>
 
 namespace storm {
@@ -22,23 +20,6 @@ constexpr Nanos tick_every = 200 * microsecond;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
-// Every driver of the process, so that faults reach them all.
-struct Registry {
-    std::mutex mutex;
-    std::set<Driver*> drivers;
-    std::shared_ptr<const FaultSettings> settings;
-};
-
-Registry& registry() {
-    static Registry all;
-    return all;
-}
-
-int checked(int fd, const char* what) {
-    if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
-    return fd;
-}
-
 }  // namespace
 
 Nanos clock_now() {
@@ -47,49 +28,63 @@ Nanos clock_now() {
     return now.tv_sec * second + now.tv_nsec;
 }
 
-Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config)
-    : socket_(Address(host, port), config) {}
-
-Driver::~Driver() { close(0); }
-
-void Driver::start(CoreConfig config, std::vector<Address> peers) {
-    if (core_) throw std::runtime_error("the engine is running already");
-    if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
-    socket_.set_peers(std::move(peers));
-    faults_ = std::make_unique<FaultPath>(config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes);
-    core_ = std::make_unique<Core>(std::move(config), clock_now());
-    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll");
-    timer_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), "timerfd");
-    wake_ = checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "eventfd");
-    nudge_ = checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "eventfd");
-    for (const int fd : {timer_, wake_}) {
-        epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
-        epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+bool Driver::drive() {
+    try {
+        return step();
+    } catch (...) {
+        fail();
+        throw;
     }
-    listen(true);
-    {
-        const std::lock_guard guard(registry().mutex);
-        registry().drivers.insert(this);
-        const Lock lock(mutex_);
-        fault_settings_ = registry().settings;
-        apply_faults();
+}
+
+template <class Work>
+auto Driver::attempt(Work&& work) {
+    try {
+        return work();
+    } catch (const std::invalid_argument&) {
+        throw;
+    } catch (...) {
+        fail();
+        throw;
     }
-    thread_ = std::thread([this] { run(); });
+}
+
+void Driver::fail() noexcept {
+    if (!failure_) failure_ = std::current_exception();
+    changed_.notify_all();
+    wake(wake_);
+    wake(nudge_);
+}
+
+void Driver::check_open() const {
+    if (!core_ || closed_) throw std::runtime_error("the engine is closed");
+    if (!failure_) return;
+    std::string why = "for an unknown reason";
+    try {
+        std::rethrow_exception(failure_);
+    } catch (const std::exception& error) {
+        why = error.what();
+    } catch (...) {
+    }
+    throw std::runtime_error("the engine has failed and can only be closed: " + why);
 }
 
 std::uint64_t Driver::post(ExchangeSpec spec) {
-    const Lock lock(mutex_);
-    if (!core_ || closed_) throw std::runtime_error("the engine is closed");
+    const Lock lock(door_);
+    check_open();
     const Nanos now = clock_now();
     for (StageSpec& stage : spec.stages) {
         if (stage.deadline != never) stage.deadline += now;
     }
     if (spec.timeout_at != never) spec.timeout_at += now;
-    const std::uint64_t id = core_->post(spec, now);
-    // Bounded: without a word from a receiver no more than the eager bytes may leave.
-    while (flush(now)) {
-    }
-    collect();
+    const std::uint64_t id = attempt([&] {
+        const std::uint64_t posted = core_->post(spec, now);
+        // Bounded: without a word from a receiver no more than the eager bytes may leave.
+        while (flush(now)) {
+        }
+        collect();
+        return posted;
+    });
     // Whoever sleeps must wake for a timer that this exchange brought.
     if (caller_drives_) {
         if (next_timer() < sleeping_until_) wake(nudge_);
@@ -99,15 +94,38 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     return id;
 }
 
+// While it lives, the caller drives. However it leaves, the engine's own thread goes on after it.
+class Driver::Turn {
+public:
+    explicit Turn(Driver& driver) : driver_(driver) {
+        driver_.caller_drives_ = true;
+        driver_.listen(false);
+    }
+    ~Turn() {
+        driver_.caller_drives_ = false;
+        driver_.sleeping_until_ = 0;
+        if (!driver_.over()) {
+            driver_.listen(true);
+            driver_.arm();
+        }
+        driver_.changed_.notify_all();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+private:
+    Driver& driver_;
+};
+
 bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
-    Lock lock(mutex_);
+    Lock lock(door_);
     const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
     const auto ready = [&] { return ended_.contains(id); };
     while (!ready()) {
-        if (!core_ || closed_) throw std::runtime_error("the engine is closed");
+        check_open();
         if (clock_now() >= give_up_at) return false;
         if (caller_drives_) {
-            const auto woken = [&] { return ready() || !caller_drives_ || closed_; };
+            const auto woken = [&] { return ready() || !caller_drives_ || over(); };
             if (give_up_at == never) {
                 changed_.wait(lock, woken);
             } else {
@@ -115,12 +133,16 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             }
             continue;
         }
-        caller_drives_ = true;
-        listen(false);
-        while (!ready() && !closed_) {
-            if (step()) continue;
+        const Turn turn(*this);
+        while (!ready() && !over()) {
+            const bool busy = drive();
             const Nanos now = clock_now();
             if (now >= give_up_at) break;
+            if (busy) {
+                // There may be no end to it: others have something to say meanwhile.
+                door_.give_way();
+                continue;
+            }
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
@@ -128,19 +150,13 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             lock.unlock();
             std::array<pollfd, 2> waits{
                 {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
-                 {.fd = nudge_, .events = POLLIN, .revents = 0}}};
+                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
-            if (waits[1].revents != 0) (void)!read(nudge_, &drained, sizeof drained);
+            if (waits[1].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
             lock.lock();
             sleeping_until_ = 0;
         }
-        caller_drives_ = false;
-        if (!closed_) {
-            listen(true);
-            arm();
-        }
-        changed_.notify_all();
     }
     const auto found = ended_.find(id);
     outcome = std::move(found->second);
@@ -149,26 +165,30 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
 }
 
 bool Driver::ended(std::uint64_t id) {
-    const Lock lock(mutex_);
-    return ended_.contains(id);
+    const Lock lock(door_);
+    return failure_ || ended_.contains(id);
 }
 
 void Driver::cancel(std::uint64_t id) {
-    const Lock lock(mutex_);
-    if (!core_ || closed_) return;
-    core_->cancel(id, clock_now());
-    flush(clock_now());
-    collect();
+    const Lock lock(door_);
+    if (!core_ || over()) return;
+    attempt([&] {
+        core_->cancel(id, clock_now());
+        flush(clock_now());
+        collect();
+    });
 }
 
 void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation,
                      const std::optional<Key>& key) {
-    const Lock lock(mutex_);
-    if (!core_ || closed_) throw std::runtime_error("the engine is closed");
-    core_->readmit(peer, incarnation, key, clock_now());
-    socket_.set_peer(peer, address);
-    flush(clock_now());
-    collect();
+    const Lock lock(door_);
+    check_open();
+    attempt([&] {
+        core_->readmit(peer, incarnation, key, clock_now());
+        socket_.set_peer(peer, address);
+        flush(clock_now());
+        collect();
+    });
     // Exchanges may have ended, among them one that a driving caller waits for.
     if (caller_drives_) {
         wake(nudge_);
@@ -178,20 +198,25 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
 }
 
 void Driver::run() {
-    Lock lock(mutex_);
-    while (!closed_) {
+    Lock lock(door_);
+    while (!over()) {
         if (!caller_drives_) {
-            if (step()) {
+            bool busy = false;
+            try {
+                busy = drive();
+            } catch (...) {
+                return;  // there is nobody to tell here; whoever waits has been woken and finds the failure
+            }
+            if (busy) {
                 // Let a caller post, or take over.
-                lock.unlock();
-                lock.lock();
+                door_.give_way();
                 continue;
             }
             arm();
         }
         lock.unlock();
         std::array<epoll_event, 4> events;
-        const int count = epoll_wait(epoll_, events.data(), events.size(), -1);
+        const int count = epoll_wait(epoll_.get(), events.data(), events.size(), -1);
         for (int i = 0; i < count; ++i) {
             std::uint64_t drained = 0;
             const int fd = events[static_cast<std::size_t>(i)].data.fd;
@@ -253,13 +278,6 @@ void Driver::collect() {
 
 Nanos Driver::next_timer() const { return std::min(core_->next_timer(), faults_->next_release_at()); }
 
-void Driver::listen(bool own_thread) {
-    if (listening_ == own_thread) return;
-    listening_ = own_thread;
-    epoll_event event{.events = EPOLLIN, .data = {.fd = socket_.fd()}};
-    epoll_ctl(epoll_, own_thread ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, socket_.fd(), &event);
-}
-
 void Driver::arm() {
     // A full socket is tried again soon rather than watched: it drains in microseconds.
     const Nanos at = unsent_.empty() ? next_timer() : std::min(next_timer(), clock_now() + 100 * microsecond);
@@ -267,53 +285,11 @@ void Driver::arm() {
     armed_at_ = at;
     itimerspec when{};
     if (at != never) when.it_value = to_timespec(std::max<Nanos>(at, 1));
-    timerfd_settime(timer_, TFD_TIMER_ABSTIME, &when, nullptr);
-}
-
-void Driver::wake(int fd) const {
-    const std::uint64_t one = 1;
-    (void)!write(fd, &one, sizeof one);
-}
-
-void Driver::close(Nanos linger) {
-    if (!core_) {
-        socket_.close();
-        return;
-    }
-    {
-        Lock lock(mutex_);
-        if (closed_) return;
-        const Nanos give_up_at = clock_now() + linger;
-        core_->leave(clock_now());
-        while (linger > 0 && !core_->gone() && clock_now() < give_up_at) {
-            if (step()) continue;
-            lock.unlock();
-            pollfd readable{.fd = socket_.fd(), .events = POLLIN, .revents = 0};
-            poll(&readable, 1, 1);
-            lock.lock();
-        }
-        // Everyone gets a goodbye, even if nobody waits for the answers.
-        for (int round = 0; round < 64 && flush(clock_now()); ++round) {
-        }
-        closed_ = true;
-        changed_.notify_all();
-    }
-    {
-        const std::lock_guard guard(registry().mutex);
-        registry().drivers.erase(this);
-    }
-    wake(wake_);
-    wake(nudge_);
-    thread_.join();
-    // A caller that was driving needs its descriptor until it has seen that all is over.
-    Lock lock(mutex_);
-    changed_.wait(lock, [&] { return !caller_drives_; });
-    for (const int fd : {epoll_, timer_, wake_, nudge_}) ::close(fd);
-    socket_.close();
+    timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
 }
 
 Driver::Health Driver::health() {
-    const Lock lock(mutex_);
+    const Lock lock(door_);
     Health health;
     health.overflow = socket_.overflow();
     health.segments = socket_.segments();
@@ -326,29 +302,12 @@ Driver::Health Driver::health() {
 }
 
 Driver::LinkHealth Driver::link(std::uint16_t peer) {
-    const Lock lock(mutex_);
+    const Lock lock(door_);
     if (!core_) return {};
     return {.round_trip = core_->round_trip(peer),
             .loss = core_->loss_from(peer),
             .bytes_per_s = core_->rate_to(peer),
             .path_bytes = core_->path_bytes(peer)};
 }
-
-void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {
-    if (settings) settings->validate();
-    const std::lock_guard guard(registry().mutex);
-    registry().settings = settings;
-    for (Driver* driver : registry().drivers) {
-        {
-            const Lock lock(driver->mutex_);
-            driver->fault_settings_ = settings;
-            driver->apply_faults();
-        }
-        driver->wake(driver->wake_);
-        driver->wake(driver->nudge_);
-    }
-}
-
-void Driver::apply_faults() { faults_->set(fault_settings_, clock_now()); }
 
 }  // namespace storm

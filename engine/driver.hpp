@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,8 @@
 #include <vector>
 
 #include "core.hpp"
+#include "descriptor.hpp"
+#include "door.hpp"
 #include "faults.hpp"
 #include "socket.hpp"
 
@@ -35,14 +38,17 @@ public:
     Driver& operator=(const Driver&) = delete;
 
     [[nodiscard]] const Socket& socket() const { return socket_; }
-    // Starts the engine towards `peers`, by rank (the own entry is not used).
+    // Starts the engine towards `peers`, by rank (the own entry is not used). Throws std::system_error where the process has
+    // no descriptor or thread left; nothing has happened then, and it may be tried again.
     void start(CoreConfig config, std::vector<Address> peers);
 
     // Begins an exchange and sends what can be sent at once. Deadlines in the spec are relative to now.
-    // Throws std::runtime_error when closed.
+    // Throws std::runtime_error when closed or failed. An engine has failed when its core has thrown anything but a refusal of
+    // arguments, as when memory runs out: what state it is in is not known, so it can only be closed.
     std::uint64_t post(ExchangeSpec spec);
     // Waits until the exchange ends or `timeout` has passed; true with the outcome (once) if it ended.
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
+    // Whether a wait would return, or throw, at once.
     [[nodiscard]] bool ended(std::uint64_t id);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
@@ -69,27 +75,36 @@ public:
     static void set_faults(std::shared_ptr<const FaultSettings> settings);
 
 private:
-    using Lock = std::unique_lock<std::mutex>;
+    using Lock = std::unique_lock<Door>;
+    class Turn;
 
     void run();
+    // The next two call the core, and mark the engine as failed by what it throws.
+    bool drive();  // a step
+    template <class Work>
+    auto attempt(Work&& work);
+    void fail() noexcept;  // by the exception that is being handled
+    [[nodiscard]] bool over() const { return closed_ || failure_; }
+    void check_open() const;
     // One round of reading, timing and writing; true if there may be more to do at once.
     bool step();
     bool flush(Nanos now);
     void collect();
+    void say_goodbye(Lock& lock, Nanos linger);
     [[nodiscard]] Nanos next_timer() const;
-    void listen(bool own_thread);  // whether the engine's own thread sleeps on the socket
+    void listen(bool own_thread) noexcept;  // whether the engine's own thread sleeps on the socket
     void arm();
-    void wake(int fd) const;
+    static void wake(const Descriptor& event);
     void apply_faults();
 
     static constexpr std::size_t burst = 8;  // batches per send call
 
     Socket socket_;
-    int epoll_{-1}, timer_{-1};
-    int wake_{-1};   // wakes the engine's thread
-    int nudge_{-1};  // wakes a caller that drives
-    std::mutex mutex_;
-    std::condition_variable changed_;  // an exchange ended, or nobody drives
+    Descriptor epoll_, timer_;
+    Descriptor wake_;   // wakes the engine's thread
+    Descriptor nudge_;  // wakes a caller that drives
+    Door door_;
+    std::condition_variable_any changed_;  // an exchange ended, or nobody drives
     std::unique_ptr<Core> core_;
     std::unique_ptr<FaultPath> faults_;
     std::shared_ptr<const FaultSettings> fault_settings_;
@@ -98,7 +113,8 @@ private:
     std::unordered_map<std::uint64_t, Outcome> ended_;
     bool caller_drives_{};
     bool listening_{};
-    bool closed_{};
+    bool closing_{}, closed_{};
+    std::exception_ptr failure_;
     Nanos ticked_at_{};
     Nanos armed_at_{never};
     Nanos sleeping_until_{};  // of a caller that drives

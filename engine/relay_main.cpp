@@ -25,6 +25,7 @@
 #include <string_view>
 #include <utility>
 
+#include "descriptor.hpp"
 #include "relay.hpp"
 #include "relay_commands.hpp"
 
@@ -48,23 +49,6 @@ Nanos clock_now() {
 }
 
 timespec to_timespec(Nanos time) { return {.tv_sec = time / second, .tv_nsec = time % second}; }
-
-class Descriptor {
-public:
-    explicit Descriptor(int fd = -1) : fd_(fd) {}
-    Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    Descriptor& operator=(Descriptor&& other) noexcept {
-        std::swap(fd_, other.fd_);
-        return *this;
-    }
-    ~Descriptor() {
-        if (fd_ >= 0) ::close(fd_);
-    }
-    [[nodiscard]] int get() const { return fd_; }
-
-private:
-    int fd_;
-};
 
 [[noreturn]] void fail(const std::string& what, int error) {
     throw std::runtime_error(what + ": " + std::strerror(error));

@@ -81,12 +81,11 @@ std::size_t interface_mtu(const std::string& host) {
                                sizeof(in6_addr)) == 0;
         }
         if (!same) continue;
-        const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-        if (fd < 0) return 0;
+        const Descriptor any(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+        if (any.get() < 0) return 0;
         ifreq request{};
         std::strncpy(request.ifr_name, each->ifa_name, IFNAMSIZ - 1);
-        const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
-        ::close(fd);
+        const bool known = ioctl(any.get(), SIOCGIFMTU, &request) == 0;
         return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
     }
     return 0;
@@ -97,38 +96,36 @@ std::size_t datagram_bytes_for(std::size_t mtu, int family) {
     return std::min(mtu > overhead ? mtu - overhead : 0, max_datagram_bytes);
 }
 
-Socket::Socket(const Address& address, const SocketConfig& config) {
-    fd_ = socket(address.family(), SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "cannot open a UDP socket");
-    if (bind(fd_, address.get(), address.size()) != 0) {
-        const int error = errno;
-        close();
-        throw std::system_error(error, std::generic_category(),
+Socket::Socket(const Address& address, const SocketConfig& config)
+    : fd_(Descriptor::checked(socket(address.family(), SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0),
+                              "cannot open a UDP socket")) {
+    if (bind(fd(), address.get(), address.size()) != 0) {
+        throw std::system_error(errno, std::generic_category(),
                                 "cannot bind UDP port " + std::to_string(address.port()));
     }
     // The privileged form may exceed net.core.rmem_max.
     const int wanted = static_cast<int>(std::min<std::size_t>(config.receive_buffer, 1 << 30));
-    if (!try_option(fd_, SOL_SOCKET, SO_RCVBUFFORCE, wanted)) try_option(fd_, SOL_SOCKET, SO_RCVBUF, wanted);
-    if (!try_option(fd_, SOL_SOCKET, SO_SNDBUFFORCE, wanted)) try_option(fd_, SOL_SOCKET, SO_SNDBUF, wanted);
+    if (!try_option(fd(), SOL_SOCKET, SO_RCVBUFFORCE, wanted)) try_option(fd(), SOL_SOCKET, SO_RCVBUF, wanted);
+    if (!try_option(fd(), SOL_SOCKET, SO_SNDBUFFORCE, wanted)) try_option(fd(), SOL_SOCKET, SO_SNDBUF, wanted);
     int granted = 0;
     socklen_t size = sizeof granted;
-    getsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &granted, &size);
+    getsockopt(fd(), SOL_SOCKET, SO_RCVBUF, &granted, &size);
     receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
-    try_option(fd_, SOL_SOCKET, SO_RXQ_OVFL, 1);
+    try_option(fd(), SOL_SOCKET, SO_RXQ_OVFL, 1);
     // What a path carries is found by probes (path_mtu.hpp): nobody on the way may cut a datagram into fragments, and what
     // routers say of it, which anybody can forge, is not believed.
     if (address.family() == AF_INET6) {
-        try_option(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE);
+        try_option(fd(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE);
     } else {
-        try_option(fd_, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE);
+        try_option(fd(), IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE);
     }
-    segmentation_ = config.segmentation && try_option(fd_, SOL_UDP, UDP_SEGMENT, 0);
-    coalescing_ = config.coalescing && try_option(fd_, SOL_UDP, UDP_GRO, 1);
+    segmentation_ = config.segmentation && try_option(fd(), SOL_UDP, UDP_SEGMENT, 0);
+    coalescing_ = config.coalescing && try_option(fd(), SOL_UDP, UDP_GRO, 1);
     if (config.low_priority) {
         if (address.family() == AF_INET6) {
-            try_option(fd_, IPPROTO_IPV6, IPV6_TCLASS, lower_effort);
+            try_option(fd(), IPPROTO_IPV6, IPV6_TCLASS, lower_effort);
         } else {
-            try_option(fd_, IPPROTO_IP, IP_TOS, lower_effort);
+            try_option(fd(), IPPROTO_IP, IP_TOS, lower_effort);
         }
     }
     buffer_ = std::make_unique_for_overwrite<std::byte[]>(slots * slot_bytes);
@@ -137,17 +134,10 @@ Socket::Socket(const Address& address, const SocketConfig& config) {
     }
 }
 
-Socket::~Socket() { close(); }
-
-void Socket::close() {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = -1;
-}
-
 std::uint16_t Socket::port() const {
     Address bound;
     socklen_t size = sizeof bound.storage_;
-    getsockname(fd_, reinterpret_cast<sockaddr*>(&bound.storage_), &size);
+    getsockname(fd(), reinterpret_cast<sockaddr*>(&bound.storage_), &size);
     return bound.port();
 }
 
@@ -186,7 +176,7 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
             ++sent;
             continue;
         }
-        const int done = sendmmsg(fd_, messages.data(), static_cast<unsigned>(count), 0);
+        const int done = sendmmsg(fd(), messages.data(), static_cast<unsigned>(count), 0);
         if (done > 0) {
             sent += static_cast<std::size_t>(done);
             continue;
@@ -222,7 +212,7 @@ bool Socket::send_one_by_one(Batch& batch) {
     }
     std::size_t sent = 0;
     while (sent < batch.segments) {
-        const int done = sendmmsg(fd_, messages.data() + sent, static_cast<unsigned>(batch.segments - sent), 0);
+        const int done = sendmmsg(fd(), messages.data() + sent, static_cast<unsigned>(batch.segments - sent), 0);
         if (done > 0) {
             sent += static_cast<std::size_t>(done);
         } else if (errno != EINTR) {
@@ -244,7 +234,7 @@ std::size_t Socket::receive_messages() {
         header.msg_control = controls_[slot].bytes;
         header.msg_controllen = sizeof controls_[slot].bytes;
     }
-    const int count = recvmmsg(fd_, messages_.data(), slots, MSG_DONTWAIT, nullptr);
+    const int count = recvmmsg(fd(), messages_.data(), slots, MSG_DONTWAIT, nullptr);
     return count > 0 ? static_cast<std::size_t>(count) : 0;
 }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core.hpp"
+#include "descriptor.hpp"
 
 namespace storm {
 
@@ -49,12 +50,11 @@ class Socket {
 public:
     // Binds; port 0 chooses one. Throws std::system_error.
     Socket(const Address& address, const SocketConfig& config);
-    ~Socket();
     Socket(const Socket&) = delete;
     Socket& operator=(const Socket&) = delete;
 
     // Frees the descriptor and the port; nothing else may be called after it.
-    void close();
+    void close() { fd_.close(); }
     void set_peers(std::vector<Address> peers) { peers_ = std::move(peers); }
     void set_peer(std::uint16_t rank, const Address& address) { peers_.at(rank) = address; }
 
@@ -65,7 +65,7 @@ public:
     template <class Take>
     std::size_t receive(Take&& take);
 
-    [[nodiscard]] int fd() const { return fd_; }
+    [[nodiscard]] int fd() const { return fd_.get(); }
     [[nodiscard]] std::uint16_t port() const;
     [[nodiscard]] std::size_t receive_buffer() const { return receive_buffer_; }  // as the kernel granted it
     [[nodiscard]] bool segments() const { return segmentation_; }
@@ -82,7 +82,7 @@ private:
     // The segment size that the kernel coalesced by, or the whole.
     [[nodiscard]] std::size_t segment_bytes(std::size_t slot);
 
-    int fd_{-1};
+    Descriptor fd_;
     bool segmentation_{}, coalescing_{};
     std::size_t receive_buffer_{};
     std::uint32_t overflow_{};

@@ -1,0 +1,172 @@
+// How a driver begins and ends, and the faults that all drivers of a process share; driver.cpp holds the rest of Driver.
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "driver.hpp"
+
+namespace storm {
+namespace {
+
+// Every driver of the process, so that faults reach them all.
+struct Registry {
+    std::mutex mutex;
+    std::set<Driver*> drivers;
+    std::shared_ptr<const FaultSettings> settings;
+};
+
+Registry& registry() {
+    static Registry all;
+    return all;
+}
+
+void watch(const Descriptor& epoll, int fd, const std::string& what) {
+    epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
+    if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+        throw std::system_error(errno, std::generic_category(), what);
+    }
+}
+
+}  // namespace
+
+Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config)
+    : socket_(Address(host, port), config) {}
+
+Driver::~Driver() { close(0); }
+
+void Driver::start(CoreConfig config, std::vector<Address> peers) {
+    if (closed_) throw std::runtime_error("the engine is closed");
+    if (core_) throw std::runtime_error("the engine is running already");
+    if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
+    const std::string rank = "rank " + std::to_string(config.rank);
+    const std::string what = rank + ": the engine needs 4 more descriptors, see `ulimit -n`";
+    // All that may fail comes before anything of this object changes, but for the thread, which comes last.
+    auto epoll = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
+    auto timer = Descriptor::checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), what.c_str());
+    auto wakes = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
+    auto nudges = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
+    for (const int fd : {timer.get(), wakes.get(), socket_.fd()})
+        watch(epoll, fd, rank + ": cannot watch a descriptor");
+    auto faults =
+        std::make_unique<FaultPath>(config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes);
+    auto core = std::make_unique<Core>(std::move(config), clock_now());
+
+    const std::lock_guard guard(registry().mutex);
+    const Lock lock(door_);
+    faults->set(registry().settings, clock_now());
+    const auto registered = registry().drivers.insert(this).first;
+    try {
+        thread_ = std::thread([this] { run(); });  // waits at the door until we are done
+    } catch (const std::system_error& error) {
+        registry().drivers.erase(registered);
+        throw std::system_error(error.code(), rank + ": the engine needs a thread, see `ulimit -u`");
+    } catch (...) {
+        registry().drivers.erase(registered);
+        throw;
+    }
+    socket_.set_peers(std::move(peers));
+    fault_settings_ = registry().settings;
+    faults_ = std::move(faults);
+    core_ = std::move(core);
+    epoll_ = std::move(epoll);
+    timer_ = std::move(timer);
+    wake_ = std::move(wakes);
+    nudge_ = std::move(nudges);
+    listening_ = true;
+}
+
+void Driver::listen(bool own_thread) noexcept {
+    if (listening_ == own_thread) return;
+    listening_ = own_thread;
+    try {
+        if (own_thread) {
+            watch(epoll_, socket_.fd(), "cannot watch the socket");
+        } else {
+            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket_.fd(), nullptr);
+        }
+    } catch (...) {
+        fail();
+    }
+}
+
+void Driver::wake(const Descriptor& event) {
+    const std::uint64_t one = 1;
+    (void)!write(event.get(), &one, sizeof one);
+}
+
+void Driver::close(Nanos linger) {
+    {
+        Lock lock(door_);
+        if (std::exchange(closing_, true)) return;
+        if (!core_) {
+            closed_ = true;
+            socket_.close();
+            return;
+        }
+        try {
+            if (!failure_) say_goodbye(lock, linger);
+        } catch (...) {
+            fail();  // it ends either way
+        }
+        closed_ = true;
+        changed_.notify_all();
+    }
+    {
+        const std::lock_guard guard(registry().mutex);
+        registry().drivers.erase(this);
+    }
+    wake(wake_);
+    wake(nudge_);
+    thread_.join();
+    // A caller that was driving needs its descriptor until it has seen that all is over.
+    Lock lock(door_);
+    changed_.wait(lock, [&] { return !caller_drives_; });
+    for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_}) each->close();
+    socket_.close();
+}
+
+void Driver::say_goodbye(Lock& lock, Nanos linger) {
+    const Nanos give_up_at = clock_now() + linger;
+    core_->leave(clock_now());
+    while (linger > 0 && !core_->gone() && clock_now() < give_up_at) {
+        if (step()) {
+            door_.give_way();
+            continue;
+        }
+        lock.unlock();
+        pollfd readable{.fd = socket_.fd(), .events = POLLIN, .revents = 0};
+        poll(&readable, 1, 1);
+        lock.lock();
+    }
+    // Everyone gets a goodbye, even if nobody waits for the answers.
+    for (int round = 0; round < 64 && flush(clock_now()); ++round) {
+    }
+}
+
+void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {
+    if (settings) settings->validate();
+    const std::lock_guard guard(registry().mutex);
+    registry().settings = settings;
+    for (Driver* driver : registry().drivers) {
+        {
+            const Lock lock(driver->door_);
+            driver->fault_settings_ = settings;
+            driver->apply_faults();
+        }
+        driver->wake(driver->wake_);
+        driver->wake(driver->nudge_);
+    }
+}
+
+void Driver::apply_faults() { faults_->set(fault_settings_, clock_now()); }
+
+}  // namespace storm
