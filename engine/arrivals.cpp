@@ -46,7 +46,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         case Kind::end:
             if (Exchange* exchange = find(header->channel, header->seq)) {
                 if ((header->flags & flag_repair) != 0) {
-                    forgo(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
+                    forgo(*exchange, peer, (header->flags & flag_second_stage) != 0);
                 } else {
                     take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
                 }
@@ -166,9 +166,9 @@ void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
 }
 
 // Nothing more will come of a message, whatever its budget says.
-void Core::forgo(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+void Core::forgo(Exchange& exchange, Peer& peer, bool second_stage) {
     Incoming* message = exchange.incoming(peer.rank, second_stage);
-    if (message != nullptr && exchange.lossy(second_stage)) close(exchange, *message, false, now);
+    if (message != nullptr && exchange.lossy(second_stage)) close(exchange, *message, false);
 }
 
 void Core::forgo_message(Peer& peer, const Header& header, std::uint8_t stage) {
@@ -250,7 +250,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     for (const auto& [key, exchange] : active_) concerned.push_back(key);
     for (const std::uint64_t key : concerned) {
         Exchange& exchange = *active_.at(key);
-        abandon_peer(exchange, peer, Status::peer_left, *blame, now);
+        abandon_peer(exchange, peer, Status::peer_left, *blame);
         open_gates(exchange);
         finish_if_done(exchange, now);
     }
@@ -263,7 +263,7 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
         return;
     }
     if (Exchange* exchange = find(header.channel, header.seq)) {
-        abandon_peer(*exchange, peer, Status::peer_failed, *blame, now);
+        abandon_peer(*exchange, peer, Status::peer_failed, *blame);
         open_gates(*exchange);
         finish_if_done(*exchange, now);
     } else if (!is_over(header.channel, header.seq)) {
@@ -272,7 +272,7 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 }
 
 // The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
-void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame, Nanos now) {
+void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
         if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
@@ -284,7 +284,7 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame bla
     for (Incoming& message : exchange.receives) {
         if (message.peer != peer.rank || message.closed) continue;
         if (exchange.lossy(message.second_stage)) {
-            close(exchange, message, false, now);
+            close(exchange, message, false);
         } else {
             fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, blame);
         }

@@ -156,7 +156,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
             obey(exchange, peer, entry.header);
         } else if (entry.header.kind == Kind::failed) {
             // It was found good before it was kept.
-            abandon_peer(exchange, peer, Status::peer_failed, *parse_blame(entry.header, config_.world), now);
+            abandon_peer(exchange, peer, Status::peer_failed, *parse_blame(entry.header, config_.world));
         } else {
             deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
         }
@@ -170,7 +170,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
         if (peer.left && !lossy) {
             fail(exchange, Status::peer_left, peer.rank, message.cut.bytes - message.arrived_bytes, peer.left_for);
         } else if (peer.left || (peer.silent && lossy)) {
-            close(exchange, message, false, now);
+            close(exchange, message, false);
         } else {
             message.ask_every =
                 std::min({std::max(8 * peer.out.patience(), 100 * millisecond), longest_ask, config_.silence / 16});
@@ -191,7 +191,7 @@ void Core::cancel(std::uint64_t id, Nanos now) {
     if (key != key_of_.end()) finish(*active_.at(key->second), Status::closed, now);
 }
 
-void Core::leave(Nanos) {
+void Core::leave() {
     for (auto& peer : peers_) {
         if (peer && !peer->left) control(*peer, {.kind = Kind::bye, .blame = lost_});
     }

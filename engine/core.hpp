@@ -76,7 +76,7 @@ public:
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
     // Tells every peer that we are leaving. `gone` is true when all have heard it, have left themselves or are lost.
-    void leave(Nanos now);
+    void leave();
     [[nodiscard]] bool gone() const;
 
     // A new process has taken the place of a peer, whatever became of the old one: the link to it begins anew, and its part
@@ -139,7 +139,7 @@ private:
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     void take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
-    void forgo(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
+    void forgo(Exchange& exchange, Peer& peer, bool second_stage);
     void forgo_message(Peer& peer, const Header& header, std::uint8_t stage);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
@@ -149,7 +149,7 @@ private:
     // Why that exchange failed here; empty if it did not, or too long ago.
     [[nodiscard]] Blame blame_for(const Header& header) const;
     void answer_for_ended(Peer& peer, const Header& header);
-    void abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame, Nanos now);
+    void abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame);
     [[nodiscard]] Exchange* find(std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] bool is_over(std::uint32_t channel, std::uint32_t seq) const;
 
@@ -183,9 +183,9 @@ private:
     [[nodiscard]] RateControl make_rate(Nanos now) const;
 
     // Endings
-    void close(Exchange& exchange, Incoming& message, bool tell, Nanos now);
+    void close(Exchange& exchange, Incoming& message, bool tell);
     void stop_waiting(Peer& peer);
-    void close_stage(Exchange& exchange, bool second_stage, Nanos now);
+    void close_stage(Exchange& exchange, bool second_stage);
     void open_gates(Exchange& exchange);
     void finish_if_done(Exchange& exchange, Nanos now);
     void finish(Exchange& exchange, Status status, Nanos now);

@@ -136,7 +136,7 @@ void Driver::close(Nanos linger) {
 
 void Driver::say_goodbye(Lock& lock, Nanos linger) {
     const Nanos give_up_at = clock_now() + linger;
-    core_->leave(clock_now());
+    core_->leave();
     while (linger > 0 && !core_->gone() && clock_now() < give_up_at) {
         if (step()) {
             door_.give_way();

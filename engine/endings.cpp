@@ -14,7 +14,7 @@ constexpr std::size_t most_failed = 1024;
 
 }  // namespace
 
-void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
+void Core::close(Exchange& exchange, Incoming& message, bool tell) {
     if (message.closed) return;
     message.close();
     Peer& peer = *peers_[message.peer];
@@ -23,16 +23,15 @@ void Core::close(Exchange& exchange, Incoming& message, bool tell, Nanos now) {
         const std::uint8_t flags = message.second_stage ? flag_second_stage : std::uint8_t{0};
         control(peer, {.kind = Kind::done, .flags = flags, .channel = exchange.channel, .seq = exchange.seq});
     }
-    (void)now;
 }
 
 void Core::stop_waiting(Peer& peer) {
     if (--peer.open_receives == 0) --waited_for_;
 }
 
-void Core::close_stage(Exchange& exchange, bool second_stage, Nanos now) {
+void Core::close_stage(Exchange& exchange, bool second_stage) {
     for (Incoming& message : exchange.receives) {
-        if (message.second_stage == second_stage) close(exchange, message, true, now);
+        if (message.second_stage == second_stage) close(exchange, message, true);
     }
     for (Outgoing& message : exchange.sends) {
         if (message.second_stage == second_stage) release(message);
@@ -113,7 +112,7 @@ bool Core::healed_by(const Exchange& exchange) const {
 }
 
 void Core::finish(Exchange& exchange, Status status, Nanos now) {
-    for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok, now);
+    for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok);
     if (status == Status::closed) exchange.outcome.blame = lost_ ? lost_ : Blame{config_.rank, status};
     exchange.conclude(status, now);
     remember(exchange);
@@ -161,7 +160,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     for (const auto& [id, exchange] : active_) concerned.push_back(id);
     for (const std::uint64_t id : concerned) {
         Exchange& exchange = *active_.at(id);
-        abandon_peer(exchange, old, Status::peer_silent, {rank, Status::peer_silent}, now);
+        abandon_peer(exchange, old, Status::peer_silent, {rank, Status::peer_silent});
         open_gates(exchange);
         finish_if_done(exchange, now);
     }
@@ -208,7 +207,7 @@ void Core::follow_path(Peer& peer, Nanos now) {
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {
     for (const bool second_stage : {false, true}) {
-        if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage, now);
+        if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage);
     }
     tick_receives(exchange, now);
     tick_sends(exchange, now);
@@ -222,11 +221,11 @@ void Core::tick_receives(Exchange& exchange, Nanos now) {
         if (message.closed) continue;
         Peer& peer = *peers_[message.peer];
         if (now >= message.close_at) {
-            close(exchange, message, true, now);
+            close(exchange, message, true);
         } else if (now >= silent_at(exchange, peer)) {
             peer.silent = peer.forsaken = true;
             if (exchange.lossy(message.second_stage)) {
-                close(exchange, message, false, now);
+                close(exchange, message, false);
             } else {
                 fail(exchange, Status::peer_silent, peer.rank, message.cut.bytes - message.arrived_bytes);
             }

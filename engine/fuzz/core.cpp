@@ -389,7 +389,7 @@ private:
         if (left_[rank]) return;
         for (std::size_t i = 0; i < posted_[rank].size(); ++i) cancel(rank, i);
         disturbed_ = true;
-        cores_[rank]->leave(now_);
+        cores_[rank]->leave();
         pump(rank);
         left_[rank] = true;
     }

@@ -51,7 +51,7 @@ public:
         pump(rank);
     }
     void leave(std::uint16_t rank) {
-        core(rank).leave(now_);
+        core(rank).leave();
         pump(rank);
     }
     // Another process takes a rank's place; nothing of the old one is left but what is on the wire.
