@@ -118,6 +118,7 @@ class Launching(Identity):
         source: Callable[[], int | None] | None = None,
         inputs: Tensors | None = None,
         finish: Callable[[], None] | None = None,
+        value: Sequence[Tensors] | None = None,
     ) -> StormWork:
         """Begins an operation after those that were asked for before, and notes it.
 
@@ -129,6 +130,7 @@ class Launching(Identity):
             source: Of a receive, tells whose it is.
             inputs: What the profiler shows the shapes of.
             finish: What else remains to be done at the end.
+            value: What its future holds, where that is not the list of results.
         """
         self._sequence += 1
         record = self.flight.begin(what, self._sequence, results)
@@ -138,7 +140,7 @@ class Launching(Identity):
                 begun = self._order.begin(begin, staged.moments())
         else:
             begun = self._order.begin(begin, staged.moments())
-        work = StormWork(what, begun, results, staged, finish, record, source)
+        work = StormWork(what, begun, results, staged, finish, record, source, value)
         work.go_on()
         if self._together is not None:
             self._together.append(work)

@@ -95,7 +95,8 @@ class StormProcessGroup(Pairs):
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> StormWork:
         """Several all-gathers at once: `outputs[rank][index]`."""
         lists = [[of_rank[index] for of_rank in outputs] for index in range(len(inputs))]
-        return self._gather_all(lists, inputs, [each for row in outputs for each in row], self._timeout(opts, None))
+        results = [each for row in outputs for each in row]
+        return self._gather_all(lists, inputs, results, self._timeout(opts, None), value=outputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
         """The same into one tensor."""
@@ -114,6 +115,7 @@ class StormProcessGroup(Pairs):
         results: Tensors,
         timeout_s: float,
         staged: Staged | None = None,
+        value: Sequence[Tensors] | None = None,
     ) -> StormWork:
         staged = staged or Staged("all_gather")
         dense = [
@@ -126,6 +128,7 @@ class StormProcessGroup(Pairs):
             results,
             staged,
             inputs=inputs,
+            value=value,
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:

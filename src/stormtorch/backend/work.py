@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stormtorch.backend import native_future
 from stormtorch.backend.order import Started
 from stormtorch.backend.pool import run_soon
 from stormtorch.backend.tensors import Staged
@@ -31,11 +32,14 @@ class StormWork(dist.Work):
         finish: Callable[[], None] | None = None,
         failed: Callable[[BaseException], None] | None = None,
         source: Callable[[], int | None] | None = None,
+        value: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.what = what
         self._begun = begun
         self._results = list(results)
+        # A future holds what gloo's holds: the results, or lists of them where the call was given lists of lists.
+        self._value: list[Any] = self._results if value is None else [list(each) for each in value]
         self.staged = staged
         self._finish = finish
         self._failed = failed
@@ -168,23 +172,27 @@ class StormWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future with the results, completed by a thread that may itself wait for other collectives."""
+        for_native = native_future.wanted(self._results)
         if self._future is None:
             root: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self.staged.devices])
             # An exception set on a future that C++ holds ends the process; one that a callback raises does not.
-            self._future = root.then(self._value)
-            run_soon(lambda: self._complete(root))
-        return self._future
+            self._future = root.then(self._conclude)
+            run_soon(lambda: self._complete(root, for_native))
+        return native_future.readable(self._future, self._results) if for_native else self._future
 
-    def _complete(self, root: "torch.futures.Future[list[torch.Tensor]]") -> None:
+    def _complete(self, root: "torch.futures.Future[list[torch.Tensor]]", for_native: bool) -> None:
         # On a GPU, whoever waits for the future waits for the stream that it was completed on.
         with self._on_own_streams():
             try:
                 self.wait()
             except BaseException as error:
                 self._error = error
-            root.set_result(self._results)
+            if for_native:
+                for device in self.staged.devices:
+                    torch.cuda.current_stream(device).synchronize()  # TorchScript's future knows of no streams
+            root.set_result(self._value)
 
-    def _value(self, _root: "torch.futures.Future[list[torch.Tensor]]") -> list[torch.Tensor]:
+    def _conclude(self, _root: "torch.futures.Future[list[torch.Tensor]]") -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
-        return self._results
+        return self._value
