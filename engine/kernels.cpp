@@ -114,67 +114,75 @@ STORM_INLINE const std::byte* raw(const float* values) { return reinterpret_cast
 
 // ---- passes: one sweep over some elements ----
 
-// out[i] = round(scale * (in[0][i] + in[1][i] + ...)), summed from the left; all inputs but the first are Rest.
+// out[i] = round((in[0][i] + in[1][i] + ...) / divisor), summed from the left; all inputs but the first are Rest. Where the
+// caller writes 1.0F, the compiler leaves the division out.
 template <std::size_t count, class First, class Rest, class Out>
-STORM_INLINE void sum_of(const std::byte* const* inputs, std::size_t elements, float scale, std::byte* out) {
+STORM_INLINE void sum_of(const std::byte* const* inputs, std::size_t elements, float divisor, std::byte* out) {
     std::array<const std::byte*, count> in;
     for (std::size_t k = 0; k < count; ++k) in[k] = inputs[k];
     STORM_INDEPENDENT
     for (std::size_t i = 0; i < elements; ++i) {
         float sum = read<First>(in[0], i);
         for (std::size_t k = 1; k < count; ++k) sum += read<Rest>(in[k], i);
-        write<Out>(out, i, scale * sum);
+        write<Out>(out, i, sum / divisor);
     }
 }
 
 constexpr std::size_t group_inputs = 4;
 
+STORM_INLINE void sum_floats(const std::byte* const* in, std::size_t count, std::size_t n, float divisor,
+                             std::byte* out) {
+    if (count == 1) return sum_of<1, Float32, Float32, Float32>(in, n, divisor, out);
+    if (count == 2) return sum_of<2, Float32, Float32, Float32>(in, n, divisor, out);
+    if (count == 3) return sum_of<3, Float32, Float32, Float32>(in, n, divisor, out);
+    sum_of<4, Float32, Float32, Float32>(in, n, divisor, out);
+}
+
 struct Passes {
     void (*widen)(const std::byte* a, std::size_t elements, float* sum);
     void (*add_first)(const std::byte* a, const std::byte* b, std::size_t elements, float* sum);
     void (*add)(const std::byte* a, std::size_t elements, float* sum);
-    void (*scale_into)(const float* sum, float scale, std::size_t elements, std::byte* out);
+    void (*divide_into)(const float* sum, float divisor, std::size_t elements, std::byte* out);
 };
 
 struct Kernels {
     const char* name;
     // One to group_inputs inputs of float32.
-    void (*sum_group)(const std::byte* const* inputs, std::size_t count, std::size_t elements, float scale,
+    void (*sum_group)(const std::byte* const* inputs, std::size_t count, std::size_t elements, float divisor,
                       std::byte* out);
     Passes float32, bfloat16, float16;
 };
 
 // A macro, because a target can be no template's argument.
-#define STORM_INSTRUCTION_SET(Set, TARGET)                                                                      \
-    struct Set {                                                                                                \
-        TARGET static void sum_group(const std::byte* const* in, std::size_t count, std::size_t n, float scale, \
-                                     std::byte* out) {                                                          \
-            if (count == 1) return sum_of<1, Float32, Float32, Float32>(in, n, scale, out);                     \
-            if (count == 2) return sum_of<2, Float32, Float32, Float32>(in, n, scale, out);                     \
-            if (count == 3) return sum_of<3, Float32, Float32, Float32>(in, n, scale, out);                     \
-            sum_of<4, Float32, Float32, Float32>(in, n, scale, out);                                            \
-        }                                                                                                       \
-        template <class Wire>                                                                                   \
-        TARGET static void widen(const std::byte* a, std::size_t n, float* sum) {                               \
-            sum_of<1, Wire, Wire, Float32>(&a, n, 1.0F, raw(sum));                                              \
-        }                                                                                                       \
-        template <class Wire>                                                                                   \
-        TARGET static void add_first(const std::byte* a, const std::byte* b, std::size_t n, float* sum) {       \
-            const std::byte* const in[] = {a, b};                                                               \
-            sum_of<2, Wire, Wire, Float32>(in, n, 1.0F, raw(sum));                                              \
-        }                                                                                                       \
-        template <class Wire>                                                                                   \
-        TARGET static void add(const std::byte* a, std::size_t n, float* sum) {                                 \
-            const std::byte* const in[] = {raw(sum), a};                                                        \
-            sum_of<2, Float32, Wire, Float32>(in, n, 1.0F, raw(sum));                                           \
-        }                                                                                                       \
-        template <class Wire>                                                                                   \
-        TARGET static void scale_into(const float* sum, float scale, std::size_t n, std::byte* out) {           \
-            const std::byte* const in = raw(sum);                                                               \
-            sum_of<1, Float32, Float32, Wire>(&in, n, scale, out);                                              \
-        }                                                                                                       \
-        template <class Wire>                                                                                   \
-        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, scale_into<Wire>};              \
+#define STORM_INSTRUCTION_SET(Set, TARGET)                                                                        \
+    struct Set {                                                                                                  \
+        TARGET static void sum_group(const std::byte* const* in, std::size_t count, std::size_t n, float divisor, \
+                                     std::byte* out) {                                                            \
+            if (divisor == 1.0F) return sum_floats(in, count, n, 1.0F, out);                                      \
+            sum_floats(in, count, n, divisor, out);                                                               \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        TARGET static void widen(const std::byte* a, std::size_t n, float* sum) {                                 \
+            sum_of<1, Wire, Wire, Float32>(&a, n, 1.0F, raw(sum));                                                \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        TARGET static void add_first(const std::byte* a, const std::byte* b, std::size_t n, float* sum) {         \
+            const std::byte* const in[] = {a, b};                                                                 \
+            sum_of<2, Wire, Wire, Float32>(in, n, 1.0F, raw(sum));                                                \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        TARGET static void add(const std::byte* a, std::size_t n, float* sum) {                                   \
+            const std::byte* const in[] = {raw(sum), a};                                                          \
+            sum_of<2, Float32, Wire, Float32>(in, n, 1.0F, raw(sum));                                             \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        TARGET static void divide_into(const float* sum, float divisor, std::size_t n, std::byte* out) {          \
+            const std::byte* const in = raw(sum);                                                                 \
+            if (divisor == 1.0F) return sum_of<1, Float32, Float32, Wire>(&in, n, 1.0F, out);                     \
+            sum_of<1, Float32, Float32, Wire>(&in, n, divisor, out);                                              \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, divide_into<Wire>};               \
     };
 
 STORM_INSTRUCTION_SET(Baseline, )
@@ -209,16 +217,16 @@ struct F16c {
         for (; i + 8 <= n; i += 8) _mm256_storeu_ps(sum + i, _mm256_add_ps(_mm256_loadu_ps(sum + i), read8(a, i)));
         Baseline::add<Float16>(a + 2 * i, n - i, sum + i);
     }
-    STORM_F16C static void scale_into(const float* sum, float scale, std::size_t n, std::byte* out) {
+    STORM_F16C static void divide_into(const float* sum, float divisor, std::size_t n, std::byte* out) {
         std::size_t i = 0;
         for (; i + 8 <= n; i += 8) {
-            const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(scale), _mm256_loadu_ps(sum + i));
+            const __m256 quotient = _mm256_div_ps(_mm256_loadu_ps(sum + i), _mm256_set1_ps(divisor));
             _mm_storeu_si128(reinterpret_cast<__m128i_u*>(out + 2 * i),
-                             _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
+                             _mm256_cvtps_ph(quotient, _MM_FROUND_TO_NEAREST_INT));
         }
-        Baseline::scale_into<Float16>(sum + i, scale, n - i, out + 2 * i);
+        Baseline::divide_into<Float16>(sum + i, divisor, n - i, out + 2 * i);
     }
-    static constexpr Passes passes{widen, add_first, add, scale_into};
+    static constexpr Passes passes{widen, add_first, add, divide_into};
 };
 #endif
 
@@ -270,7 +278,7 @@ using Scratch = std::array<float, block_elements>;
 using Inputs = std::span<const std::byte* const>;
 
 // ((in[0] + in[1]) + in[2]) + in[3], then three more onto that, and so on.
-void sum_float32(const Kernels& set, Inputs inputs, std::size_t elements, float scale, std::byte* out) {
+void sum_float32(const Kernels& set, Inputs inputs, std::size_t elements, float divisor, std::byte* out) {
     Scratch partial;
     const std::size_t block = inputs.size() <= group_inputs ? elements : block_elements;
     for (std::size_t begin = 0; begin < elements; begin += block) {
@@ -280,7 +288,7 @@ void sum_float32(const Kernels& set, Inputs inputs, std::size_t elements, float 
             std::size_t count = 1;
             while (count < group_inputs && used < inputs.size()) group[count++] = inputs[used++] + offset;
             if (used == inputs.size()) {
-                set.sum_group(group.data(), count, n, scale, out + offset);
+                set.sum_group(group.data(), count, n, divisor, out + offset);
                 break;
             }
             set.sum_group(group.data(), count, n, 1.0F, raw(partial.data()));
@@ -289,7 +297,7 @@ void sum_float32(const Kernels& set, Inputs inputs, std::size_t elements, float 
     }
 }
 
-void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float scale, const Passes& to,
+void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float divisor, const Passes& to,
                 std::size_t out_bytes, std::byte* out) {
     Scratch partial;
     const std::size_t blocks = (elements + block_elements - 1) / block_elements;
@@ -303,7 +311,7 @@ void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float s
             wire.add_first(inputs[0] + offset, inputs[1] + offset, n, partial.data());
             for (const std::byte* input : inputs.subspan(2)) wire.add(input + offset, n, partial.data());
         }
-        to.scale_into(partial.data(), scale, n, out + begin * out_bytes);
+        to.divide_into(partial.data(), divisor, n, out + begin * out_bytes);
     }
 }
 
@@ -324,7 +332,7 @@ std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes) {
     return dtype == Dtype::int8 ? int8_elements(chunk_bytes) : chunk_bytes / element_bytes(dtype);
 }
 
-void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float scale, Dtype out_dtype, std::byte* out) {
+void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float divisor, Dtype out_dtype, std::byte* out) {
     const Kernels& set = kernels();
     const Passes &from = passes(set, wire), &to = passes(set, out_dtype);
     const std::size_t out_bytes = element_bytes(out_dtype);
@@ -334,11 +342,11 @@ void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float scale, 
     if (inputs.empty()) {
         std::fill_n(out, elements * out_bytes, std::byte{});
     } else if (wire != Dtype::float32) {
-        sum_halves(from, inputs, elements, scale, to, out_bytes, out);
-    } else if (inputs.size() == 1 && scale == 1.0F) {
+        sum_halves(from, inputs, elements, divisor, to, out_bytes, out);
+    } else if (inputs.size() == 1 && divisor == 1.0F) {
         std::memmove(out, inputs[0], elements * out_bytes);
     } else {
-        sum_float32(set, inputs, elements, scale, out);
+        sum_float32(set, inputs, elements, divisor, out);
     }
 }
 
@@ -360,10 +368,10 @@ void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
     passes(kernels(), wire).add(a, elements, sum);
 }
 
-void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_dtype, std::byte* out) {
+void divide_into(const float* sum, float divisor, std::size_t elements, Dtype out_dtype, std::byte* out) {
     const Passes& to = passes(kernels(), out_dtype);
-    if (out_dtype != Dtype::float32 || scale != 1.0F) {
-        to.scale_into(sum, scale, elements, out);
+    if (out_dtype != Dtype::float32 || divisor != 1.0F) {
+        to.divide_into(sum, divisor, elements, out);
     } else if (elements > 0) {
         std::memmove(out, sum, elements * sizeof(float));
     }

@@ -14,11 +14,11 @@ enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
 // Of one chunk, or less.
 [[nodiscard]] std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes);
 
-// out[i] = round(scale * ((in[0][i] + in[1][i]) + in[2][i] + ...)): the sum in the order given, so that it is the same
+// out[i] = round(((in[0][i] + in[1][i]) + in[2][i] + ...) / divisor): the sum in the order given, so that it is the same
 // whatever arrived first. All inputs are `wire`; `out` is `wire` or float32 and may be one of the inputs' memory.
-// scale == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
+// divisor == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
 // a dtype that cannot be summed: the latter throws std::invalid_argument here and below. int8 has no such sum.
-void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float scale,
+void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float divisor,
                   Dtype out_dtype, std::byte* out);
 
 // Copies. A `large` destination, one that no near cache holds, is written past the caches where the machine can: the copy
@@ -31,8 +31,8 @@ void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
 void add_first(Dtype wire, const std::byte* a, const std::byte* b, std::size_t elements, float* sum);
 // sum[i] += a[i].
 void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
-// out[i] = round(scale * sum[i]); `out` may be sum's memory where out_dtype is float32.
-void scale_into(const float* sum, float scale, std::size_t elements, Dtype out_dtype, std::byte* out);
+// out[i] = round(sum[i] / divisor); `out` may be sum's memory where out_dtype is float32.
+void divide_into(const float* sum, float divisor, std::size_t elements, Dtype out_dtype, std::byte* out);
 
 // The instruction sets that the loops above can use on this machine, best first; the first is in use. All give the same
 // bits; tests and benchmarks choose another by its index.

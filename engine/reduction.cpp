@@ -83,11 +83,11 @@ void Reduction::finish(std::uint32_t chunk) {
     if (count > 0) {
         float* sum = sum_at(chunk);
         if (count_[chunk] == 1) widen(spec_.wire, spec_.own + chunk * chunk_bytes_, count, sum);
-        const float factor = scale(count_[chunk]);
+        const float by = divisor(count_[chunk]);
         if (spec_.out_dtype == Dtype::int8) {
-            int8_encode(sum, count, factor, spec_.seed + first_element(chunk), out_at(chunk));
-        } else if (wide_sum_ || factor != 1.0F) {
-            scale_into(sum, factor, count, spec_.out_dtype, out_at(chunk));
+            int8_encode(sum, count, 1.0F / by, spec_.seed + first_element(chunk), out_at(chunk));
+        } else if (wide_sum_ || by != 1.0F) {
+            divide_into(sum, by, count, spec_.out_dtype, out_at(chunk));
         }
     }
     final_.push_back(chunk);
@@ -127,13 +127,13 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
         }
     }
     const bool complete = sum.terms > contributors_;
-    const float factor = complete ? scale(count_[chunk]) : 1.0F;
+    const float by = complete ? divisor(count_[chunk]) : 1.0F;
     if (sum.terms > own) {
-        sum_in_order(spec_.wire, inputs_, count, factor, spec_.out_dtype, out_at(chunk));
+        sum_in_order(spec_.wire, inputs_, count, by, spec_.out_dtype, out_at(chunk));
         blocks_.give_back(std::move(sum.early));
     } else if (!inputs_.empty()) {
         if (!sum.early) sum.early = blocks_.take();
-        sum_in_order(spec_.wire, inputs_, count, factor, spec_.wire, sum.early.get());
+        sum_in_order(spec_.wire, inputs_, count, by, spec_.wire, sum.early.get());
     }
     if (waiting == nullptr) return;
     for (std::uint32_t term = first; term < sum.terms; ++term) {
@@ -141,10 +141,9 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
     }
 }
 
-float Reduction::scale(std::uint32_t count) const {
-    const auto world = static_cast<float>(contributors_ + 1);
-    if (spec_.average) return 1.0F / static_cast<float>(count);
-    return count == contributors_ + 1 ? 1.0F : world / static_cast<float>(count);
+float Reduction::divisor(std::uint32_t count) const {
+    const auto copies = static_cast<float>(count);
+    return spec_.average ? copies : copies / static_cast<float>(contributors_ + 1);
 }
 
 std::size_t Reduction::wire_bytes(std::uint32_t chunk) const {

@@ -59,7 +59,7 @@ private:
     [[nodiscard]] std::size_t first_element(std::uint32_t chunk) const {
         return chunk * elements_in(spec_.wire, chunk_bytes_);
     }
-    [[nodiscard]] float scale(std::uint32_t count) const;
+    [[nodiscard]] float divisor(std::uint32_t count) const;
     [[nodiscard]] std::byte* out_at(std::uint32_t chunk) const;
     [[nodiscard]] float* sum_at(std::uint32_t chunk);
 

@@ -32,7 +32,7 @@ def ops_of(dtype: torch.dtype) -> list[Op]:
         return [Op.SUM, Op.AVG, Op.PROD]
     if dtype.is_floating_point:
         return [Op.SUM, Op.AVG, Op.PROD, Op.MIN, Op.MAX]
-    return [op for op in Op if op is not Op.AVG]
+    return [op for op in Op if op is not Op.AVG or dtype in INTEGERS]
 
 
 @functools.lru_cache(maxsize=400)
@@ -59,10 +59,18 @@ def reduced(contributions: list[torch.Tensor], op: Op) -> torch.Tensor:
     n, dtype = len(contributions), contributions[0].dtype
     if op in (Op.SUM, Op.AVG) and dtype in ENGINE_DTYPES:
         total = functools.reduce(operator.add, [each.float() for each in contributions])
-        # The engine multiplies by the rounded reciprocal.
-        return (total * (torch.tensor(1.0) / n) if op is Op.AVG else total).to(dtype)
+        return (total / n if op is Op.AVG else total).to(dtype)
     total = functools.reduce(_FOLDS[op], contributions)
-    return total / n if op is Op.AVG else total
+    if op is not Op.AVG:
+        return total
+    return divided(total, n)
+
+
+def divided(total: torch.Tensor, n: int) -> torch.Tensor:
+    """A sum over n ranks as an average: complex numbers part by part, integers towards zero."""
+    if total.is_complex():
+        return torch.view_as_complex(torch.view_as_real(total) / n)
+    return total / n if total.is_floating_point() else torch.div(total, n, rounding_mode="trunc")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -231,7 +231,7 @@ MISUSE: list[tuple[str, Callable[[Group], Any]]] = [
     (r"^inputs\[\d\] must have 4 x torch.float32", lambda g: scatter(g, ROW, [ROW[:2], ROW[:2]], g.rank)),
     (r"^output has 3 x torch.float32, inputs\[\d\] has 4", lambda g: reduce_scatter(g, ROW[:3], [ROW, ROW])),
     (r"^BAND needs integers or booleans, got torch.float32", lambda g: all_reduce(g, ROW, Op.BAND)),
-    (r"^AVG needs a floating-point tensor, got torch.int64", lambda g: all_reduce(g, ROW.long(), Op.AVG)),
+    (r"^AVG needs numbers, got torch.bool", lambda g: all_reduce(g, ROW.bool(), Op.AVG)),
     (r"^MAX is not defined for torch.complex64", lambda g: reduce(g, ROW.to(torch.complex64), 0, Op.MAX)),
     (r"^SUM of torch.int64 must be exact", lambda g: all_reduce(g, ROW.long(), reliability=LOSSY)),
     (r"^MAX of torch.float32 must be exact", lambda g: all_reduce(g, ROW, Op.MAX, reliability=LOSSY)),

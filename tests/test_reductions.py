@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import World
-from reference import DTYPES, ENGINE_DTYPES, ops_of, reduced, same_bits, values
+from reference import DTYPES, ENGINE_DTYPES, divided, ops_of, reduced, same_bits, values
 from stormtorch.collectives import Group, Op, Pending, all_reduce, reduce, reduce_scatter
 from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
@@ -142,7 +142,7 @@ def test_special_values_pass_through_a_reduction() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-@pytest.mark.parametrize("op", [Op.SUM, Op.PROD, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR])
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG, Op.PROD, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR])
 def test_wide_unsigned_integers_are_reduced_or_refused_before_anything_is_sent(dtype: torch.dtype, op: Op) -> None:
     def work(transport: Transport) -> list[int] | str:
         tensor = torch.tensor([3, 5 + transport.rank], dtype=dtype)
@@ -155,6 +155,7 @@ def test_wide_unsigned_integers_are_reduced_or_refused_before_anything_is_sent(d
 
     wanted = {
         Op.SUM: [6, 11],
+        Op.AVG: [3, 5],
         Op.PROD: [9, 30],
         Op.MIN: [3, 5],
         Op.MAX: [3, 6],
@@ -164,3 +165,42 @@ def test_wide_unsigned_integers_are_reduced_or_refused_before_anything_is_sent(d
     }
     for result in SimNetwork(2).run(work):
         assert result == wanted[op] or str(dtype) in result
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_average_of_unsigned_integers_is_the_quotient_of_their_sum(dtype: torch.dtype) -> None:
+    largest = torch.iinfo(dtype).max
+    rows = [[0, 1, 200, largest, largest // 2], [2, 1, 50, 0, largest // 2], [5, 0, 3, 0, 1]]
+
+    def work(transport: Transport) -> list[int]:
+        tensor = torch.tensor(rows[transport.rank], dtype=dtype)
+        all_reduce(Group(transport), tensor, Op.AVG).wait()
+        return tensor.tolist()
+
+    assert SimNetwork(3).run(work) == [[sum(column) // 3 for column in zip(*rows, strict=True)]] * 3
+
+
+@pytest.mark.parametrize("dtype", [*ENGINE_DTYPES, torch.float64, torch.complex64, torch.int8, torch.int64])
+def test_average_is_the_sum_divided_by_the_number_of_ranks_in_every_collective(dtype: torch.dtype) -> None:
+    """The sum of halves is a float32, rounded after the division; of integers, the rest is dropped towards zero."""
+    n, elements = 3, 3_000
+
+    def contribution(rank: int) -> torch.Tensor:
+        return values(rank, elements, dtype)
+
+    def work(transport: Transport) -> list[torch.Tensor]:
+        group = Group(transport)
+        everywhere, rooted, wide = (contribution(group.rank) for _ in range(3))
+        part = torch.empty(elements // n, dtype=dtype)
+        all_reduce(group, everywhere, Op.AVG).wait()
+        reduce(group, rooted, 0, Op.AVG).wait()
+        reduce_scatter(group, part, list(wide.chunk(n)), Op.AVG).wait()
+        return [everywhere, part, rooted]
+
+    wide = torch.float32 if dtype in ENGINE_DTYPES else dtype
+    total = contribution(0).to(wide) + contribution(1).to(wide) + contribution(2).to(wide)
+    wanted = divided(total, n).to(dtype)
+    for rank, (everywhere, part, rooted) in enumerate(SimNetwork(n).run(work)):
+        assert same_bits(everywhere, wanted)
+        assert same_bits(part, wanted.chunk(n)[rank])
+        assert rank != 0 or same_bits(rooted, wanted)

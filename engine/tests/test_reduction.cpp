@@ -132,7 +132,7 @@ TEST(lossy_sum_is_the_mean_times_the_world) {
     CHECK_EQUAL(shard.out[16], 10.0F);  // nothing missing: the plain sum
 }
 
-TEST(exact_reduction_that_gave_up_scales_as_the_lossy_one_does) {
+TEST(exact_reduction_that_gave_up_divides_as_the_lossy_one_does) {
     Shard shard(Reduce::in_order, 16, 2, true);
     shard.own.assign(16, 1.0F);
     shard.inputs[1].assign(16, 5.0F);
@@ -254,7 +254,7 @@ TEST(exact_sum_is_right_for_every_order_of_arrival_and_every_absence) {
                         const float value = term == position ? own[e] : shard.inputs[i][e];
                         sum = count++ == 0 ? value : sum + value;
                     }
-                    CHECK_EQUAL(shard.own[e], sum * (1.0F / static_cast<float>(count)));
+                    CHECK_EQUAL(shard.own[e], sum / static_cast<float>(count));
                 }
             } while (std::next_permutation(order.begin(), order.end()));
         }

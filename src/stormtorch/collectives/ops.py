@@ -50,8 +50,8 @@ def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
         raise ValueError(f"{op.name} of {tensor.dtype} does not exist: convert it first, as to float32")
     if op in (Op.BAND, Op.BOR, Op.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{op.name} needs integers or booleans, got {tensor.dtype}")
-    if op is Op.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"AVG needs a floating-point tensor, got {tensor.dtype}")
+    if op is Op.AVG and tensor.dtype is torch.bool:
+        raise ValueError("AVG needs numbers, got torch.bool: convert it first, as to float32")
     if op in (Op.MIN, Op.MAX) and tensor.is_complex():
         raise ValueError(f"{op.name} is not defined for {tensor.dtype}")
     if not reliability.exact and not on_arrival(tensor, op):
@@ -75,8 +75,18 @@ def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     for contribution in contributions[1:]:
         _FOLDS[op](result, contribution, out=result)
     if op is Op.AVG:
-        result /= len(contributions)
+        _divide(result, len(contributions))
     out.copy_(result)
+
+
+def _divide(total: torch.Tensor, by: int) -> None:
+    """Divides in place. Integers are divided as NCCL divides them: what is left over is dropped, towards zero."""
+    if total.is_complex():
+        _divide(torch.view_as_real(total), by)  # as two numbers, which torch.distributed makes of some of them anyway
+    elif total.is_floating_point():
+        total /= by
+    else:
+        total.div_(by, rounding_mode="trunc")
 
 
 # torch has no arithmetic for these. Sums, products and bits are those of the signed type; for order, the top bit is
@@ -87,5 +97,17 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 def _fold_unsigned(contributions: list[torch.Tensor], op: Op, out: torch.Tensor, signed: torch.dtype) -> None:
     flip = torch.iinfo(signed).min if op in (Op.MIN, Op.MAX) else 0
     result = out.view(signed)
-    fold([each.view(signed) ^ flip for each in contributions], op, result)
+    fold([each.view(signed) ^ flip for each in contributions], Op.SUM if op is Op.AVG else op, result)
     result ^= flip
+    if op is Op.AVG:
+        _divide_unsigned(result, len(contributions))
+
+
+def _divide_unsigned(total: torch.Tensor, by: int) -> None:
+    """Divides what is unsigned and seen as signed: half of it is never negative, and makes the quotient but for 1."""
+    if by == 1:
+        return
+    half = (total >> 1) & torch.iinfo(total.dtype).max
+    quotient = half.div_(by, rounding_mode="trunc") * 2
+    rest = total - quotient * by  # less than 2 * by, so never negative
+    total.copy_(quotient + (rest >= by))
