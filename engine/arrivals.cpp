@@ -29,6 +29,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         ++counters_.corrupt;
         return;
     }
+    ++counters_.authenticated;
     peer.last_heard = now;
     peer.silent = false;
     peer.out.heard();

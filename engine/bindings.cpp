@@ -149,6 +149,7 @@ nb::dict to_dict(const Counters& c) {
     d["bytes_sent"] = c.bytes_sent;
     d["datagrams_received"] = c.datagrams_received;
     d["bytes_received"] = c.bytes_received;
+    d["authenticated"] = c.authenticated;
     d["repaired"] = c.repaired;
     d["duplicates"] = c.duplicates;
     d["late"] = c.late;

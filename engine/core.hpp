@@ -42,9 +42,10 @@ struct CoreConfig {
 
 struct Counters {
     std::uint64_t datagrams_sent{}, bytes_sent{}, datagrams_received{}, bytes_received{};
-    std::uint64_t repaired{};    // chunks sent again
-    std::uint64_t duplicates{};  // datagrams or chunks that were here already
-    std::uint64_t late{};        // chunks of messages that were closed already
+    std::uint64_t authenticated{};  // datagrams received whose check or seal was right: only peers send such
+    std::uint64_t repaired{};       // chunks sent again
+    std::uint64_t duplicates{};     // datagrams or chunks that were here already
+    std::uint64_t late{};           // chunks of messages that were closed already
     std::uint64_t malformed{}, foreign{}, corrupt{}, unexpected{};
     std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
     std::uint64_t reports{}, probes{}, asks{};

@@ -1,5 +1,6 @@
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from conftest import OPTIONS, local_world, processes, store_of_threads
 from reference import reduced, same_bits, values
 from stormtorch import Options, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
+from stormtorch.policies.members import Members
 from stormtorch.rendezvous import local_address
 from stormtorch.udp import UdpTransport
 
@@ -214,3 +216,42 @@ def test_datagrams_of_strangers_are_counted_and_change_nothing() -> None:
     assert_summed([tensor for tensor, _ in results])
     for _, health in results:
         assert health["malformed"] + health["foreign"] + health["corrupt"] >= 100
+
+
+def forged_ping(transport: UdpTransport) -> bytes:
+    """A ping that claims to be rank 1's, by somebody who knows half of the cookie but not how to check or seal."""
+    cookie = int(transport.store.get("storm/cookie"), 16) & 0xFFFFFFFF
+    kind_ping, number, no_exchange = 0x17, 1_000, (0, 0, 0, 0)
+    return struct.pack("<BBHIIIIIII", kind_ping, 0, 1, 0x12345678, cookie, number, *no_exchange)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
+    """A rank that is cut off waits for the network to come back: what strangers send it is no sign of that."""
+    heard = threading.Event()
+
+    def work(transport: UdpTransport) -> None:
+        group = Group(transport)
+        barrier(group).wait()
+        if transport.rank == 1:
+            assert heard.wait(20.0)
+            barrier(group).wait()
+            return
+        time.sleep(0.1)
+        members = Members(group, "training", warn_every=10, give_up_s=10.0)
+        before = transport.health()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for datagram in (b"hello", os.urandom(200), forged_ping(transport)) * 5:
+                stranger.sendto(datagram, ("127.0.0.1", transport.endpoint.port))
+        began = time.monotonic()
+        members._wait_for_life(began + 0.4)
+        assert time.monotonic() - began >= 0.4, "a stranger's datagram passed for a peer's"
+        after = transport.health()
+        assert after["datagrams_received"] >= before["datagrams_received"] + 15
+        assert after["authenticated"] == before["authenticated"]
+        heard.set()
+        members._wait_for_life(began + 20.0)
+        assert time.monotonic() - began < 10.0
+        barrier(group).wait()
+
+    local_world(2, work, options=replace(OPTIONS, key=key))

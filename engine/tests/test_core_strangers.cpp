@@ -81,6 +81,7 @@ void check_unmoved(const CoreConfig& config, std::uint64_t& injected, const Stra
     for (std::size_t rank = 0; rank < 3; ++rank) {
         const Counters &a = alone.counters[rank], &b = disturbed.counters[rank];
         more += refused(b) - refused(a);
+        CHECK_EQUAL(a.authenticated, b.authenticated);
         CHECK_EQUAL(a.unexpected, b.unexpected);
         CHECK_EQUAL(a.late, b.late);
         CHECK_EQUAL(a.repaired, b.repaired);

@@ -207,8 +207,8 @@ class Members:
     def _wait_for_life(self, give_up_at: float) -> None:
         """Whoever asks before the network is back would be let in only to be lost again. Others ping those missing."""
         health = self.group.transport.health
-        before = health()["datagrams_received"]
-        while time.monotonic() < give_up_at and health()["datagrams_received"] == before:
+        before = health()["authenticated"]  # what strangers send is no sign of life
+        while time.monotonic() < give_up_at and health()["authenticated"] == before:
             time.sleep(_POLL_S)
 
     def _latest(self) -> int:
