@@ -13,11 +13,20 @@ import stormtorch
 from stormtorch.bench.ranks import Member, run_ranks
 
 
-def start(member: Member, backend: str = "storm", seconds: float = 20.0) -> None:
+def start(member: Member, backend: str = "storm", seconds: float = 20.0, **settings: Any) -> None:
     torch.set_num_threads(1)
     store = dist.PrefixStore(backend, member.store)
     timeout = timedelta(seconds=seconds)
-    dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.world, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=member.rank, world_size=member.world, timeout=timeout, **settings
+    )
+
+
+def meet(member: Member, where: str) -> None:
+    """A barrier in the store, which no time-out of a group ends."""
+    member.store.add(where, 1)
+    while member.store.add(where, 0) < member.world:
+        time.sleep(0.02)
 
 
 def in_inference_mode(member: Member) -> None:
@@ -114,14 +123,45 @@ def too_late(member: Member) -> None:
             work.wait(timedelta(seconds=10))
         # It has ended, and says how.
         assert "Timed out" in str(work.exception()) and work.is_completed() and not work.is_success()
-    member.store.add("late", 1)
-    while member.store.add("late", 0) < member.world:
-        time.sleep(0.05)
+    meet(member, "late")
     dist.distributed_c10d._get_default_group().abort()
 
 
 def test_time_out_of_the_collective_is_its_end_however_long_one_waits() -> None:
     run_ranks(too_late, 2, timeout_s=60)
+
+
+def shorter_one(member: Member, options_s: float, torch_s: float) -> None:
+    """Rank 0 waits for what rank 1 does not do, in every way that has a time-out; each takes the shorter one."""
+    meet(member, "begin")  # so that nobody waits long in what follows
+    start(member, seconds=torch_s, pg_options=stormtorch.Options(timeout_s=options_s))
+    long = timedelta(seconds=max(options_s, torch_s))
+    short_s = min(options_s, torch_s)
+    groups = [dist.distributed_c10d._get_default_group()]
+    if options_s < torch_s:  # otherwise nothing is left that is short
+        groups += [dist.new_group(timeout=long), dist.new_group(timeout=long)]
+        groups[2].set_timeout(long)
+    if member.rank == 0:
+        for group in groups:
+            calls = [
+                lambda group=group: dist.all_reduce(torch.ones(3), group=group),
+                lambda group=group: dist.recv(torch.ones(3), 1, group=group),
+                lambda group=group: dist.recv(torch.ones(3), group=group, tag=5),
+                lambda group=group: dist.broadcast(torch.ones(3), 1, group=group, async_op=True).wait(long),
+                lambda group=group: group.monitored_barrier(long if options_s < torch_s else None),
+            ]
+            for number, call in enumerate(calls):
+                began = time.monotonic()
+                with pytest.raises(stormtorch.StormError):
+                    call()
+                assert short_s - 0.05 <= time.monotonic() - began < short_s + 3.0, (number, group)
+    meet(member, "over")
+    groups[0].abort()
+
+
+@pytest.mark.parametrize(("options_s", "torch_s"), [(0.3, 60.0), (60.0, 0.3)])
+def test_of_the_options_time_out_and_torchs_the_shorter_one_holds(options_s: float, torch_s: float) -> None:
+    run_ranks(shorter_one, 2, (options_s, torch_s), timeout_s=60)
 
 
 def beside_gloo(member: Member) -> None:

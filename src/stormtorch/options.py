@@ -61,7 +61,8 @@ class Options:
     silence_s: float = 10.0
     """A peer not heard of for so long, while needed, is lost: 100 % loss if lossy, an error if exact."""
     timeout_s: float = 1800.0
-    """An exchange that has not ended by then raises an error."""
+    """An exchange that has not ended by then raises an error. Where torch.distributed has a time-out too, of the group,
+    of a call or of `wait`, the shorter one holds."""
     linger_s: float = 2.0
     """How long closing waits for the peers to hear of it."""
     segmentation: bool = True

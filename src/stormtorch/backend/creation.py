@@ -2,6 +2,7 @@
 """Makes process groups. All groups of a job share one transport: one socket, one thread, one view of the network."""
 
 import dataclasses
+import math
 import os
 import threading
 from typing import Any
@@ -19,10 +20,16 @@ INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 
 
 class Shared:
-    """A transport and how many groups use it; the last one to leave closes it."""
+    """A transport and how many groups use it; the last one to leave closes it.
 
-    def __init__(self, transport: UdpTransport) -> None:
+    Args:
+        transport: What they share.
+        longest_s: What the options allow a collective, whatever torch's time-outs allow.
+    """
+
+    def __init__(self, transport: UdpTransport, longest_s: float) -> None:
         self.transport = transport
+        self.longest_s = longest_s
         self._users = 0
         self._lock = threading.Lock()
 
@@ -67,12 +74,13 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     shared = _job
     if shared is None or not members or options is not None or max(members) >= shared.transport.world:
         # The first group, or one with options of its own: its ranks are the transport's.
-        shared = Shared(_connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds()))
+        transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
+        shared = Shared(transport, math.inf if options is None else options.timeout_s)
         if not members:
             _job = shared  # ranks of other groups are ranks of this one
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id)
-    return StormProcessGroup(group, how.store, how.timeout, shared.enter, shared.leave, shared.abort)
+    return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
 
 
 def _connect(store: Store, rank: int, size: int, options: Options | None, timeout_s: float) -> UdpTransport:

@@ -13,11 +13,12 @@ from stormtorch.collectives import Group
 class Identity(dist.ProcessGroup):
     """The part of a process group that says who it is."""
 
-    def __init__(self, group: Group, store: Store, timeout: timedelta) -> None:
+    def __init__(self, group: Group, store: Store, timeout: timedelta, longest_s: float) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # declared with a store, made without
         self.group = group
         self._store = store
-        self._timeout_s = timeout.total_seconds()
+        self._longest_s = longest_s
+        self.set_timeout(timeout)
         self._group_name, self._group_desc = group.name, ""
         self._sequence = 0
 
@@ -114,8 +115,8 @@ class Identity(dist.ProcessGroup):
         return self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of collectives that are given none of their own."""
-        self._timeout_s = timeout.total_seconds()
+        """Of collectives that are given none of their own; the options' `timeout_s` holds where it is shorter."""
+        self._timeout_s = min(timeout.total_seconds(), self._longest_s)
 
     _set_default_timeout = set_timeout
 

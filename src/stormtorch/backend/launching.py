@@ -67,11 +67,12 @@ class Launching(Identity):
         group: Group,
         store: Store,
         timeout: timedelta,
+        longest_s: float,
         enter: Callable[[], None],
         leave: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        super().__init__(group, store, timeout)
+        super().__init__(group, store, timeout, longest_s)
         self.flight = Flight(group)
         self._leave, self._close = leave, close
         self._together: list[StormWork] | None = None
@@ -149,7 +150,7 @@ class Launching(Identity):
     def _timeout(self, opts: Any, timeout: Any) -> float:
         asked = timeout if timeout is not None else getattr(opts, "timeout", None)
         if isinstance(asked, timedelta) and asked > timedelta(0):
-            return asked.total_seconds()
+            return min(asked.total_seconds(), self._longest_s)
         return self._timeout_s
 
     def _reducing(self, opts: Any, timeout: Any) -> tuple[Op, float]:

@@ -78,7 +78,7 @@ class Pairs(Launching):
             wait_all_ranks: Name all that are missing, not only the first.
         """
         asked = self._timeout_s if timeout is None else timeout
-        seconds = asked.total_seconds() if isinstance(asked, timedelta) else float(asked)
+        seconds = min(asked.total_seconds() if isinstance(asked, timedelta) else float(asked), self._longest_s)
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         self._order.flush()
