@@ -257,3 +257,33 @@ def test_options_are_given_and_checked() -> None:
     run_ranks(options_job, 2, ("key",), timeout_s=60)
     with pytest.raises(RankFailed, match=r"stormtorch\.Options"):
         run_ranks(options_job, 2, ("wrong",), timeout_s=60)
+
+
+def one_does_not_come(member: Member, how: str) -> str:
+    if member.rank == 1 and how == "dies":
+        return ""
+    options: Any = object() if member.rank == 1 else None
+    seconds = 1.0 if how == "dies" else 30.0
+    try:
+        dist.init_process_group(
+            "storm",
+            store=member.store,
+            rank=member.rank,
+            world_size=member.world,
+            pg_options=options,
+            timeout=timedelta(seconds=seconds),
+        )
+    except (stormtorch.StormError, TypeError) as error:
+        return str(error)
+    raise AssertionError("the group was made without rank 1")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("dies", "rank 0: connecting: rank 1 of 2 has not come within 1 s"),
+        ("raises", "rank 0: connecting: rank 1 could not join the job: TypeError: pg_options must be"),
+    ],
+)
+def test_rank_that_does_not_come_to_init_process_group_is_named(how: str, told: str) -> None:
+    assert told in run_ranks(one_does_not_come, 2, (how,), timeout_s=25)[0]

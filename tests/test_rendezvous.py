@@ -12,8 +12,9 @@ import torch
 
 from conftest import OPTIONS, local_world, processes, store_of_threads
 from reference import reduced, same_bits, values
-from stormtorch import Options, connect, faults
+from stormtorch import Options, attendance, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
+from stormtorch.errors import PeerFailed, RanksMissing
 from stormtorch.policies.members import Members
 from stormtorch.rendezvous import local_address
 from stormtorch.udp import UdpTransport
@@ -41,9 +42,11 @@ def assert_summed(results: list[torch.Tensor]) -> None:
     assert all(same_bits(result, wanted) for result in results)
 
 
-def connect_all(n: int, options: Callable[[int], Options]) -> list[Any]:
+def connect_all(
+    n: int, options: Callable[[int], Options], *, store: Any = None, absent: tuple[int, ...] = ()
+) -> list[Any]:
     """What each rank's connect gave: None, or its error. Everything is closed."""
-    store = store_of_threads(3.0)
+    store = store or store_of_threads(3.0)
     said: list[Any] = [None] * n
 
     def body(rank: int) -> None:
@@ -52,7 +55,7 @@ def connect_all(n: int, options: Callable[[int], Options]) -> list[Any]:
         except Exception as error:
             said[rank] = error
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n)]
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(n) if rank not in absent]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -117,17 +120,46 @@ def test_different_keys_are_an_error_on_every_rank_that_names_both(keys: tuple[b
         assert "job key" not in str(error), "a key is never printed"
 
 
-def test_a_taken_port_and_a_missing_rank_are_clear_errors() -> None:
+def test_a_taken_port_and_a_wrong_rank_are_clear_errors() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         said = connect_all(1, lambda _: replace(OPTIONS, port=port))
     assert f"UDP port {port}" in str(said[0])
     store = store_of_threads(0.3)
-    with pytest.raises(Exception, match=r"storm/card/1|[Tt]imeout|timed out"):
-        connect(store, 0, 2, OPTIONS)
     with pytest.raises(ValueError, match=r"^rank must lie in \[0, world\), got rank 2 of 2"):
         connect(store, 2, 2, OPTIONS)
+
+
+@pytest.mark.parametrize(("store_s", "options_s"), [(0.4, 30.0), (30.0, 0.4)])
+def test_ranks_that_do_not_come_are_named_first_in_a_warning_and_then_in_the_error(
+    store_s: float, options_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attendance, "_WARN_AFTER_S", 0.1)
+    store = store_of_threads(store_s)
+    said = connect_all(4, lambda _: replace(OPTIONS, timeout_s=options_s), store=store, absent=(1, 3))
+    for rank in (0, 2):
+        assert isinstance(said[rank], RanksMissing) and said[rank].culprit == 1
+        assert str(said[rank]).startswith(f"rank {rank}: connecting: ranks 1, 3 of 4 have not come within 0.4 s")
+        warned = [text for text in caplog.messages if text.startswith(f"rank {rank}: ")]
+        assert len(warned) == 1 and "ranks 1, 3 of 4 have not come for" in warned[0]
+
+
+def test_absence_of_rank_0_from_whom_the_others_have_their_cookie_is_told_by_its_name() -> None:
+    said = connect_all(2, lambda _: replace(OPTIONS, timeout_s=0.3), absent=(0,))
+    assert "rank 1: connecting: rank 0 of 2 has not come within 0.3 s" in str(said[1])
+
+
+def test_rank_that_cannot_join_tells_the_others_at_once() -> None:
+    began = time.monotonic()
+    said = connect_all(3, lambda rank: replace(OPTIONS, interface="nosuch0" if rank == 1 else None))
+    assert time.monotonic() - began < 2.0
+    assert isinstance(said[1], ValueError)
+    for rank in (0, 2):
+        assert isinstance(said[rank], PeerFailed) and said[rank].culprit == 1
+        assert f"rank {rank}: connecting: rank 1 could not join the job: ValueError: interface 'nosuch0'" in str(
+            said[rank]
+        )
 
 
 def test_several_transports_share_a_store_by_prefix() -> None:

@@ -71,6 +71,11 @@ def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
     store.set(_place(prefix, rank, card.incarnation), json.dumps(asdict(card)))
 
 
+def places(prefix: str, world: int) -> dict[int, str]:
+    """Where the card of each rank's first process will be."""
+    return {rank: _place(prefix, rank, 0) for rank in range(world)}
+
+
 def first(store: Store, prefix: str, rank: int) -> Card:
     """The card of a rank's first process; blocks until there is one."""
     return Card(**json.loads(store.get(_place(prefix, rank, 0))))

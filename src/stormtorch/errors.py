@@ -17,7 +17,7 @@ class PeerLeft(StormError):
 
 
 class PeerFailed(StormError):
-    """A peer ended the same exact exchange with an error, and told why."""
+    """A peer ended the same exact exchange with an error, or could not join the job, and told why."""
 
 
 class PathBlocked(StormError):
@@ -26,6 +26,10 @@ class PathBlocked(StormError):
 
 class ExchangeTimeout(StormError, TimeoutError):
     """An exchange did not end within its time-out."""
+
+
+class RanksMissing(StormError, TimeoutError):
+    """Some ranks did not come to the store in which a job meets."""
 
 
 class SizeMismatch(StormError):

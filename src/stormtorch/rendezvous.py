@@ -12,7 +12,19 @@ from dataclasses import replace
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch import _engine
-from stormtorch.cards import Agreement, Card, agree, derive_key, fingerprint, first, newest, next_incarnation, publish
+from stormtorch.attendance import Attendance
+from stormtorch.cards import (
+    Agreement,
+    Card,
+    agree,
+    derive_key,
+    fingerprint,
+    first,
+    newest,
+    next_incarnation,
+    places,
+    publish,
+)
 from stormtorch.options import Options
 from stormtorch.udp import UdpTransport
 
@@ -31,17 +43,25 @@ def connect(
         options: Settings of this rank. `key` must be the same on every rank; addresses may differ. With `rejoin`, this
             is `rejoin()`.
         prefix: Separates several transports in one store.
+
+    Raises:
+        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's own time-out; all are named.
+        PeerFailed: A rank could not join, and told why.
     """
     options = options or Options()
     if options.rejoin:
         return rejoin(store, rank, world, options, prefix=prefix)
     _check_rank(rank, world)
-    endpoint, card = _bind(options)
+    attendance = Attendance(store, prefix, rank, world, options.timeout_s)
+    with attendance.or_note():
+        endpoint, card = _bind(options)
     if rank == 0:
         store.set(f"{prefix}/cookie", secrets.token_hex(8))
+    attendance.wait({0: f"{prefix}/cookie"})
     cookie = store.get(f"{prefix}/cookie")
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     publish(store, prefix, rank, card)
+    attendance.wait(places(prefix, world))
     cards = [first(store, prefix, peer) for peer in range(world)]
     _check_keys(rank, card, cards)
     return _start(endpoint, store, prefix, rank, cards, agree(cards), options, cookie)

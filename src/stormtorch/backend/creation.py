@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 
+from stormtorch.attendance import Attendance
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
 from stormtorch.options import Options
@@ -68,14 +69,12 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
         options: `pg_options`: a `stormtorch.Options`, or None.
     """
     global _job
-    if options is not None and not isinstance(options, Options):
-        raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
     members = list(how.global_ranks_in_group)
     shared = _job
     if shared is None or not members or options is not None or max(members) >= shared.transport.world:
         # The first group, or one with options of its own: its ranks are the transport's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
-        shared = Shared(transport, math.inf if options is None else options.timeout_s)
+        shared = Shared(transport, math.inf if options is None else transport.timeout_s)
         if not members:
             _job = shared  # ranks of other groups are ranks of this one
         members = list(range(how.group_size))
@@ -83,13 +82,26 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
 
 
-def _connect(store: Store, rank: int, size: int, options: Options | None, timeout_s: float) -> UdpTransport:
-    options = options or Options(timeout_s=timeout_s)
+def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float) -> UdpTransport:
+    if isinstance(options, Options) and options.rejoin:
+        generation = _generation_of_others(store, rank, size)
+    else:
+        # A store may outlive a group, as torchrun's does: what an earlier one has left there must not be read again.
+        generation = store.add(f"generation/{rank}", 1)
+    prefix = f"storm/{generation}"
+    with Attendance(store, prefix, rank, size, timeout_s).or_note():
+        options = _checked(options, timeout_s)
+    return connect(store, rank, size, options, prefix=prefix)
+
+
+def _checked(options: Any, timeout_s: float) -> Options:
+    if options is None:
+        options = Options(timeout_s=timeout_s)
+    if not isinstance(options, Options):
+        raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
     if options.interface is None:
-        options = dataclasses.replace(options, interface=os.environ.get(INTERFACE_VARIABLE))
-    # A store may outlive a group, as torchrun's does: what an earlier one has left there must not be read again.
-    generation = _generation_of_others(store, rank, size) if options.rejoin else store.add(f"generation/{rank}", 1)
-    return connect(store, rank, size, options, prefix=f"storm/{generation}")
+        return dataclasses.replace(options, interface=os.environ.get(INTERFACE_VARIABLE))
+    return options
 
 
 def _generation_of_others(store: Store, rank: int, size: int) -> int:

@@ -1,0 +1,90 @@
+"""Waits for what other ranks put into a store, names those that do not, and tells of a rank that cannot."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+from torch.distributed.distributed_c10d import Store
+
+from stormtorch.errors import PeerFailed, RanksMissing
+
+_log = logging.getLogger("stormtorch")
+_WARN_AFTER_S = 10.0
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
+
+
+class Attendance:
+    """One rank's view of who has come.
+
+    Args:
+        store: Where ranks meet.
+        prefix: Of the job in it.
+        rank: This rank.
+        world: Number of ranks.
+        timeout_s: For how long to wait for others, in all; the store's own time-out holds where it is shorter.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, world: int, timeout_s: float) -> None:
+        self._store, self._prefix = store, prefix
+        self._rank, self._world = rank, world
+        self._began = time.monotonic()
+        limit = store.timeout  # type: ignore[attr-defined]  # torch has it, but its types do not
+        self._timeout_s = min(timeout_s, limit.total_seconds())
+        self._warned = False
+
+    def wait(self, places: Mapping[int, str]) -> None:
+        """Blocks until each rank has put something in its place.
+
+        Args:
+            places: Of each rank that is waited for, the key in the store.
+
+        Raises:
+            RanksMissing: Some have not within the time-out; all of them are named.
+            PeerFailed: One of them has said that it cannot.
+        """
+        nap_s = _SHORTEST_NAP_S
+        missing = dict(places)
+        while missing := {peer: key for peer, key in missing.items() if not self._store.check([key])}:
+            for peer in missing:
+                self._look_for_a_note(peer)
+            waited_s = time.monotonic() - self._began
+            if waited_s >= self._timeout_s:
+                error = RanksMissing(f"{self._missing(missing)} within {self._timeout_s:g} s (timeout_s). {_ADVICE}")
+                error.culprit = min(missing)
+                raise error
+            if waited_s >= _WARN_AFTER_S and not self._warned:
+                self._warned = True
+                _log.warning("%s for %.0f s. %s", self._missing(missing), waited_s, _ADVICE)
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    @contextlib.contextmanager
+    def or_note(self) -> Iterator[None]:
+        """Tells the others, who would wait for this rank, if what it does here fails."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # if the store is gone, nobody waits in it
+                self._store.set(self._note(self._rank), f"{type(error).__name__}: {error}")
+            raise
+
+    def _look_for_a_note(self, peer: int) -> None:
+        if self._store.check([self._note(peer)]):
+            why = self._store.get(self._note(peer)).decode()
+            error = PeerFailed(f"rank {self._rank}: connecting: rank {peer} could not join the job: {why}")
+            error.culprit = peer
+            raise error
+
+    def _note(self, rank: int) -> str:
+        return f"{self._prefix}/failed/{rank}"
+
+    def _missing(self, missing: Mapping[int, str]) -> str:
+        names = ", ".join(map(str, sorted(missing)))
+        return (
+            f"rank {self._rank}: connecting: rank{'s' if len(missing) > 1 else ''} {names} of {self._world} "
+            f"{'have' if len(missing) > 1 else 'has'} not come"
+        )
+
+
+_ADVICE = "Do they run, with the same store and the same world size? Look at the first error that they logged."
