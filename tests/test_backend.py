@@ -1,5 +1,6 @@
 """The backend "storm" of torch.distributed, in real processes, beside gloo."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -184,8 +185,6 @@ def test_ddp_trains_bit_for_bit_as_on_gloo_and_a_second_group_can_be_made() -> N
 
 
 def late_job(member: Member, folder: str) -> str:
-    import os
-
     os.environ["STORM_FLIGHT_DIR"] = folder
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world)
     group: Any = dist.distributed_c10d._get_default_group()
@@ -245,7 +244,13 @@ def test_monitored_barrier_names_the_one_rank_that_does_not_come() -> None:
 
 
 def options_job(member: Member, what: str) -> None:
-    options: Any = stormtorch.Options(key=b"0123456789abcdef") if what == "key" else object()
+    options: Any = {
+        "key": stormtorch.Options(key=b"0123456789abcdef"),
+        "variable": None if member.rank else stormtorch.Options(key=b"0123456789abcdef"),
+        "wrong": object(),
+    }[what]
+    if what == "variable":
+        os.environ["STORM_KEY"] = "0123456789abcdef"
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world, pg_options=options)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
@@ -255,6 +260,7 @@ def options_job(member: Member, what: str) -> None:
 
 def test_options_are_given_and_checked() -> None:
     run_ranks(options_job, 2, ("key",), timeout_s=60)
+    run_ranks(options_job, 2, ("variable",), timeout_s=60)
     with pytest.raises(RankFailed, match=r"stormtorch\.Options"):
         run_ranks(options_job, 2, ("wrong",), timeout_s=60)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stormtorch import __version__, cli
+from stormtorch import Options, __version__, cli
 from stormtorch.bench import arguments, replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.manners import MANNERS
@@ -31,6 +31,7 @@ def test_version_and_help_answer() -> None:
         (),
         ("bench",),
         ("demo",),
+        ("keygen",),
         ("simulate",),
         ("theory",),
         ("train", "lm"),
@@ -46,6 +47,15 @@ def test_version_and_help_answer() -> None:
         assert "Usage" in text
         if command != ("bench",):
             assert "Examples" in text
+
+
+def test_keygen_prints_another_strong_key_each_time() -> None:
+    keys = [call("keygen") for _ in range(2)]
+    assert keys[0] != keys[1]
+    for code, text in keys:
+        assert code == 0
+        assert len(bytes.fromhex(text.strip())) == 32
+        Options(key=text.strip().encode())
 
 
 def test_what_help_lists_is_what_exists() -> None:

@@ -11,6 +11,7 @@ from conftest import OPTIONS, local_world
 from reference import reduced, same_bits, values
 from stormtorch import Options, faults
 from stormtorch.collectives import Group, Op, all_reduce, all_to_all, broadcast
+from stormtorch.keys import new_key
 from stormtorch.options import RateMode, parse_rate
 from stormtorch.transport import Transport
 from stormtorch.udp import UdpTransport
@@ -31,6 +32,12 @@ from stormtorch.udp import UdpTransport
         ("datagram_bytes", 255),
         ("datagram_bytes", 65_508),
         ("key", b"fifteen bytes.."),
+        ("key", bytes(32)),
+        ("key", b"x" * 40),
+        ("key", b"12" * 20),
+        ("key", b"password" * 4),
+        ("key", b"a longer piece, " * 3),
+        ("key", "the text of a key, not its bytes"),
         ("receive_buffer_bytes", 4095),
         ("pool_bytes", 0),
         ("eager_bytes", -1),
@@ -49,6 +56,13 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_knob(knob: str, value: Any)
 def test_the_limits_themselves_are_taken() -> None:
     Options(port=0, datagram_bytes=256, key=b"sixteen bytes...", receive_buffer_bytes=4096, linger_s=0.0)
     Options(port=65_535, datagram_bytes=65_507, pool_bytes=4096, eager_bytes=4096, silence_s=1e-3, timeout_s=1e-3)
+
+
+def test_refused_key_is_told_what_makes_a_better_one_and_is_not_shown() -> None:
+    with pytest.raises(ValueError, match="stormtorch keygen") as refused:
+        Options(key=b"secret" * 5)
+    assert "secret" not in str(refused.value)
+    assert Options(key=new_key().encode()).key != new_key().encode()
 
 
 def test_options_are_frozen_by_keyword_only_and_keep_their_key_secret() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from conftest import OPTIONS, local_world, processes, store_of_threads
 from reference import reduced, same_bits, values
-from stormtorch import Options, attendance, connect, faults
+from stormtorch import Options, attendance, connect, faults, rendezvous
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import PeerFailed, RanksMissing
 from stormtorch.policies.members import Members
@@ -287,3 +287,28 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
         barrier(group).wait()
 
     local_world(2, work, options=replace(OPTIONS, key=key))
+
+
+@pytest.mark.parametrize(("loopback", "key", "warnings"), [(False, None, 1), (False, KEY, 0), (True, None, 0)])
+def test_job_that_leaves_the_machine_without_a_key_is_warned_of_strangers_once(
+    loopback: bool,
+    key: bytes | None,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The ranks stay on loopback, where traffic of tests belongs, and say in their cards that they do not."""
+    rendezvous._warn_of_strangers.cache_clear()
+    bind = rendezvous._bind
+
+    def elsewhere(options: Options) -> Any:
+        endpoint, card = bind(options)
+        return endpoint, replace(card, loopback=loopback)
+
+    monkeypatch.setattr(rendezvous, "_bind", elsewhere)
+    for _ in range(2):
+        local_world(2, lambda _: None, options=replace(OPTIONS, key=key))
+    said = [text for text in caplog.messages if "without a key" in text]
+    assert len(said) == warnings
+    for words in ("read the cookie", "forge", "silences a link", "stormtorch keygen", "Options(key=...)", "STORM_KEY"):
+        assert all(words in text for text in said)

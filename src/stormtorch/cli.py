@@ -67,8 +67,27 @@ def stormtorch(
 
       stormtorch lab run --loss 0.1 -- python train.py a bad network
 
+      stormtorch keygen                                a key that seals a job's datagrams
+
     `stormtorch COMMAND --help` tells more about each.
     """
+
+
+@app.command()
+def keygen() -> None:
+    """Print a new job key, which seals the datagrams of a job.
+
+    It has 256 random bits, as hexadecimal digits. Every rank of a job must have the same one.
+
+    [bold]Examples[/bold]
+
+      export STORM_KEY=$(stormtorch keygen)            for dist.init_process_group("storm")
+
+      stormtorch.Options(key=text.encode())            in a program, where text is what was printed
+    """
+    from stormtorch.keys import new_key
+
+    typer.echo(new_key())
 
 
 @app.command()

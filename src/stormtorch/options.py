@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from stormtorch.keys import check_key
+
 _RATE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)\s*$", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -48,7 +50,8 @@ class Options:
     """UDP payload; None follows the interface's MTU. All ranks use the smallest of theirs."""
     key: bytes | None = field(default=None, repr=False)
     """Job key, the same on every rank: seals every datagram by AES-GCM, at the cost of a slower pass over all bytes at
-    each end. None checks by CRC32C."""
+    each end. None checks by CRC32C, which keeps out accidents and nobody who reaches the store. `stormtorch keygen`
+    makes one."""
     check: bool = False
     """Check data by CRC32C also where all ranks are on loopback, where the kernel does not check either. Elsewhere it
     always is."""
@@ -80,8 +83,8 @@ class Options:
             raise ValueError(f"port must lie in [0, 65535], got {self.port}")
         if self.datagram_bytes is not None and not 256 <= self.datagram_bytes <= 65507:
             raise ValueError(f"datagram_bytes must lie in [256, 65507], got {self.datagram_bytes}")
-        if self.key is not None and len(self.key) < 16:
-            raise ValueError(f"key must have at least 16 bytes, got {len(self.key)}")
+        if self.key is not None:
+            check_key(self.key)
         for name in ("receive_buffer_bytes", "pool_bytes", "eager_bytes"):
             if getattr(self, name) < 4096:
                 raise ValueError(f"{name} must be at least 4096, got {getattr(self, name)}")

@@ -1,7 +1,9 @@
 """From a store to a transport: ranks publish where they are and agree on what must be the same."""
 
 import fcntl
+import functools
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -25,9 +27,11 @@ from stormtorch.cards import (
     places,
     publish,
 )
+from stormtorch.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.options import Options
 from stormtorch.udp import UdpTransport
 
+_log = logging.getLogger("stormtorch")
 _SIOCGIFADDR = 0x8915
 
 
@@ -45,7 +49,7 @@ def connect(
         prefix: Separates several transports in one store.
 
     Raises:
-        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's own time-out; all are named.
+        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's time-out; it names them.
         PeerFailed: A rank could not join, and told why.
     """
     options = options or Options()
@@ -64,6 +68,8 @@ def connect(
     attendance.wait(places(prefix, world))
     cards = [first(store, prefix, peer) for peer in range(world)]
     _check_keys(rank, card, cards)
+    if rank == 0 and options.key is None and not all(each.loopback for each in cards):
+        _warn_of_strangers()
     return _start(endpoint, store, prefix, rank, cards, agree(cards), options, cookie)
 
 
@@ -143,6 +149,17 @@ def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
             raise ValueError(
                 f"rank {rank} and rank {peer} were given different keys: `key` must be the same on every rank"
             )
+
+
+@functools.cache  # once per process
+def _warn_of_strangers() -> None:
+    _log.warning(
+        "rank 0: this job leaves the machine without a key. Whoever reaches its store can read the cookie there and "
+        "forge datagrams with it: gradients, or a ping that silences a link. Whoever sees its packets can read them. "
+        "Unless the network is yours alone, make a key by `stormtorch keygen` and give it to every rank, as "
+        "Options(key=...) or, with torch.distributed, in %s.",
+        KEY_VARIABLE,
+    )
 
 
 def _bind(options: Options) -> tuple[_engine.Endpoint, Card]:

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 from stormtorch.attendance import Attendance
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
+from stormtorch.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.options import Options
 from stormtorch.rendezvous import connect
 from stormtorch.udp import UdpTransport
@@ -74,7 +75,7 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     if shared is None or not members or options is not None or max(members) >= shared.transport.world:
         # The first group, or one with options of its own: its ranks are the transport's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
-        shared = Shared(transport, math.inf if options is None else transport.timeout_s)
+        shared = Shared(transport, math.inf if options is None else options.timeout_s)
         if not members:
             _job = shared  # ranks of other groups are ranks of this one
         members = list(range(how.group_size))
@@ -95,13 +96,16 @@ def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float)
 
 
 def _checked(options: Any, timeout_s: float) -> Options:
-    if options is None:
-        options = Options(timeout_s=timeout_s)
+    options = Options(timeout_s=timeout_s) if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
-    if options.interface is None:
-        return dataclasses.replace(options, interface=os.environ.get(INTERFACE_VARIABLE))
-    return options
+    interface, key = os.environ.get(INTERFACE_VARIABLE), os.environ.get(KEY_VARIABLE)
+    return dataclasses.replace(
+        options,
+        interface=interface if options.interface is None else options.interface,
+        key=key.encode() if key and options.key is None else options.key,
+        timeout_s=min(options.timeout_s, timeout_s),
+    )
 
 
 def _generation_of_others(store: Store, rank: int, size: int) -> int:
