@@ -5,6 +5,8 @@
 // Nobody spins: whoever drives sleeps in the kernel until a datagram or a timer is due.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <condition_variable>
 #include <cstddef>
@@ -33,6 +35,7 @@ class Driver {
 public:
     // Opens the socket; `port()` can then be published. Throws std::system_error.
     Driver(const std::string& host, std::uint16_t port, const SocketConfig& config);
+    // Says goodbye, but not in a process that was forked from ours: that one has a copy and owns nothing of it.
     ~Driver();
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
@@ -118,6 +121,7 @@ private:
     Nanos ticked_at_{};
     Nanos armed_at_{never};
     Nanos sleeping_until_{};  // of a caller that drives
+    pid_t owner_;             // the process whose thread this is
     std::thread thread_;
 };
 

@@ -39,9 +39,19 @@ void watch(const Descriptor& epoll, int fd, const std::string& what) {
 }  // namespace
 
 Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config)
-    : socket_(Address(host, port), config) {}
+    : socket_(Address(host, port), config), owner_(getpid()) {}
 
-Driver::~Driver() { close(0); }
+Driver::~Driver() {
+    if (getpid() == owner_) {
+        close(0);
+        return;
+    }
+    // Threads stayed behind, perhaps while they held a lock or waited: neither may be waited for here.
+    if (thread_.joinable()) thread_.detach();
+    new (&changed_) std::condition_variable_any;
+    const std::unique_lock guard(registry().mutex, std::try_to_lock);
+    registry().drivers.erase(this);
+}
 
 void Driver::start(CoreConfig config, std::vector<Address> peers) {
     if (closed_) throw std::runtime_error("the engine is closed");

@@ -1,5 +1,6 @@
 """The transport over a real network: one UDP socket and one native engine per rank."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ class UdpExchange:
     def done(self) -> bool:
         """Whether it has ended, if only with its transport."""
         transport = self._transport
-        return self._outcome is not None or transport.closed or self._past or transport.endpoint.ended(self._id)
+        over = self._outcome is not None or transport.closed or transport.inherited or self._past
+        return over or transport.endpoint.ended(self._id)
 
     def __del__(self) -> None:
         if self._outcome is None and not self._past:
@@ -45,7 +47,7 @@ class UdpExchange:
 
     def cancel(self) -> None:
         """Gives it up; wait() then raises `Closed`."""
-        if not self._past:
+        if not self._past and not self._transport.inherited:
             self._endpoint.cancel(self._id)
 
     @property
@@ -90,12 +92,29 @@ class UdpTransport:
         self._incarnations = list(incarnations)
         self._key_of = key_of
         self._linger_s = linger_s
+        # A process that is forked from this one has a copy of all this, but neither threads nor a place in the job.
+        self._owner = os.getpid()
         # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
         self._plans: dict[int, Plan] = {}
         self._orphans: list[int] = []
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that joined the job, and so must leave the transport alone."""
+        return os.getpid() != self._owner
+
+    def check_owner(self, what: str) -> None:
+        """Raises `Closed` in a process that was forked from the one that joined the job."""
+        if self.inherited:
+            raise Closed(
+                f"rank {self.rank}: {what}: process {os.getpid()} was forked from process {self._owner}, which is the "
+                "rank, and has no part in the job. Call it there; a process that is to be a rank of its own must be "
+                "spawned, or forked before the group is made."
+            )
+
     def post(self, plan: Plan) -> UdpExchange:
         """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        self.check_owner(plan.what)
         if plan.timeout_s is None:
             plan.timeout_s = self.timeout_s
         try:
@@ -109,6 +128,7 @@ class UdpTransport:
 
     def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
         """Blocks until an exchange has ended, once."""
+        self.check_owner(plan.what)
         try:
             outcome = self.endpoint.wait(exchange_id, timeout_s)
         except RuntimeError as error:
@@ -150,6 +170,7 @@ class UdpTransport:
         Raises:
             ValueError: The process is not newer than the one that is known here.
         """
+        self.check_owner(f"readmitting rank {peer}")
         try:
             self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self._key_of(peer, card))
         except RuntimeError as error:
@@ -168,10 +189,12 @@ class UdpTransport:
 
     def health(self) -> dict[str, Any]:
         """Counters of all that was sent, received, repaired and turned away."""
+        self.check_owner("health")
         return dict(self.endpoint.health())
 
     def link(self, peer: int) -> tuple[float, float, float]:
         """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
+        self.check_owner("link")
         return self.endpoint.link(peer)
 
     def path_bytes(self, peer: int) -> int:
@@ -181,9 +204,14 @@ class UdpTransport:
     def close(self, linger_s: float | None = None) -> None:
         """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket.
 
+        In a process that was forked from the one that joined the job it says nothing: the rank is still there.
+
         Args:
             linger_s: How long to wait for that; None is what the options say, 0 says it once and goes.
         """
+        if self.inherited:
+            self.closed = True
+            return
         try:
             self.endpoint.close(self._linger_s if linger_s is None else linger_s)
         finally:

@@ -42,6 +42,9 @@ class Shared:
 
     def leave(self) -> None:
         """One group less."""
+        if self.transport.inherited:
+            self._close(None)  # of a copy, which tells nobody; its lock may be held by a thread that is not here
+            return
         with self._lock:
             self._users -= 1
             last = self._users == 0

@@ -93,7 +93,19 @@ class Launching(Identity):
         """Ends whatever runs, in all groups of the job: calls that wait raise `Closed`."""
         self._open = False
         self._close()
+        if self.inherited:
+            return
         self._order.abandon(Closed(f"rank {self.group.rank}: the group was aborted before this had begun."))
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that joined the job."""
+        return bool(getattr(self.group.transport, "inherited", False))
+
+    def check_owner(self, what: str) -> None:
+        """Raises `Closed` in a forked process, before any lock that a thread of the other one may have held."""
+        if self.inherited:
+            self.group.transport.check_owner(what)
 
     # --- several at once --------------------------------------------------------------------------------------------
 
@@ -133,6 +145,7 @@ class Launching(Identity):
             finish: What else remains to be done at the end.
             value: What its future holds, where that is not the list of results.
         """
+        self.check_owner(what)
         self._sequence += 1
         record = self.flight.begin(what, self._sequence, results)
         if torch.autograd._profiler_enabled():

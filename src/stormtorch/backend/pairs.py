@@ -77,6 +77,7 @@ class Pairs(Launching):
             timeout: How long to wait for them, seconds where it is a number; None is the group's.
             wait_all_ranks: Name all that are missing, not only the first.
         """
+        self.check_owner("monitored_barrier")
         asked = self._timeout_s if timeout is None else timeout
         seconds = min(asked.total_seconds() if isinstance(asked, timedelta) else float(asked), self._longest_s)
         if self.group.rank == 0 and seconds <= 0:

@@ -34,6 +34,7 @@ class StormProcessGroup(Pairs):
         op, timeout_s = self._reducing(opts, timeout)
         tensor = one(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo and op is Op.SUM:
+            self.check_owner("all_reduce")
             self._order.flush()
             sum_sparse(self.group, tensor, timeout_s)
             return self.begin_work("all_reduce", list, [tensor], Staged("all_reduce"))

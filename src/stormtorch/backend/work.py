@@ -1,6 +1,7 @@
 """A collective under way, as torch.distributed sees it."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -14,7 +15,7 @@ from stormtorch.backend import native_future
 from stormtorch.backend.order import Started
 from stormtorch.backend.pool import run_soon
 from stormtorch.backend.tensors import Staged
-from stormtorch.errors import ExchangeTimeout
+from stormtorch.errors import Closed, ExchangeTimeout
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]
 """The exchanges of a collective, or the promise of them where it has yet to begin."""
@@ -47,6 +48,7 @@ class StormWork(dist.Work):
         # A pool's thread does not inherit it.
         self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -57,6 +59,7 @@ class StormWork(dist.Work):
         Raises:
             StormError: It did not end well; the message names rank, peer, operation and what is missing.
         """
+        self._check_owner()
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
             raise ExchangeTimeout(f"{self.what}: not done after {seconds:g} s of waiting")
@@ -69,6 +72,13 @@ class StormWork(dist.Work):
             self._lock.release()
         self.staged.join()
         return True
+
+    def _check_owner(self) -> None:
+        # A thread of the process that this one was forked from may have held the lock.
+        if os.getpid() != self._owner:
+            raise Closed(
+                f"{self.what}: it was begun by process {self._owner}, from which this one was forked: wait there"
+            )
 
     def go_on(self) -> None:
         """Has a thread of the pool wait for what would otherwise stand still until the user does.
@@ -122,6 +132,7 @@ class StormWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done, well or not. Never blocks."""
+        self._check_owner()
         if not self._lock.acquire(blocking=False):
             return False
         try:
