@@ -9,6 +9,7 @@ from stormtorch.options import Options
 from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
+    from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.policies import (
         BoundedDrift,
@@ -53,6 +54,7 @@ __all__ = [
     "no_sync",
     "prepare",
     "simulate",
+    "use_as_default",
 ]
 
 
@@ -62,6 +64,10 @@ def __getattr__(name: str) -> Any:
         from stormtorch.rendezvous import connect
 
         return connect
+    if name == "use_as_default":
+        from stormtorch.backend import use_as_default
+
+        return use_as_default
     if name in _BACKEND:
         from stormtorch.backend import lossy
 
