@@ -20,9 +20,10 @@ from stormtorch.policies.buffers import average_buffers
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gauge import Gauge
 from stormtorch.policies.gradients import Gradients
-from stormtorch.policies.guard import Guard, Smoothed
+from stormtorch.policies.guard import Guard
 from stormtorch.policies.handing import hand_over
 from stormtorch.policies.ledger import Row
+from stormtorch.policies.losses import Losses
 from stormtorch.policies.members import Epoch, Members
 from stormtorch.policies.norms import Norms
 from stormtorch.policies.optimizer import Shards, owns_whole
@@ -61,8 +62,8 @@ class BoundedDriftTraining(Training):
         )
         self._guard = Guard(policy.guard, policy.max_lag)
         self._guarded = False
-        self._loss = Smoothed(0.0)
-        self._link_losses = [Smoothed(0.0) for _ in range(group.size)]
+        chunks = [self._broadcast.chunks_of(owner) for owner in range(group.size)]
+        self._losses = Losses(policy, group.rank, chunks)
         self._lead = 0.0
         self._serve: list[torch.Tensor | None] = [None] * group.size
         self._fetch: list[torch.Tensor | None] = [None] * group.size
@@ -75,6 +76,7 @@ class BoundedDriftTraining(Training):
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self._repair = self._channel("exact")
         self._last_broadcast_exact = True
+        self._told = True  # of the last broadcast: a step with several backwards must not count it several times
         if self._members.restarted:
             self._enter(self._members.ask_in(), self._row)
 
@@ -133,7 +135,8 @@ class BoundedDriftTraining(Training):
         return True
 
     def _report_to(self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool) -> Report:
-        of_broadcast = None if self._last_broadcast_exact else self._broadcast.links.fraction(peer)
+        nothing = self._last_broadcast_exact or self._told
+        of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
         of_gradients = self._reduction.links.fraction(peer)
         most = self.policy.max_lag
         wanted = torch.empty(0, dtype=torch.bool) if most is None else self._broadcast.too_old(peer, most)
@@ -152,13 +155,10 @@ class BoundedDriftTraining(Training):
     def _learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor) -> None:
         """What the others have met of what this rank sent, and how far replicas are apart."""
         policy = self.policy
-        losses = [report.broadcast_missing for report in reports.values() if report.broadcast_missing >= 0.0]
-        if losses:
-            self._loss.add(sum(losses) / len(losses))
-        for peer, report in reports.items():
-            if report.gradients_missing >= 0.0:
-                self._link_losses[peer].add(report.gradients_missing)
-            self._reduction.losses[peer] = self._link_losses[peer].value
+        resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
+        self._losses.hear(reports, guarded=self._guarded, resent=resent)
+        self._told = True
+        self._reduction.losses = [each.value for each in self._losses.gradients]
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
         if guarded != self._guarded:
             row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
@@ -168,7 +168,7 @@ class BoundedDriftTraining(Training):
             self._serve[peer] = heard.wanted_C if heard is not None and policy.max_lag else None
             if heard is None:
                 self._fetch[peer] = None
-        p = min(self._loss.value, rules.MOST_LOSS)
+        p = min(self._losses.broadcast.value, rules.MOST_LOSS)
         row.loss = p
         row.pair_drift, row.owner_drift = self._gauge.compare(
             samples_S, {peer: report.samples_S for peer, report in reports.items()}
@@ -206,7 +206,8 @@ class BoundedDriftTraining(Training):
                 bucket.follow()
         self._shards.begin_step()
         exact = self._guarded or self.policy.broadcast.exact
-        self._lead = 0.0 if exact else rules.lead_for(self.policy.lead, self._loss.value, self.policy.max_lag)
+        loss = self._losses.broadcast.value
+        self._lead = 0.0 if exact else rules.lead_for(self.policy.lead, loss, self.policy.max_lag)
         if self._lead:
             for bucket in self.buckets:
                 bucket.remember()
@@ -219,7 +220,7 @@ class BoundedDriftTraining(Training):
         self._shards.end_step()
         row, broadcast = self._row, self._broadcast
         reliability = self._reliability()
-        self._last_broadcast_exact = self._guarded or reliability.exact
+        self._last_broadcast_exact, self._told = self._guarded or reliability.exact, False
         broadcast.clear()
         serve = [None if each is None else broadcast.split(each, self.group.rank) for each in self._serve]
         fetch = [None if each is None else broadcast.split(each, owner) for owner, each in enumerate(self._fetch)]
@@ -254,11 +255,11 @@ class BoundedDriftTraining(Training):
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
         # No guard can bring back what a rank that is not there would send.
-        first_pass = self._broadcast.links.missing(row.missing)
+        first_pass = self._broadcast.links.counts(row.missing)
         if row.guarded:  # and exact: then gradients tell, unless they are repaired, too
             lossy = self.policy.gradients.budget == 1.0
-            first_pass = self._reduction.links.missing(row.missing) if lossy else self._broadcast.repaired
-        self._guard.watch(first_pass, self._broadcast.oldest(row.missing))
+            first_pass = self._reduction.links.counts(row.missing) if lossy else self._broadcast.resent(row.missing)
+        self._guard.watch(*first_pass, self._broadcast.oldest(row.missing))
         self.ledger.add(row)
 
     # --- those that return ------------------------------------------------------------------------------------------

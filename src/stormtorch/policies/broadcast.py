@@ -171,11 +171,14 @@ class Broadcast:
             if wire.dtype != bucket.dtype:
                 wire.place(rooms[owner], bucket.shard(bucket.host_flat, owner), arrived_C)
 
-    @property
-    def repaired(self) -> float:
-        """What must have been lost of what this rank sent last time, as it had to send so much of it again."""
-        again = self._repaired / max(self.chunks_of(self._rank) * (self._size - 1), 1)
-        return again / (1.0 + again)
+    def resent(self, missing: Collection[int]) -> tuple[int, int]:
+        """What must have been lost of what this rank sent last time, as it had to send so many chunks again; of how
+        many. A report that was lost makes it send again, too, so that this is rather too much. Where a rank is missing,
+        nothing can be said: what was sent to that one says nothing of the network.
+        """
+        if missing:
+            return 0, 0
+        return self._repaired, self.chunks_of(self._rank) * (self._size - 1) + self._repaired
 
     # --- ages -------------------------------------------------------------------------------------------------------
 

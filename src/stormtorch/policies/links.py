@@ -33,8 +33,8 @@ class Links:
         """Of every peer that was expected to send."""
         return {peer: fraction for peer in range(len(self._chunks)) if (fraction := self.fraction(peer)) is not None}
 
-    def missing(self, without: Collection[int] = ()) -> float:
-        """Of all chunks, but for those of some peers."""
+    def counts(self, without: Collection[int] = ()) -> tuple[int, int]:
+        """Chunks that did not arrive, and how many there were; but for those of some peers."""
         peers = [peer for peer in range(len(self._chunks)) if peer not in without]
         chunks = sum(self._chunks[peer] for peer in peers)
-        return 1.0 - sum(self._arrived[peer] for peer in peers) / chunks if chunks else 0.0
+        return chunks - sum(self._arrived[peer] for peer in peers), chunks

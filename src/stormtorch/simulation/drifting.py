@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stormtorch.policies import rules
-from stormtorch.policies.guard import Guard, Smoothed
+from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import BoundedDrift
 from stormtorch.simulation.masks import Masks
@@ -47,10 +47,13 @@ class Drifting:
         self._chunks_of_W = torch.bincount(cut.owner_C, minlength=n).to(device)
         # Of a small model, some workers own nothing: they send nothing that could be lost.
         self._owners = sorted(set(cut.owner_C.tolist()))
-        self._losses = [Smoothed(0.0) for _ in range(n)]
+        # Chunks of a step: of each worker's shard to or from all others, and of all other shards.
+        self._sent_W = [int(chunks) * (n - 1) for chunks in self._chunks_of_W]
+        self._others_W = [len(cut.owner_C) - int(chunks) for chunks in self._chunks_of_W]
+        self._losses = [LossMeter(0.0) for _ in range(n)]
         # As many as there are links: made only where somebody asks.
         links = n if self._by_chance else 0
-        self._link_losses_WN = Smoothed(torch.zeros(links, links, device=device))
+        self._link_losses_WN = LossMeter(torch.zeros(links, links, device=device))
         self._told_WN: torch.Tensor | None = None
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
@@ -132,8 +135,8 @@ class Drifting:
         missing_WN.index_add_(1, self._owner_C, lost_WC.float())
         # Owners tell of it while the next gradients are already on their way.
         if self._told_WN is not None:
-            self._link_losses_WN.add(self._told_WN)
-        self._told_WN = missing_WN / self._chunks_of_W.clamp(min=1)
+            self._link_losses_WN.add(self._told_WN, self._chunks_of_W.float().expand(n, n))
+        self._told_WN = missing_WN
         return weight_WN[:, self._owner_C]
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
@@ -231,20 +234,32 @@ class Drifting:
     def _learn(
         self, row: Row, of_owner: list[float], watched: list[float], sent_up: list[float], oldest: list[float]
     ) -> None:
-        exact = self._guarded or self.policy.broadcast.exact
-        if not exact:
-            for smoothed, lost in zip(self._losses, of_owner, strict=True):
-                smoothed.add(lost)
+        sent_W, others_W = self._sent_W, self._others_W
+        if self._guarded:
+            self._first_pass(watched, sent_up)
+        elif not self.policy.broadcast.exact:
+            for meter, lost, sent in zip(self._losses, of_owner, sent_W, strict=True):
+                meter.add(lost * sent, sent)
         row.loss = sum(self._losses[owner].value for owner in self._owners) / len(self._owners)
         row.gradients = links_of(range(len(sent_up)), [1.0 - lost for lost in sent_up])
         row.broadcast = links_of(self._owners, [1.0 - of_owner[owner] for owner in self._owners])
         self._oldest = int(max(oldest))
-        for guard, lost, age in zip(self._guards, watched, oldest, strict=True):
-            guard.watch(lost, int(age))
+        seen_W = sent_W if self._guarded else others_W
+        for guard, lost, seen, age in zip(self._guards, watched, seen_W, oldest, strict=True):
+            guard.watch(lost * seen, seen, int(age))
         guarded = any(guard.alarm for guard in self._guards)
         if guarded != self._guarded:
             row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
         self._guarded = guarded
+
+    def _first_pass(self, watched: list[float], sent_up: list[float]) -> None:
+        """What a broadcast would have lost that the guard had repaired; see `policies.losses`."""
+        lossy = self.policy.gradients.budget == 1.0
+        most = self.policy.broadcast.budget
+        for place, meter in enumerate(self._losses):
+            lost = sent_up[place] if lossy else watched[place]
+            sent = self._others_W[place] if lossy else self._sent_W[place]
+            meter.add(min(lost, most) * sent, sent)
 
     # --- for the run --------------------------------------------------------------------------------------------------
 
@@ -300,12 +315,12 @@ class Drifting:
         self.optimizers[0].load_state_dict(state["optimizer"])
         self._masks.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
-        for smoothed, saved in zip(self._losses, state["losses"], strict=True):
-            smoothed.restore(*saved)
+        for meter, saved in zip(self._losses, state["losses"], strict=True):
+            meter.restore(*saved)
         for guard, saved in zip(self._guards, state["guards"], strict=True):
             guard.restore(*saved)
-        sums_WN, weight = state["links"]
-        self._link_losses_WN.restore(sums_WN.to(self._owner_C.device), weight)
+        lost_WN, sent_WN = state["links"]
+        self._link_losses_WN.restore(lost_WN.to(self._owner_C.device), sent_WN.to(self._owner_C.device))
         told_WN = state["told"]
         self._told_WN = None if told_WN is None else told_WN.to(self._owner_C.device)
         self._guarded, self._oldest = state["guarded"], state["oldest"]
