@@ -80,13 +80,25 @@ def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
     assert mean([row.pair_drift for row in rows]) == pytest.approx(theory.pair_drift(p), rel=0.15)
     assert mean([row.owner_drift for row in rows]) == pytest.approx(theory.owner_drift(p), rel=0.15)
     assert mean([row.update_variance for row in rows]) == pytest.approx(1.0, rel=0.05)
-    assert mean([row.pair_bound for row in rows]) == pytest.approx(theory.pair_drift(p), rel=0.1)
+    assert mean([row.pair_bound for row in rows]) == pytest.approx(theory.pair_bound(p), rel=0.1)
+    assert mean([row.published_bound for row in rows]) == pytest.approx(theory.pair_drift_published(p), rel=0.1)
     assert all(row.lead == 0.0 for row in rows)
     assert mean([1.0 - mean(list(row.broadcast.values())) for row in rows]) == pytest.approx(p, rel=0.1)
     assert mean([1.0 - mean(list(row.gradients.values())) for row in rows]) == pytest.approx(p, rel=0.1)
     sizes = {age: sum(row.lag.get(age, 0) for row in rows) for age in range(4)}
     for age in range(3):  # copies of one age more are as many times fewer as are lost
         assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
+
+
+@pytest.mark.parametrize("max_lag", [None, 1])
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_drift_with_the_lead_is_within_the_bound_of_that_policy(p: float, max_lag: int | None) -> None:
+    found = walk(p, 70, BoundedDrift(ownership="elements", guard=None, max_lag=max_lag, drift_samples=1024))
+    rows = [row for _, ledger in found for row in list(ledger)[12:]]
+    drift, bound = mean([row.pair_drift for row in rows]), mean([row.pair_bound for row in rows])
+    assert 0.8 * bound < drift < 1.1 * bound
+    assert bound == pytest.approx(theory.pair_bound(p, lead=theory.lead(p, max_lag), max_lag=max_lag), rel=0.15)
+    assert drift > mean([row.published_bound for row in rows])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3])

@@ -19,16 +19,23 @@ def agrees(samples: Floats, value: float, errors: float = 4.0) -> None:
 
 
 class Walk:
-    """Two replicas of many parameters whose updates are independent; an owner broadcasts, and coins lose."""
+    """Two replicas of many parameters; an owner broadcasts, and coins lose. `momentum` is the correlation of an update
+    with the next one; without it, updates are independent.
+    """
 
-    def __init__(self, p: float, *, mean: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> None:
+    def __init__(
+        self, p: float, *, mean: float = 0.0, max_lag: int | None = None, lead: float = 0.0, momentum: float = 0.0
+    ) -> None:
         random, count = np.random.default_rng(5), 80_000
         theta = np.zeros(count)
+        noise = random.standard_normal(count)
         copies = np.zeros((2, count))
         self.ages = np.zeros((2, count), dtype=np.int64)
         self.fetched = np.zeros((2, count), dtype=bool)
         for _ in range(40):
-            update = mean + random.standard_normal(count, dtype=np.float32)
+            fresh = random.standard_normal(count, dtype=np.float32)
+            noise = momentum * noise + math.sqrt(1.0 - momentum**2) * fresh
+            update = mean + noise
             theta = theta + update
             self.fetched = np.zeros_like(self.fetched) if max_lag is None else self.ages >= max_lag
             arrived = (random.random((2, count), dtype=np.float32) >= p) | self.fetched
@@ -83,6 +90,30 @@ def test_a_lead_of_independent_updates_is_noise_alone() -> None:
     walk = Walk(0.3, lead=0.8)
     agrees(walk.pair, theory.pair_drift(0.3, lead=0.8))
     agrees(walk.owner, theory.owner_drift(0.3, lead=0.8))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.4])
+@pytest.mark.parametrize(("mean", "momentum"), [(0.0, 0.0), (2.0, 0.0), (0.0, 0.6), (0.5, 0.9), (0.0, -0.5)])
+def test_with_the_full_lead_drift_is_the_bound_whatever_the_updates_are(p: float, mean: float, momentum: float) -> None:
+    walk = Walk(p, mean=mean, momentum=momentum, lead=theory.lead(p))
+    agrees(walk.pair / (1.0 + mean**2), theory.pair_bound(p, lead=theory.lead(p)))
+    assert theory.pair_bound(p, lead=theory.lead(p)) == pytest.approx(2 * p / (1 - p) ** 2)
+
+
+@pytest.mark.parametrize(("p", "max_lag"), WALKS)
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 2.0])
+def test_no_updates_that_go_on_drift_further_than_the_bound(p: float, max_lag: int | None, scale: float) -> None:
+    ahead = scale * theory.lead(p, max_lag)
+    bound = theory.pair_bound(p, lead=ahead, max_lag=max_lag)
+    closest = 0.0
+    for mean, momentum in [(0.0, 0.0), (0.0, 0.5), (0.0, 0.9), (1.5, 0.0), (20.0, 0.0)]:
+        pair = Walk(p, mean=mean, momentum=momentum, lead=ahead, max_lag=max_lag).pair / (1.0 + mean**2)
+        error = float(pair.std()) / math.sqrt(pair.size)
+        assert float(pair.mean()) <= bound + 4.0 * error
+        closest = max(closest, float(pair.mean()) / bound)
+    assert closest > 0.9
+    assert theory.pair_bound(p, max_lag=200) == pytest.approx(theory.pair_bound(p))
+    assert bound > theory.pair_drift_published(p) or max_lag is not None
 
 
 @pytest.mark.parametrize(

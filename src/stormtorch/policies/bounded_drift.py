@@ -157,7 +157,6 @@ class BoundedDriftTraining(Training):
         policy = self.policy
         resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
         self._losses.hear(reports, guarded=self._guarded, resent=resent)
-        self._told = True
         self._reduction.losses = [each.value for each in self._losses.gradients]
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
         if guarded != self._guarded:
@@ -177,8 +176,10 @@ class BoundedDriftTraining(Training):
         variances = [each for each in variances if not math.isnan(each)]  # of ranks that own nothing
         if self.steps and self._gauge.samples and variances:
             row.update_variance = sum(variances) / len(variances)
-            row.pair_bound = theory.pair_drift(p) * row.update_variance
-            row.published_bound = theory.pair_drift_published(p) * row.update_variance
+            lost = 0.0 if self._last_broadcast_exact else p
+            row.pair_bound = self._gauge.bound(row.update_variance, lost, self._lead, policy.max_lag, again=self._told)
+            row.published_bound = theory.pair_drift_published(lost) * row.update_variance
+        self._told = True
         row.gradients = self._reduction.links.fractions()
         row.effective_batch = self._reduction.effective_batch
         row.variance_inflation = self._reduction.variance_inflation

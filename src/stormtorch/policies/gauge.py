@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stormtorch import theory
 from stormtorch.policies.bucket import Bucket
 
 
@@ -39,6 +40,7 @@ class Gauge:
         self.update_variance = 0.0
         """Mean square of this rank's last update; NaN if it owns nothing."""
         self._before = torch.empty(0)
+        self._square: float | None = None
 
     @property
     def samples(self) -> int:
@@ -73,6 +75,23 @@ class Gauge:
         if self.each:
             update = self._read(self._rank) - self._before
             self.update_variance = float(update.square().mean())
+
+    def bound(self, update_variance: float, loss: float, lead: float, max_lag: int | None, *, again: bool) -> float:
+        """What the mean squared difference of two replicas cannot exceed on average, under the policy in use.
+
+        Args:
+            update_variance: Mean square of the last update, over all ranks.
+            loss: Of the broadcast.
+            lead: How many updates it was ahead.
+            max_lag: What no copy is older than.
+            again: Whether this update was told of before.
+        """
+        # The update of j steps ago is in the difference with a weight of p^j: that is what this mean has.
+        if self._square is None:
+            self._square = update_variance
+        elif not again:
+            self._square = (1.0 - loss) * update_variance + loss * self._square
+        return theory.pair_bound(loss, lead=lead, max_lag=max_lag) * self._square
 
     def _read(self, owner: int) -> torch.Tensor:
         values = torch.full((self.each,), torch.nan, dtype=torch.float32, device="cpu")

@@ -72,9 +72,11 @@ class Row:
     update_variance: float | None = None
     """Mean square of one update, over the same numbers."""
     pair_bound: float | None = None
-    """What `pair_drift` would be for independent updates at the measured loss: 2p/(1-p^2) times the variance."""
+    """What `pair_drift` cannot exceed on average under the policy in use, with its lead and `max_lag`, at the measured
+    loss p: `theory.pair_bound`, or 2p/(1-p)^2 times the mean square of the latest updates with the default lead."""
     published_bound: float | None = None
-    """The same as published: 2p/(1+p)."""
+    """The same as published for independent updates and no lead, 2p/(1+p) times `update_variance`: `pair_drift` may be
+    above it."""
     effective_batch: float = 1.0
     """Fraction of the ranks whose gradients are in the mean, over the chunks that this rank owns."""
     variance_inflation: float = 1.0

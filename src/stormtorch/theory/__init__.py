@@ -7,7 +7,7 @@ throughout: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under P
 
 from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
 from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
-from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_drift, pair_drift_published
+from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_bound, pair_drift, pair_drift_published
 from stormtorch.theory.gradients import (
     horvitz_thompson_inflation,
     mean_inverse_count,
@@ -37,6 +37,7 @@ __all__ = [
     "mixing",
     "owner_drift",
     "owner_overweight",
+    "pair_bound",
     "pair_drift",
     "pair_drift_published",
     "plain_steps",

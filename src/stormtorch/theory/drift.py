@@ -30,6 +30,33 @@ def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = Non
     return apart + 2.0 * lead * (1.0 + lead) * unequal + 2.0 * lag_variance(p, max_lag) * mean_squared
 
 
+def pair_bound(p: float, *, lead: float = 0.0, max_lag: int | None = None) -> float:
+    """What the mean squared difference of two replicas cannot exceed, over the mean square of one update.
+
+    A bound; derived here. It holds for updates of a constant mean square of which no two have a negative correlation:
+    they may be independent, have a mean, or momentum. A copy of age L lacks the updates of less than L steps ago and is
+    ahead by `lead` times that of L steps ago: of the update of j steps ago it has a_j too much, which is -1, lead or 0.
+    Two replicas differ by 2 cov(a_i, a_j) times the mean product of two updates, summed over all i and j. For i < j,
+    and ages without a bound, that covariance is c p^j - c^2 p^(i+j) with c = p - (1-p) lead. Where the lead is less
+    than p/(1-p), it adds, and drift is largest for updates that are all the same: 2p/(1-p)^2. Where the lead is more,
+    drift is largest for independent ones. With a lead of p/(1-p) it is zero: the bound is then the drift itself, also
+    for updates that turn back.
+    """
+    check_size("lead", lead)
+    if max_lag is None:
+        return max(pair_drift(p, lead=lead), 2.0 * lag_variance(p))
+    check_loss(p)
+    check_max_lag(max_lag)
+    chances = lag_chances(p, max_lag)
+    older = [1.0 - sum(chances[: age + 1]) for age in range(len(chances))]
+    means = [lead * chance - more for chance, more in zip(chances, older, strict=True)]
+    total = sum(more + lead**2 * chance - mean**2 for chance, more, mean in zip(chances, older, means, strict=True))
+    for apart in range(1, len(chances)):
+        together = sum(older[j] - lead * chances[j] - means[j - apart] * means[j] for j in range(apart, len(chances)))
+        total += 2.0 * max(together, 0.0)
+    return 2.0 * total
+
+
 def pair_drift_published(p: float) -> float:
     """The same as published for updates of mean zero (Weintraub), which counts every stale copy as one step old.
 
