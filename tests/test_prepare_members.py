@@ -40,8 +40,10 @@ class Numbers(nn.Module):
         return self.numbers.sum()
 
 
-def prepared(transport: UdpTransport, model: nn.Module, give_up_s: float = 20.0) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+def prepared(
+    transport: UdpTransport, model: nn.Module, give_up_s: float = 20.0, lr: float = 0.0
+) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     prepare(model, optimizer, policy=BoundedDrift(give_up_s=give_up_s), group=Group(transport, range(WORLD)))
     return optimizer
 
@@ -110,7 +112,8 @@ def test_a_rank_returns_while_another_is_dead() -> None:
     def again() -> None:
         transport = rejoin(store, 2, WORLD, OPTIONS)
         model = Numbers(0.0, 0)
-        prepared(transport, model)
+        optimizer = prepared(transport, model, lr=7.0)
+        assert optimizer.param_groups[0]["lr"] == 0.0  # as of the others, who may have changed it since they began
         finish(2, model)
         done.set()
         transport.close()

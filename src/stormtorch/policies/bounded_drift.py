@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from stormtorch.policies.optimizer import Shards, owns_whole
 from stormtorch.policies.policy import BoundedDrift
 from stormtorch.policies.reduction import Reduction
 from stormtorch.policies.report import Report, Reports
+from stormtorch.policies.settings import Settings
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT, REPAIRED, Reliability
 
@@ -45,8 +47,11 @@ class BoundedDriftTraining(Training):
         whole = owns_whole(optimizer, policy.ownership)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=whole)
         self._members = Members(group, name, policy.warn_every, policy.give_up_s)
+        self._settings = Settings(optimizer, policy.settings)
         if not self._members.restarted:
             self.agree(buckets)
+            if self._settings.compared:
+                self._settings.agree(self.subgroup("begin"), range(group.size), "at prepare()")
         order = Order()
         # Where both stages are exact, a rank that is lost ends the job; otherwise it is done without.
         exact = policy.gradients.exact and policy.broadcast.exact
@@ -80,8 +85,11 @@ class BoundedDriftTraining(Training):
         if self._members.restarted:
             self._enter(self._members.ask_in(), self._row)
 
-    def _channel(self, name: str) -> Group:
-        return self.subgroup(f"{self._members.epoch}/{name}")
+    def _channel(self, name: str, members: Sequence[int] | None = None) -> Group:
+        all_ranks = self.subgroup(f"{self._members.epoch}/{name}")
+        if members is None:
+            return all_ranks
+        return Group(all_ranks.transport, [all_ranks.ranks[each] for each in members], name=all_ranks.name)
 
     def _channels(self, name: str) -> list[Group]:
         """One per bucket, so that buckets may start in any order."""
@@ -112,14 +120,16 @@ class BoundedDriftTraining(Training):
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not all(self._reduction.finite(bucket) for bucket in self.buckets)
+        digest = self._settings.digest()
+        everyone = range(self.group.size)
         telling = self._reports.begin(
-            self.steps, [self._report_to(peer, samples_S, used_P, not_finite) for peer in range(self.group.size)]
+            self.steps, [self._report_to(peer, samples_S, used_P, not_finite, digest) for peer in everyone]
         )
         self._reduction.finish()
         self._norms.forget()
         telling.wait()
         reports: dict[int, Report] = {}
-        for peer in range(self.group.size):
+        for peer in everyone:
             report = self._reports.read(peer)
             if report is not None and peer != self.group.rank:
                 reports[peer] = report
@@ -127,6 +137,7 @@ class BoundedDriftTraining(Training):
         if self._members.cut_off:
             return False
         self._reduction.present = self.group.size - len(row.missing)
+        self._compare_settings({digest, *(report.settings for report in reports.values())}, row)
         self._learn(reports, row, samples_S)
         for report in reports.values():
             used_P |= report.used_P
@@ -134,7 +145,15 @@ class BoundedDriftTraining(Training):
         self._give(used_P, not_finite)
         return True
 
-    def _report_to(self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool) -> Report:
+    def _compare_settings(self, digests: set[int], row: Row) -> None:
+        """Where optimizers are set otherwise, those that are here say how; all of them know of it."""
+        if len(digests - {0}) > 1:
+            here = [peer for peer in range(self.group.size) if peer not in row.missing]
+            row.events += self._settings.agree(self._channel("settings", here), here, f"at step {self.steps}")
+
+    def _report_to(
+        self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool, settings: int
+    ) -> Report:
         nothing = self._last_broadcast_exact or self._told
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
         of_gradients = self._reduction.links.fraction(peer)
@@ -150,6 +169,7 @@ class BoundedDriftTraining(Training):
             samples_S,
             used_P,
             wanted,
+            settings,
         )
 
     def _learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor) -> None:
@@ -283,6 +303,8 @@ class BoundedDriftTraining(Training):
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
         if new:
             hand_over(self, self.buckets, epoch, new, self._certain)
+            root, joining = epoch.members.index(epoch.root), self.group.rank in new
+            self._settings.take(self._channel("settings", epoch.members), root, new=joining)
         self.synchronise()
 
     # --- for the user -----------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ class BoundedDrift:
     guard: float | None = 0.5
     """While the measured loss of the broadcast is above this anywhere, or a copy is older than `max_lag`, the broadcast
     is exact. None never does that."""
+    settings: Literal["same", "rank 0", "any"] = "same"
+    """What becomes of the optimizer's settings (learning rate, weight decay, betas, ...) where they differ between
+    ranks, at `prepare` or at any step: an error that names them; or rank 0's are set on all ranks, before the step that
+    would use others; or each rank uses its own."""
     warn_every: int = 100
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
@@ -64,6 +68,7 @@ class BoundedDrift:
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
+        _check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
         _check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
         _check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
         _check(self.warn_every >= 1, "warn_every", "be at least 1", self.warn_every)

@@ -35,6 +35,8 @@ class Report:
     """Which parameters have a gradient there."""
     wanted_C: torch.Tensor
     """Which chunks of the receiver's shards it has to be sent exactly."""
+    settings: int = 0
+    """Digest of its optimizer's settings; 0 if they are not to be compared."""
 
 
 class Reports:
@@ -73,7 +75,7 @@ class Reports:
         """What a rank has told, once the exchange has ended; None if it did not arrive."""
         message = self._received[peer]
         header = message[:_HEADER].tolist()
-        if header[0] != self._step or not all(map(math.isfinite, header[:4])):
+        if header[0] != self._step or not all(map(math.isfinite, (*header[:4], header[5]))):
             return None  # it did not arrive, or is not one of ours: no number in it may upset what follows
         flags = int(header[1])
         samples_S = message[_HEADER : _HEADER + self._samples].clone()
@@ -83,7 +85,8 @@ class Reports:
         wanted_C = _unpack(packed[middle:], self._chunks[self.group.rank])
         parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
         return Report(
-            *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]), samples_S, used_P, wanted_C
+            *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
+            *(samples_S, used_P, wanted_C, int(header[5])),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -92,8 +95,8 @@ class Reports:
 
     def _write(self, report: Report, message: torch.Tensor) -> None:
         flags = float(report.not_finite + 2 * report.alarm)
-        numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance, 0.0]
-        message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
+        message[:_HEADER] = torch.tensor([*numbers, report.settings], dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)
         middle = _packed_bytes(self._parameters)

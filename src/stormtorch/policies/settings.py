@@ -1,0 +1,215 @@
+"""The optimizer's settings, which must be the same on all ranks: each rank's optimizer moves its own shard alone."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group
+from stormtorch.errors import StormError
+
+# Of a parameter group, these are what is trained and not how.
+_NOT_SETTINGS = ("params", "param_names")
+# Ranks that know of a difference wait no longer than this for the values of one that does not.
+_PATIENCE_S = 30.0
+# A digest travels as a float32, which knows all integers below this. 0 is none.
+_DIGESTS = 1 << 24
+
+# What cannot be compared, such as functions and large tensors.
+_OTHER = object()
+
+Plain = dict[str, Any]
+"""The settings of one parameter group: numbers, truth values, strings, None and lists of them."""
+
+
+class Settings:
+    """Compares one rank's settings with the others'.
+
+    Args:
+        optimizer: Whose parameter groups hold them.
+        rule: As `BoundedDrift.settings`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
+        self._optimizer = optimizer
+        self._rule = rule
+        self._known: list[_Known] = []
+
+    @property
+    def compared(self) -> bool:
+        """Whether they are at all."""
+        return self._rule != "any"
+
+    def digest(self) -> int:
+        """A number that differs where settings do, as a float32 can say it; 0 if they are not to be compared now.
+
+        They are within a backward alone, where all ranks are at the same point of their program. A rank that has no
+        gradient asks from within its step, when settings may have been changed since the others' backward.
+        """
+        if not self.compared or torch._C._current_graph_task_id() == -1:
+            return 0
+        groups = self._optimizer.param_groups
+        if len(self._known) != len(groups):
+            self._known = [_Known() for _ in groups]
+        total = 0
+        for known, group in zip(self._known, groups, strict=True):
+            total = total * 31 + known.digest(group)
+        return 1 + total % (_DIGESTS - 1)
+
+    def agree(self, group: Group, ranks: Sequence[int], when: str) -> list[str]:
+        """All ranks of a group compare their settings, value by value. All of them must call it.
+
+        Args:
+            group: The first of them is the one whose values may win.
+            ranks: What they are called.
+            when: Is said in the error.
+
+        Returns:
+            What was changed here, as the rule lets the first rank's values win; in words.
+
+        Raises:
+            ValueError: They differ.
+        """
+        everyone = self._gathered(group, f"rank {ranks[group.rank]}: cannot compare optimizer settings {when}")
+        differences = _differences(everyone, ranks) if self._rule == "same" else []
+        if differences:
+            raise ValueError(
+                f"rank {ranks[group.rank]}: optimizer settings differ between ranks {when}: {'; '.join(differences)}. "
+                "Each rank's optimizer moves its own shard of the parameters, so give all ranks the same (a scheduler "
+                "that looks at a loss needs one that all ranks share), or let rank 0's hold everywhere: "
+                'BoundedDrift(settings="rank 0")'
+            )
+        return self.adopt(everyone[0])
+
+    def adopt(self, given: list[Plain]) -> list[str]:
+        """Sets all that is otherwise here. What was changed, in words."""
+        changed = []
+        for place, (group, theirs) in enumerate(zip(self._optimizer.param_groups, given, strict=True)):
+            for name, value in theirs.items():
+                before = group.get(name)
+                if name in group and _text(_plain(before)) == _text(value):
+                    continue
+                changed.append(f"settings: {name} of parameter group {place} was {_plain(before)!r}, is {value!r}")
+                if isinstance(before, torch.Tensor):
+                    before.fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(value, list) and not isinstance(before, list) else value
+        return changed
+
+    def take(self, group: Group, root: int, *, new: bool) -> None:
+        """A process that is new gets the root's settings. All ranks of the group must call it."""
+        if not self.compared:
+            return
+        everyone = self._gathered(group, f"rank {group.rank}: cannot hand over optimizer settings")
+        if new:
+            self.adopt(everyone[root])
+
+    def _gathered(self, group: Group, failure: str) -> list[list[Plain]]:
+        try:
+            return _gather([_plain_group(each) for each in self._optimizer.param_groups], group)
+        except StormError as error:
+            told = StormError(f"{failure}: {error}")
+            told.culprit = error.culprit
+            raise told from error
+
+
+class _Known:
+    """What was seen of one parameter group: at most steps nothing is new, or the learning rate alone."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._seen: list[object] = []
+        self._parts: list[int] = []
+
+    def digest(self, group: Mapping[str, Any]) -> int:
+        """A number that differs where settings do."""
+        names, now = list(group), list(group.values())
+        if names != self._names:
+            self._names, self._seen, self._parts = names, [_OTHER] * len(names), [0] * len(names)
+        for place, (value, before) in enumerate(zip(now, self._seen, strict=True)):
+            if value is not before:
+                self._parts[place] = _part(names[place], value)
+                # The same object has the same value, unless it is a tensor: that is never known.
+                if isinstance(value, torch.Tensor):
+                    now[place] = _OTHER
+        self._seen = now
+        return sum(self._parts)
+
+
+def _part(name: str, value: object) -> int:
+    plain = _OTHER if name in _NOT_SETTINGS else _plain(value)
+    return 0 if plain is _OTHER else zlib.crc32(f"{name}={_text(plain)}".encode())
+
+
+def _gather(own: list[Plain], group: Group) -> list[list[Plain]]:
+    """What every rank has. It is read as data, never as code."""
+    mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
+    sizes[group.rank].fill_(mine.numel())
+    collectives.all_gather(group, sizes, sizes[group.rank], timeout_s=_PATIENCE_S).wait()
+    memory = [bytearray(int(size)) for size in sizes]
+    parts = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
+    collectives.all_gather(group, parts, mine, timeout_s=_PATIENCE_S).wait()
+    return [json.loads(bytes(each)) for each in memory]
+
+
+def _differences(everyone: list[list[Plain]], ranks: Sequence[int]) -> list[str]:
+    found = []
+    for place, groups in enumerate(zip(*everyone, strict=True)):
+        for name in dict.fromkeys(name for group in groups for name in group):
+            holders: dict[str, tuple[object, list[int]]] = {}
+            for rank, group in zip(ranks, groups, strict=True):
+                value = group.get(name)
+                holders.setdefault(_text(value) if name in group else "", (value, []))[1].append(rank)
+            if len(holders) > 1:
+                sides = [
+                    f"{_shown(value) if text else 'absent'} on {_named(who)}" for text, (value, who) in holders.items()
+                ]
+                found.append(f"{name} of parameter group {place} is {', '.join(sides)}")
+    return found
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _shown(value: object) -> str:
+    return repr(tuple(value)) if isinstance(value, list) else repr(value)
+
+
+def _plain_group(group: Mapping[str, Any]) -> Plain:
+    plain = {name: _plain(value) for name, value in group.items() if name not in _NOT_SETTINGS}
+    return {name: value for name, value in plain.items() if value is not _OTHER}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON can say it; `_OTHER` of what cannot be compared, such as functions and large tensors."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and not value.is_complex() else _OTHER
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, tuple | list):
+        parts = [_plain(each) for each in value]
+        return _OTHER if any(part is _OTHER for part in parts) else parts
+    return _OTHER
+
+
+def _text(value: object) -> str:
+    """The same for values that are as good as the same, such as 1 and 1.0."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return repr(value * 1.0) if isinstance(value, int | float) else repr(value)
