@@ -3,6 +3,7 @@
 """Ranks that die and return while the others train on."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -137,6 +138,20 @@ def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way() -> Non
     began = time.monotonic()
     assert members.ask_in().number == 1
     assert time.monotonic() - began < 2.0
+
+
+def test_the_warning_says_how_long_ago_a_rank_was_heard_of(caplog: pytest.LogCaptureFixture) -> None:
+    group = SimpleNamespace(transport=SimpleNamespace(rank=0), rank=0, size=3, ranks=(0, 1, 2))
+    members = Members(group, "t", 2, 60.0)  # type: ignore[arg-type]
+    members.hear({1, 2}, 0, [])
+    time.sleep(0.3)  # the silence after which the exchange goes on without it
+    for step in (1, 2, 3):
+        members.hear({2}, step, [])
+        time.sleep(0.15)
+    told = [
+        float(found) for found in re.findall(r"rank 1 at step \d, and its last report came (.*) s ago", caplog.text)
+    ]
+    assert told == [pytest.approx(0.3, abs=0.15), pytest.approx(0.6, abs=0.25)]
 
 
 @pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])

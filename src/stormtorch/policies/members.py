@@ -59,6 +59,8 @@ class Members:
         self._give_up_s = give_up_s
         self._members = set(range(group.size))
         self._missing: dict[int, tuple[float, int]] = {}  # since when, and since which step
+        self._heard_at = [time.monotonic()] * group.size
+        """When each rank's last report came; `prepare` before the first."""
         self._next: Epoch | None = None
         incarnation = getattr(group.transport, "incarnation", None)
         self.restarted = incarnation is not None and incarnation(group.transport.rank) > 0
@@ -97,6 +99,7 @@ class Members:
         self._members = present
         for peer in range(self.group.size):
             if peer in present:
+                self._heard_at[peer] = now
                 if self._missing.pop(peer, None) is not None:
                     events.append(f"rank {peer} is back")
                     _log.warning("rank %d: rank %d is back at step %d", self.group.rank, peer, step)
@@ -107,9 +110,9 @@ class Members:
             since, first = self._missing[peer]
             if (step - first) % self._warn_every == 0:
                 _log.warning(
-                    "rank %d: nothing is heard of rank %d at step %d, for %.0f s: training goes on without its "
-                    "gradients, and its shard of the parameters stays as it is",
-                    *(self.group.rank, peer, step, now - since),
+                    "rank %d: nothing is heard of rank %d at step %d, and its last report came %.1f s ago: training "
+                    "goes on without its gradients, and its shard of the parameters stays as it is",
+                    *(self.group.rank, peer, step, now - self._heard_at[peer]),
                 )
             if now - since > self._give_up_s:
                 raise self._given_up(
