@@ -58,6 +58,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import, so only what needs it brings it in.
     if name == "connect":

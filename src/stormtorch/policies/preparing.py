@@ -15,6 +15,7 @@ from stormtorch.policies.averaging import GradientAveragingTraining, ModelAverag
 from stormtorch.policies.bounded_drift import BoundedDriftTraining
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
 from stormtorch.policies.training import Training, together, trainings_of
+from stormtorch.policies.unwrapped import unwrap
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -68,6 +69,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     else:
         raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
     training.take_over()
+    unwrap(model)
     return model, optimizer
 
 
