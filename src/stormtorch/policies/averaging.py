@@ -49,6 +49,7 @@ class _Averaging(Training):
         self._groups = [self.subgroup(f"mean/{bucket.index}") for bucket in self.buckets]
         self._to_owners, self._back = Links(group.size), Links(group.size)
         self._pending: dict[int, Pending] = {}
+        self.ledger.attend(group.rank, self.wait)
 
     def begin_mean(self, bucket: Bucket, vector: torch.Tensor, group: Group) -> None:
         """Begins to average a vector of a bucket; where the mean is lost, it stays as it is."""

@@ -80,6 +80,7 @@ class BoundedDriftTraining(Training):
         self._gradients.end = self.backward_ended
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self._repair = self._channel("exact")
+        self.ledger.attend(group.rank, self.wait)
         self._last_broadcast_exact = True
         self._told = True  # of the last broadcast: a step with several backwards must not count it several times
         if self._members.restarted:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import logging
+import weakref
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from stormtorch.errors import Closed
+from stormtorch.policies.following import Following
+
+_log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000
+_SHOWN_EVENTS = 10
 # Links of a row beyond which they are packed: a dictionary of a thousand takes 60 KB.
 _MOST_LOOSE = 64
 
@@ -103,6 +111,18 @@ class Row:
         return sum(links) / len(links) if links else 1.0
 
 
+class Summary(dict[str, Any]):
+    """The job in a few numbers; printed, a line for each."""
+
+    def __str__(self) -> str:
+        events = self.get("events", [])
+        lines = [f"{name.replace('_', ' '):<18}{_shown(name, self[name])}" for name in self if name != "events"]
+        lines.append(f"{'events':<18}{len(events) or 'none'}")
+        if len(events) > _SHOWN_EVENTS:
+            lines.append(f"  the last {_SHOWN_EVENTS} of them:")
+        return "\n".join([*lines, *(f"  {event}" for event in events[-_SHOWN_EVENTS:])])
+
+
 class Ledger:
     """The rows of a job, the latest ten thousand of them."""
 
@@ -111,8 +131,22 @@ class Ledger:
         """Complete steps, in order. The row of a step is complete when its parameters have arrived."""
         self._steps = 0
         self._arrived = 0.0
-        self._file: IO[str] | None = None
+        self._file: Following | None = None
         self._writer: Any = None
+        self._whose = ""
+        self._complete: Callable[[], Callable[[], None] | None] = lambda: None
+
+    def attend(self, rank: int, complete: Callable[[], None]) -> None:
+        """Tells whose ledger it is, and what completes the row of the last step: a method, which is not kept alive."""
+        self._whose = f"rank {rank}: "
+        self._complete = weakref.WeakMethod(complete)
+
+    def __repr__(self) -> str:
+        if not self._steps:
+            return "<Ledger: no steps yet>"
+        guarded, events = sum(row.guarded for row in self.rows), sum(len(row.events) for row in self.rows)
+        more = [f"{guarded} guarded"] * (guarded > 0) + [f"{events} event{'s' * (events > 1)}"] * (events > 0)
+        return f"<Ledger: {', '.join([f'{self._steps} steps', f'{self._arrived / self._steps:.2%} arrived', *more])}>"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,15 +163,33 @@ class Ledger:
         self._steps += 1
         self._arrived += row.arrived
         if self._file is not None:
-            self._file.write(_line(row) + "\n")
-            self._file.flush()
+            self._file.add(f"{_line(row)}\n", row.step)
         if self._writer is not None:
-            _write_scalars(self._writer, row)
+            try:
+                _write_scalars(self._writer, row)
+            except OSError as error:
+                self._writer = None
+                _log.warning(
+                    "%scannot give rows to tensorboard: %s. It gets none from step %d on; the ledger has them, and "
+                    "training goes on",
+                    *(self._whose, error, row.step),
+                )
 
-    def summary(self) -> dict[str, Any]:
-        """The job in a few numbers: means over all steps, of drift over the rows that are kept."""
+    def _settle(self) -> None:
+        """Completes the row of the last step, by waiting for its parameters."""
+        complete = self._complete()
+        if complete is not None:
+            with contextlib.suppress(Closed):  # the job is over, and the row will never be complete
+                complete()
+
+    def summary(self) -> Summary:
+        """The job in a few numbers: means over all steps, of drift over the rows that are kept.
+
+        It waits for the parameters of the last step, so that this one is in it. Printed, it has a line for each number.
+        """
+        self._settle()
         rows = list(self.rows)
-        return {
+        numbers = {
             "steps": self._steps,
             "arrived": self._arrived / self._steps if self._steps else 1.0,
             "pair_drift": _mean([row.pair_drift for row in rows]),
@@ -151,9 +203,11 @@ class Ledger:
             "guarded": sum(row.guarded for row in rows),
             "events": [event for row in rows for event in row.events],
         }
+        return Summary(numbers)
 
     def to_json(self) -> list[dict[str, Any]]:
         """All rows so far as plain data."""
+        self._settle()
         return [_plain(row) for row in self.rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,17 +227,36 @@ class Ledger:
 
     def write(self, path: str | Path) -> None:
         """All rows so far as JSON lines."""
+        self._settle()
         Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
 
     def follow(self, path: str | Path) -> None:
-        """Writes the rows there from now on, one line each, as they come."""
+        """Writes the rows there from now on, one line each, as they come.
+
+        Where one cannot be written, as on a full disk, a warning says so and training goes on without it.
+        """
+        following = Following(path, self._whose, _MOST_ROWS)
         if self._file is not None:
             self._file.close()
-        self._file = Path(path).open("a")  # noqa: SIM115  # it stays open as long as the ledger
+        self._file = following
 
     def to_tensorboard(self, writer: Any) -> None:
         """Gives every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
         self._writer = writer
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "not measured"
+    if name == "arrived":
+        return f"{value:.2%} of the chunks"
+    if name == "bytes_sent":
+        return f"{value:,}"
+    if name.endswith("_s"):
+        return f"{value:.3f}"
+    if name == "most_lag":
+        return f"{value} steps"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Tensor]]:

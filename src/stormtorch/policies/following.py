@@ -1,0 +1,57 @@
+"""A file that gets a line for every step, as long as there is room for it."""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+_log = logging.getLogger("stormtorch")
+
+
+class Following:
+    """What cannot be written is warned of, and leaves no part of a line behind.
+
+    Args:
+        path: Where.
+        whose: Begins the warnings.
+        kept: How many rows the ledger has in memory.
+    """
+
+    def __init__(self, path: str | Path, whose: str, kept: int) -> None:
+        self._path, self._whose, self._kept = path, whose, kept
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  # it stays open as long as the ledger
+        self._lost = 0
+        self._first_lost = self._last_lost = 0
+
+    def add(self, line: str, step: int) -> None:
+        """Writes one, or warns that it is lost: once, until a row can be written again."""
+        message = line.encode()
+        end: int | None = None
+        try:
+            end = os.fstat(self._file.fileno()).st_size
+            if self._file.write(message) != len(message):
+                raise OSError("there was room for a part of the row only")
+        except OSError as error:
+            if end is not None:
+                with contextlib.suppress(OSError):  # of a device
+                    self._file.truncate(end)
+            if not self._lost:
+                self._first_lost = step
+                _log.warning(
+                    "%scannot write to %s, which follows the ledger: %s. Rows from step %d on are lost there until it "
+                    "can be written again; the ledger keeps the latest %d for ledger.write(), and training goes on",
+                    *(self._whose, self._path, error, step, self._kept),
+                )
+            self._lost, self._last_lost = self._lost + 1, step
+            return
+        if self._lost:
+            _log.warning(
+                "%s%s, which follows the ledger, can be written again; it lacks %d rows, those of steps %d to %d",
+                *(self._whose, self._path, self._lost, self._first_lost, self._last_lost),
+            )
+            self._lost = 0
+
+    def close(self) -> None:
+        """No more rows."""
+        with contextlib.suppress(OSError):
+            self._file.close()
