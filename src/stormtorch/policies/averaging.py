@@ -19,6 +19,7 @@ from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.links import Links
 from stormtorch.policies.policy import GradientAveraging, ModelAveraging
+from stormtorch.policies.profiling import shown
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT
 
@@ -53,11 +54,14 @@ class _Averaging(Training):
 
     def begin_mean(self, bucket: Bucket, vector: torch.Tensor, group: Group) -> None:
         """Begins to average a vector of a bucket; where the mean is lost, it stays as it is."""
-        self._pending[bucket.index] = collectives.all_reduce(group, vector, Op.AVG, reliability=self._reliability)
+        with shown("all_reduce", bucket.index, vector.numel(), vector.dtype):
+            self._pending[bucket.index] = collectives.all_reduce(group, vector, Op.AVG, reliability=self._reliability)
 
     def end_mean(self, bucket: Bucket) -> None:
         """Waits for it."""
-        for arrival in self._pending.pop(bucket.index).wait():
+        with shown("all_reduce wait", bucket.index, bucket.layout.elements, bucket.dtype):
+            arrivals = self._pending.pop(bucket.index).wait()
+        for arrival in arrivals:
             # Peers are named by their place among all ranks, not by the one that this round has given them.
             self._to_owners.add(self.group, arrival)
             self._back.add(self.group, arrival, stage=1)

@@ -1,5 +1,6 @@
 """Stage 2: an owner's parameters to everyone, ahead of themselves; what is lost stays as it was and grows older."""
 
+import contextlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
@@ -11,6 +12,7 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.links import Links
+from stormtorch.policies.profiling import shown
 from stormtorch.policies.wires import Wire
 from stormtorch.reliability import Reliability
 from stormtorch.transport import Arrival
@@ -80,6 +82,18 @@ class Broadcast:
             serve: Of each rank, which of this bucket's owned chunks it is sent exactly in addition.
             fetch: Of each rank, which chunks of its shard it sends us so.
         """
+        with self._shown("all_gather", bucket):
+            self._begun[bucket.index] = self._send(bucket, lead, reliability, seed, serve, fetch)
+
+    def _send(
+        self,
+        bucket: Bucket,
+        lead: float,
+        reliability: Reliability,
+        seed: int,
+        serve: Sequence[torch.Tensor | None],
+        fetch: Sequence[torch.Tensor | None],
+    ) -> Future[Sequence[Pending]] | Sequence[Pending]:
         wire = self._wires[bucket.index]
         ahead = bucket.ahead(lead)
         bucket.settle()
@@ -101,7 +115,10 @@ class Broadcast:
             self._begin_exact(bucket, ahead, serve, fetch, reliability)
             return [pending]
 
-        self._begun[bucket.index] = self._order.begin(begin, moments)  # type: ignore[assignment]  # as in Reduction
+        return self._order.begin(begin, moments)  # type: ignore[return-value]  # as in Reduction
+
+    def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        return shown(what, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype)
 
     def _begin_exact(
         self,
@@ -134,9 +151,11 @@ class Broadcast:
     def receive(self, bucket: Bucket) -> None:
         """Waits until a bucket's parameters are here, or lost."""
         begun = self._begun.pop(bucket.index)
-        (pending,) = begun.result() if isinstance(begun, Future) else begun
+        with self._shown("all_gather wait", bucket):
+            (pending,) = begun.result() if isinstance(begun, Future) else begun
+            arrivals = pending.wait()
         rooms = self._rooms.pop(bucket.index)
-        for arrival in pending.wait():
+        for arrival in arrivals:
             self._repaired += arrival.repaired
             self.links.add(self.groups[bucket.index], arrival)
             self._place(bucket, rooms, arrival)

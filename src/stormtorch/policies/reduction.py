@@ -1,5 +1,6 @@
 """Stage 1: gradients to their owners, each bucket as soon as it is complete, averaged over what arrived."""
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.links import Links
 from stormtorch.policies.policy import BoundedDrift
+from stormtorch.policies.profiling import shown
 from stormtorch.policies.wires import Wire
 from stormtorch.reliability import Reliability
 
@@ -43,9 +45,13 @@ class Reduction:
 
     def start(self, bucket: Bucket) -> None:
         """Begins to send a bucket's gradients."""
-        moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
-        begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.gradients)], moments)
+        with self._shown("reduce_scatter", bucket):
+            moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
+            begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.gradients)], moments)
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # of what our own function returns
+
+    def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        return shown(what, bucket.index, bucket.layout.elements, self._wire(bucket))
 
     def finish(self) -> None:
         """Waits until this rank's shards are averaged."""
@@ -53,9 +59,11 @@ class Reduction:
         copies = inverse = chunks = 0.0
         for bucket in self._buckets:
             begun = self._begun.pop(bucket.index)
-            (pending,) = begun.result() if isinstance(begun, Future) else begun
+            with self._shown("reduce_scatter wait", bucket):
+                (pending,) = begun.result() if isinstance(begun, Future) else begun
+                arrivals = pending.wait()
             group = self.groups[bucket.index]
-            for arrival in pending.wait():
+            for arrival in arrivals:
                 self.links.add(group, arrival)
                 counts = arrival.counts()
                 if counts.numel():
