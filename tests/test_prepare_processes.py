@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from conftest import local_world
 from stormtorch import BoundedDrift, Options, exact, faults, prepare
@@ -131,7 +132,28 @@ def compiled_too_early(member: Member) -> None:
     torch.compiler.reset()
 
 
-CASES = {each.__name__: each for each in (as_in_one_process, under_loss, dropout, compiled, compiled_too_early)}
+def wrapped_in_ddp(member: Member) -> None:
+    model = perceptron()
+    rank = prepared(member, model)
+    for outer in (model, nn.Sequential(model)):
+        with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
+            DistributedDataParallel(outer)
+    DistributedDataParallel(perceptron())  # another model may be wrapped
+    rank.train(STEPS)
+    assert_same(rank.values(), plain(perceptron(), adamw, STEPS, world=member.world))
+
+    wrapped = DistributedDataParallel(perceptron())
+    with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
+        prepared(member, wrapped)
+    prepared(member, wrapped.module)
+    with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
+        wrapped(vectors(0, 0))
+
+
+CASES = {
+    each.__name__: each
+    for each in (as_in_one_process, under_loss, dropout, compiled, compiled_too_early, wrapped_in_ddp)
+}
 
 
 def job(member: Member, names: list[str]) -> None:

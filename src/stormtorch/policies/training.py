@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
@@ -21,6 +20,7 @@ from stormtorch.policies.layout import Layout, Slot, plan
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.optimizer import adopt, trained
 from stormtorch.policies.policy import Policy
+from stormtorch.policies.wrappers import refusal, refuse_active_wrapper, refuse_wrappers, wrapper_of
 from stormtorch.transport import WIRE_DTYPES
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
@@ -65,6 +65,7 @@ class Training(ABC):
         adopt(self.optimizer, self)
         self.optimizer.__dict__["ledger"] = self.ledger
         _trainings.setdefault(self.model, []).append(weakref.ref(self))
+        refuse_wrappers(_any_prepared)
         optimizer_of = weakref.ref(self.optimizer)
         kept = {id(parameter) for parameter in self.model.parameters()} & {id(each) for each in self.parameters}
 
@@ -77,6 +78,10 @@ class Training(ABC):
         def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
                 self.after_step()
+
+        def forward(module: nn.Module, _args: object) -> None:
+            if not torch.compiler.is_compiling():
+                refuse_active_wrapper(module)
 
         def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
             if module is self.model:
@@ -96,6 +101,7 @@ class Training(ABC):
 
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
+        self.model.register_forward_pre_hook(forward)
         self.model.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's, and the next
         self.model.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
         self.model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
@@ -230,8 +236,10 @@ class Training(ABC):
             )
 
     def _check_model(self) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            raise ValueError("prepare() takes the place of DistributedDataParallel: give it the model itself")
+        for module in self.model.modules():
+            name = wrapper_of(module)
+            if name is not None:
+                raise refusal(name)
         if any(isinstance(parameter, DTensor) for parameter in self.parameters):
             raise ValueError("prepare() takes the place of FSDP, and does not know DTensors: give it a plain model")
 
@@ -255,6 +263,16 @@ class Training(ABC):
 def trainings_of(model: nn.Module) -> list[Training]:
     """The trainings that a model was prepared for, one per optimizer; none if it was not."""
     return [training for found in _trainings.get(model, ()) if (training := found()) is not None]
+
+
+def _any_prepared(parameters: Iterable[nn.Parameter]) -> bool:
+    given = {id(parameter) for parameter in parameters}
+    return any(
+        id(parameter) in given
+        for model in list(_trainings)
+        for training in trainings_of(model)
+        for parameter in training.parameters
+    )
 
 
 @contextlib.contextmanager
