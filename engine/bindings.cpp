@@ -182,6 +182,15 @@ nb::dict to_dict(const FaultCounters& c) {
     return d;
 }
 
+using PyFirsts = nb::typed<nb::list, nb::typed<nb::tuple, std::uint16_t, nb::bytes>>;
+
+PyFirsts to_list(const std::vector<Pool::First>& firsts) {
+    PyFirsts all;
+    for (const Pool::First& first : firsts)
+        all.append(nb::make_tuple(first.source, nb::bytes(first.payload.data(), first.payload.size())));
+    return all;
+}
+
 // A slice of waiting, after which Python may look at its signals.
 constexpr Nanos wait_slice = 200 * millisecond;
 
@@ -283,6 +292,9 @@ NB_MODULE(_engine, m) {
             nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Driver::ended, nb::arg("id"))
+        .def(
+            "peek", [](Driver& d, std::uint32_t channel, std::uint32_t seq) { return to_list(d.peek(channel, seq)); },
+            nb::arg("channel"), nb::arg("seq"))
         .def("cancel", &Driver::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "readmit",
@@ -342,6 +354,12 @@ NB_MODULE(_engine, m) {
             nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"),
             nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
+        .def(
+            "peek",
+            [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq) {
+                return to_list(s.core(rank).peek(channel, seq));
+            },
+            nb::arg("rank"), nb::arg("channel"), nb::arg("seq"))
         .def(
             "advance",
             [](Sim& s, std::size_t most) {

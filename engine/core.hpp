@@ -101,6 +101,11 @@ public:
     };
     [[nodiscard]] std::optional<Finished> take_finished();
 
+    // What has come of an exchange that was not posted here: the first chunk of each peer that has begun it.
+    [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq) const {
+        return pool_.peek(channel, seq);
+    }
+
     void set_overflow(std::uint32_t datagrams) { overflow_ = datagrams; }
     [[nodiscard]] const CoreConfig& config() const { return config_; }
     [[nodiscard]] const Counters& counters() const { return counters_; }

@@ -169,6 +169,11 @@ bool Driver::ended(std::uint64_t id) {
     return failure_ || ended_.contains(id);
 }
 
+std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
+    const Lock lock(door_);
+    return core_ && !closed_ ? core_->peek(channel, seq) : std::vector<Pool::First>{};
+}
+
 void Driver::cancel(std::uint64_t id) {
     const Lock lock(door_);
     if (!core_ || over()) return;

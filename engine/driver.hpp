@@ -53,6 +53,8 @@ public:
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
     // Whether a wait would return, or throw, at once.
     [[nodiscard]] bool ended(std::uint64_t id);
+    // What has come of an exchange that was not posted here: see Core::peek.
+    [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.

@@ -34,6 +34,19 @@ std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
     return entries;
 }
 
+std::vector<Pool::First> Pool::peek(std::uint32_t channel, std::uint32_t seq) const {
+    const auto found = waiting_.find(exchange_key(channel, seq));
+    if (found == waiting_.end()) return {};
+    std::vector<First> firsts;
+    for (const Entry& entry : found->second) {
+        if (entry.header.kind != Kind::data || entry.header.chunk != 0) continue;
+        if ((entry.header.flags & flag_second_stage) != 0) continue;
+        firsts.push_back(
+            {.source = entry.header.source, .payload = {entry.payload.get(), entry.payload.get() + entry.bytes}});
+    }
+    return firsts;
+}
+
 void Pool::forget(std::uint16_t source) {
     for (auto waiting = waiting_.begin(); waiting != waiting_.end();) {
         std::erase_if(waiting->second, [&](const Entry& entry) { return entry.header.source == source; });

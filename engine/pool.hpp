@@ -28,6 +28,12 @@ public:
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
     // All that waited for an exchange, in the order it came.
     [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
+    // The first chunk of each source's message to an exchange; it stays where it is.
+    struct First {
+        std::uint16_t source{};
+        std::vector<std::byte> payload;
+    };
+    [[nodiscard]] std::vector<First> peek(std::uint32_t channel, std::uint32_t seq) const;
     // Drops all that came from a source.
     void forget(std::uint16_t source);
     [[nodiscard]] std::size_t bytes() const { return bytes_; }

@@ -150,9 +150,31 @@ def wrapped_in_ddp(member: Member) -> None:
         wrapped(vectors(0, 0))
 
 
+def saved_by_one_rank(member: Member) -> None:
+    rank = prepared(member, perceptron(), policy=BoundedDrift())
+    with faults(loss=0.2, seed=4):
+        rank.train(STEPS)
+        alone = []
+        if member.rank == 0:
+            alone = [each.clone() for each in rank.model.state_dict().values()]
+            assert rank.optimizer.state_dict()["state"]
+        dist.barrier()  # the others take part from here
+    expected = rank.values()
+    if member.rank == 0:
+        assert_same(alone, expected)
+
+
 CASES = {
     each.__name__: each
-    for each in (as_in_one_process, under_loss, dropout, compiled, compiled_too_early, wrapped_in_ddp)
+    for each in (
+        as_in_one_process,
+        under_loss,
+        dropout,
+        compiled,
+        compiled_too_early,
+        wrapped_in_ddp,
+        saved_by_one_rank,
+    )
 }
 
 

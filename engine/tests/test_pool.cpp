@@ -38,6 +38,25 @@ TEST(pool_gives_back_what_it_was_given_in_order_and_once) {
     CHECK_EQUAL(pool.bytes(), 0U);
 }
 
+TEST(pool_shows_who_has_begun_an_exchange_and_keeps_it) {
+    Pool pool(1 << 20, 3);
+    Header ready = chunk_of(0, 7, 8, 0);
+    ready.kind = Kind::ready;
+    CHECK(pool.keep(ready, {}));
+    CHECK(pool.peek(7, 8).empty());
+    CHECK(pool.keep(chunk_of(2, 7, 8, 1), filled(4, 9)));
+    CHECK(pool.keep(chunk_of(2, 7, 8, 0), filled(3, 5)));
+    CHECK(pool.keep(chunk_of(1, 7, 9, 0), filled(3, 6)));
+    for (int again = 0; again < 2; ++again) {
+        const auto firsts = pool.peek(7, 8);
+        CHECK_EQUAL(firsts.size(), 1U);
+        CHECK_EQUAL(firsts[0].source, 2U);
+        CHECK(firsts[0].payload == filled(3, 5));
+    }
+    CHECK_EQUAL(pool.take(7, 8).size(), 3U);
+    CHECK(pool.peek(7, 8).empty());
+}
+
 TEST(pool_keeps_exchanges_apart) {
     Pool pool(1 << 20, 1);
     CHECK(pool.keep(chunk_of(0, 1, 2, 10), {}));

@@ -31,6 +31,11 @@ class Channels:
         channel.next_seq += count
         return channel.number, first
 
+    def peek(self, name: tuple[object, ...]) -> tuple[int, int]:
+        """The channel's number and its next sequence number, which is not used up."""
+        channel = self._by_name.get(name)
+        return (_number(name), 0) if channel is None else (channel.number, channel.next_seq)
+
 
 def _number(name: tuple[object, ...]) -> int:
     # 32 bits keep the header short; a collision within one transport is noticed above.

@@ -19,6 +19,7 @@ from stormtorch.faults import faults
 from stormtorch.loss import LossModel
 from stormtorch.options import Options, parse_rate
 from stormtorch.transport import Arrival, Plan, conclude
+from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Attendance, Server, attends
 
 T = TypeVar("T")
 
@@ -26,23 +27,27 @@ T = TypeVar("T")
 class SimExchange:
     """An exchange on a simulated network."""
 
-    __slots__ = ("_arrival", "_network", "_plan", "_rank", "outcome")
+    __slots__ = ("_arrival", "_network", "_plan", "attends", "look_at", "outcome", "rank", "server")
 
     def __init__(self, network: "SimNetwork", rank: int, plan: Plan) -> None:
         self._network = network
-        self._rank = rank
+        self.rank = rank
         self._plan = plan
         self._arrival: Arrival | None = None
         self.outcome: _engine.Outcome | None = None
+        self.attends = False
+        self.look_at = 0.0
+        self.server: Server | None = None
+        """Whom the waiting rank is to serve before it waits on."""
 
     def wait(self, timeout_s: float | None = None) -> Arrival:
         """Lets virtual time pass until the exchange has ended."""
         if self._arrival is None:
             self._network.wait_for(self, timeout_s)
             if self.outcome is None:
-                raise ExchangeTimeout(f"rank {self._rank}: {self._plan.what} is not done after {timeout_s} virtual s")
+                raise ExchangeTimeout(f"rank {self.rank}: {self._plan.what} is not done after {timeout_s} virtual s")
             self._arrival = conclude(
-                self.outcome, self._plan, self._rank, self._network.options.silence_s, self._plan.timeout_s
+                self.outcome, self._plan, self.rank, self._network.options.silence_s, self._plan.timeout_s
             )
             self._plan.keep = ()
         return self._arrival
@@ -62,6 +67,7 @@ class SimTransport:
         self.chunk_bytes = network.chunk_bytes
         self.trip_bytes = 16 << 10
         self.channels = Channels()
+        self.attendance = Attendance()
 
     def post(self, plan: Plan) -> SimExchange:
         """Begins an exchange at the present virtual time."""
@@ -70,6 +76,10 @@ class SimTransport:
         exchange = SimExchange(self.network, self.rank, plan)
         self.network.post(self.rank, plan, exchange)
         return exchange
+
+    def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
+        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        return self.network.peek(self.rank, channel, seq)
 
     def health(self) -> dict[str, Any]:
         """Counters of all that was sent, received, repaired and turned away."""
@@ -164,6 +174,11 @@ class SimNetwork:
         with self._condition:
             return dict(self._sim.health(rank))
 
+    def peek(self, rank: int, channel: int, seq: int) -> list[tuple[int, bytes]]:
+        """What has come to one rank of an exchange that it has not posted."""
+        with self._condition:
+            return self._sim.peek(rank, channel, seq)
+
     def run(self, work: Callable[[SimTransport], T]) -> list[T]:
         """Calls `work(transport)` for every rank, each in a thread, and returns the results by rank.
 
@@ -199,16 +214,25 @@ class SimNetwork:
             self._posts.append((rank, plan, exchange))
 
     def wait_for(self, exchange: SimExchange, timeout_s: float | None) -> None:
-        """Blocks the calling rank until the exchange has ended."""
+        """Blocks the calling rank until the exchange has ended; meanwhile, the rank serves others."""
+        give_up_at = math.inf if timeout_s is None else self.now_s + timeout_s
+        while (server := self._sleep(exchange, give_up_at)) is not None:
+            server.serve()
+
+    def _sleep(self, exchange: SimExchange, give_up_at: float) -> Server | None:
+        """Until the exchange has ended, or somebody is to be served."""
         with self._condition:
             if exchange.outcome is not None:
-                return
-            self._waiting[exchange] = math.inf if timeout_s is None else self.now_s + timeout_s
+                return None
+            self._waiting[exchange] = give_up_at
+            exchange.attends, exchange.look_at = attends(), self.now_s + FIRST_SLICE_S
             self._awake -= 1
             self._move_on()
             self._condition.wait_for(lambda: exchange not in self._waiting or self._broken is not None)
             if self._broken is not None and exchange.outcome is None:
                 raise StormError("the simulated network came to a halt") from self._broken
+            server, exchange.server = exchange.server, None
+            return server
 
     def _move_on(self) -> None:
         """With all ranks asleep: begins what they posted and lets time pass until one of them can go on."""
@@ -217,11 +241,12 @@ class SimNetwork:
                 self._begin()
                 if self._awake > 0:
                     break
-                if self._sim.advance() == 0:
+                if self._sim.advance() == 0 and not self._attend(at_once=True):
                     raise StormError(
                         "nothing can happen any more, yet ranks wait: has every rank called the collective?"
                     )
                 self._finish()
+                self._attend()
             except BaseException as error:
                 self._broken = error
         self._condition.notify_all()
@@ -242,6 +267,18 @@ class SimNetwork:
         for exchange, give_up_at in list(self._waiting.items()):
             if self.now_s >= give_up_at:
                 self._wake(exchange)
+
+    def _attend(self, *, at_once: bool = False) -> bool:
+        """Wakes ranks that can take part in what others have begun."""
+        found = False
+        for exchange in sorted(self._waiting, key=lambda waiting: waiting.rank):
+            if exchange.attends and (at_once or self.now_s >= exchange.look_at):
+                exchange.look_at = self.now_s + SLICE_S
+                exchange.server = self._transports[exchange.rank].attendance.awaited()
+                if exchange.server is not None:
+                    found = True
+                    self._wake(exchange)
+        return found
 
     def _wake(self, exchange: SimExchange) -> None:
         if self._waiting.pop(exchange, None) is not None:

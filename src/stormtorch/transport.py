@@ -24,6 +24,7 @@ from stormtorch.errors import (
     StormError,
 )
 from stormtorch.reliability import EXACT, Reliability
+from stormtorch.waiting import Attendance
 
 
 class WireDtype(IntEnum):
@@ -218,9 +219,15 @@ class Transport(Protocol):
     trip_bytes: int
     """How many bytes a rank could send in the time of one trip: what a collective may spend to spare one."""
     channels: Channels
+    attendance: Attendance
+    """Who takes part, while this rank waits, in calls that others have begun."""
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        ...
+
+    def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
+        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
         ...
 
     def health(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The transport over a real network: one UDP socket and one native engine per rank."""
 
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from stormtorch.channels import Channels
 from stormtorch.errors import Closed, ExchangeTimeout
 from stormtorch.options import Options
 from stormtorch.transport import Arrival, Plan, conclude
+from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Attendance, Patience, attends
 
 
 class UdpExchange:
@@ -84,6 +87,7 @@ class UdpTransport:
         self.silence_s = silence_s
         self.timeout_s = timeout_s
         self.channels = Channels()
+        self.attendance = Attendance()
         self.closed = False
         # Peers that return are found there. The store is still its maker's.
         self.store = store
@@ -129,14 +133,37 @@ class UdpTransport:
     def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
         """Blocks until an exchange has ended, once."""
         self.check_owner(plan.what)
-        try:
-            outcome = self.endpoint.wait(exchange_id, timeout_s)
-        except RuntimeError as error:
-            raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+        outcome = self._wait(exchange_id, plan, timeout_s)
         if outcome is None:
             raise ExchangeTimeout(f"rank {self.rank}: {plan.what} is not done after {timeout_s} s")
         self._plans.pop(exchange_id, None)
         return outcome
+
+    def _wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome | None:
+        def wait(seconds: float | None) -> _engine.Outcome | None:
+            try:
+                return self.endpoint.wait(exchange_id, seconds)
+            except RuntimeError as error:
+                raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
+
+        if not attends():
+            return wait(timeout_s)
+        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        outcome = wait(max(min(FIRST_SLICE_S, give_up_at - time.monotonic()), 0.0))
+        if outcome is not None or time.monotonic() >= give_up_at:
+            return outcome
+        patience = Patience(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
+        try:
+            while outcome is None and time.monotonic() < give_up_at:
+                patience.look()
+                outcome = wait(max(min(SLICE_S, give_up_at - time.monotonic()), 0.0))
+        finally:
+            patience.end()
+        return outcome
+
+    def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
+        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        return self.endpoint.peek(channel, seq)
 
     def orphan(self, exchange_id: int) -> None:
         """Nobody will wait for this exchange; its tensors are let go some time after it has ended."""

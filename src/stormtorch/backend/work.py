@@ -16,6 +16,7 @@ from stormtorch.backend.order import Started
 from stormtorch.backend.pool import run_soon
 from stormtorch.backend.tensors import Staged
 from stormtorch.errors import Closed, ExchangeTimeout
+from stormtorch.waiting import doing
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]
 """The exchanges of a collective, or the promise of them where it has yet to begin."""
@@ -60,6 +61,10 @@ class StormWork(dist.Work):
             StormError: It did not end well; the message names rank, peer, operation and what is missing.
         """
         self._check_owner()
+        with doing(f"torch.distributed's {self.what}", elsewhere=True):
+            return self._wait(timeout)
+
+    def _wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
             raise ExchangeTimeout(f"{self.what}: not done after {seconds:g} s of waiting")
@@ -97,7 +102,7 @@ class StormWork(dist.Work):
 
     def _wait_quietly(self) -> None:
         with self._on_own_streams(), contextlib.suppress(Exception):  # `wait` raises it again
-            self.wait()
+            self._wait()
 
     def _on_own_streams(self) -> contextlib.AbstractContextManager[object]:
         for device in self.staged.devices:
@@ -195,7 +200,7 @@ class StormWork(dist.Work):
         # On a GPU, whoever waits for the future waits for the stream that it was completed on.
         with self._on_own_streams():
             try:
-                self.wait()
+                self._wait()
             except BaseException as error:
                 self._error = error
             if for_native:

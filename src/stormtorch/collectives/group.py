@@ -103,6 +103,11 @@ class Group:
         """The group's channel and the first of `count` sequence numbers."""
         return self.transport.channels.take(self._channel, count)
 
+    def begun_elsewhere(self) -> list[tuple[int, bytes]]:
+        """Which ranks have begun the next exchange, which this one has not, and the first chunk of what each sends."""
+        firsts = self.transport.peek(*self.transport.channels.peek(self._channel))
+        return [(self.ranks.index(rank), payload) for rank, payload in firsts if rank in self.ranks]
+
     def reserve_pair(self, source: int, target: int, tag: int) -> tuple[int, int]:
         """The channel of messages from one rank to another, and the next sequence number on it."""
         return self.transport.channels.take((*self._channel, "pair", source, target, tag))

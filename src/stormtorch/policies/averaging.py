@@ -13,7 +13,8 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
-from stormtorch.policies.buffers import average_buffers
+from stormtorch.policies.buffers import Buffers
+from stormtorch.policies.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.ledger import Row
@@ -22,6 +23,7 @@ from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.policies.profiling import shown
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT
+from stormtorch.waiting import doing
 
 
 class _Averaging(Training):
@@ -95,7 +97,15 @@ class ModelAveragingTraining(_Averaging):
         # that says it can unscale is called all the same.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        self._exact = self.subgroup("exact")
+        self._buffers = Buffers(model)
+        self._calls = Calls(
+            self.subgroup("exact"),
+            EXACT,
+            policy.collective_wait_s,
+            steps=lambda: self.steps,
+            ready=lambda: self._gate.is_open,
+            serve=self._take_part,
+        )
 
     def complete_gradients(self) -> None:
         """They are not exchanged."""
@@ -120,6 +130,7 @@ class ModelAveragingTraining(_Averaging):
     def after_step(self) -> None:
         """A local step was made; every so often, models are averaged."""
         self.steps += 1
+        self._buffers.remember()
         if self.steps % self.policy.every:
             return
         for bucket in reversed(self.buckets):
@@ -144,12 +155,20 @@ class ModelAveragingTraining(_Averaging):
         self._gate.open()
 
     @torch.no_grad()
-    def synchronise(self) -> None:
-        """Every rank gets the mean of all models."""
-        self._gate.open()
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """Every rank that calls it gets the mean of all models."""
+        with doing(NAMES[call]):
+            self._gate.open()
+        with self._calls.call(call):
+            for bucket in self.buckets:
+                collectives.all_reduce(self._calls.group, bucket.flat, Op.AVG).wait()
+            self._buffers.average(self._calls.group, EXACT)
+
+    def _take_part(self, _call: int) -> None:
+        """Takes part in a call that others make, and goes on with its own model."""
         for bucket in self.buckets:
-            collectives.all_reduce(self._exact, bucket.flat, Op.AVG).wait()
-        average_buffers(self.model, self._exact, EXACT)
+            collectives.all_reduce(self._calls.group, bucket.flat.clone(), Op.AVG).wait()
+        self._buffers.give(self._calls.group, EXACT)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -211,5 +230,5 @@ class GradientAveragingTraining(_Averaging):
     def wait(self) -> None:
         """Parameters are never on their way."""
 
-    def synchronise(self) -> None:
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
         """There is no common value: every rank keeps its own."""

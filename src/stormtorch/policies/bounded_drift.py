@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from torch import nn
 from stormtorch import collectives, theory
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group
+from stormtorch.errors import PeerLeft
 from stormtorch.policies import rules
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
-from stormtorch.policies.buffers import average_buffers
+from stormtorch.policies.buffers import Buffers
+from stormtorch.policies.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gauge import Gauge
 from stormtorch.policies.gradients import Gradients
@@ -27,13 +30,16 @@ from stormtorch.policies.ledger import Row
 from stormtorch.policies.losses import Losses
 from stormtorch.policies.members import Epoch, Members
 from stormtorch.policies.norms import Norms
-from stormtorch.policies.optimizer import Shards, owns_whole
+from stormtorch.policies.optimizer import Prepared, Shards, owns_whole
 from stormtorch.policies.policy import BoundedDrift
 from stormtorch.policies.reduction import Reduction
 from stormtorch.policies.report import Report, Reports
 from stormtorch.policies.settings import Settings
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT, REPAIRED, Reliability
+from stormtorch.waiting import doing
+
+_log = logging.getLogger("stormtorch")
 
 
 class BoundedDriftTraining(Training):
@@ -72,6 +78,7 @@ class BoundedDriftTraining(Training):
         self._lead = 0.0
         self._serve: list[torch.Tensor | None] = [None] * group.size
         self._fetch: list[torch.Tensor | None] = [None] * group.size
+        self._buffers = Buffers(model)
         self._row = Row(0)
         self._norms = Norms(
             self._channel("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()
@@ -79,8 +86,16 @@ class BoundedDriftTraining(Training):
         self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
         self._gradients.end = self.backward_ended
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
-        self._repair = self._channel("exact")
         self.ledger.attend(group.rank, self.wait)
+        self._entering = False
+        self._calls = Calls(
+            self._channel("exact"),
+            self._certain,
+            policy.collective_wait_s,
+            steps=lambda: self.steps,
+            ready=lambda: self._shards.settled and not self._entering,
+            serve=self._take_part,
+        )
         self._last_broadcast_exact = True
         self._told = True  # of the last broadcast: a step with several backwards must not count it several times
         if self._members.restarted:
@@ -260,6 +275,7 @@ class BoundedDriftTraining(Training):
         self._gauge.after_step()
         row.step, row.lead, row.guarded = self.steps, self._lead, self._guarded
         self.steps += 1
+        self._buffers.remember()
         self._gate.close()
         epoch = self._members.look(self.steps)
         if epoch is not None:
@@ -291,6 +307,7 @@ class BoundedDriftTraining(Training):
         """Begins an epoch together with those that return: all ranks are here."""
         returning = ", ".join(f"rank {peer}{' as a new process' if new else ''}" for peer, new in epoch.joins.items())
         row.events.append(f"epoch {epoch.number} begins at step {epoch.step}: {returning} returns")
+        self._entering = True
         self._gate.open()
         self._members.begin(epoch)
         self.steps = epoch.step
@@ -298,7 +315,7 @@ class BoundedDriftTraining(Training):
         self._reduction.groups = self._channels("gradients")
         self._broadcast.groups = self._channels("broadcast")
         self._reports.group, self._norms.group = self._channel("reports"), self._channel("norms")
-        self._repair = self._channel("exact")
+        self._calls.group = self._channel("exact")
         self._last_broadcast_exact = True
         self._reduction.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
@@ -306,7 +323,8 @@ class BoundedDriftTraining(Training):
             hand_over(self, self.buckets, epoch, new, self._certain)
             root, joining = epoch.members.index(epoch.root), self.group.rank in new
             self._settings.take(self._channel("settings", epoch.members), root, new=joining)
-        self.synchronise()
+        self._share()
+        self._entering = False
 
     # --- for the user -----------------------------------------------------------------------------------------------
 
@@ -324,19 +342,54 @@ class BoundedDriftTraining(Training):
         self._gate.open()
 
     @torch.no_grad()
-    def synchronise(self) -> None:
-        """Every rank gets the owners' parameters, and the mean of all ranks' floating-point buffers."""
-        self._gate.open()
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """Every rank that calls it gets the owners' parameters, and the mean of all ranks' floating-point buffers."""
+        with doing(NAMES[call]):
+            self._gate.open()
+        try:
+            with self._calls.call(call) as present:
+                self._share()
+        except PeerLeft:
+            present = []
+        missing = set(range(self.group.size)) - set(present) - {self.group.rank}
+        if missing:
+            self._tell_age(sorted(missing))
+
+    def _tell_age(self, missing: list[int]) -> None:
+        ages = [int(age.max()) for each in self._broadcast.ages for peer in missing if (age := each[peer]).numel()]
+        _log.warning(
+            "rank %d: rank %s takes no part any more: its shard of the parameters is as this rank last heard of it, at "
+            "most %d steps before the last",
+            *(self.group.rank, ", ".join(map(str, missing)), max(ages, default=0)),
+        )
+
+    def _share(self) -> None:
+        group = self._calls.group
         for bucket in self.buckets:
             rooms = bucket.shards(bucket.host_flat)
             own = rooms[self.group.rank]
             if bucket.on_gpu:
                 own.copy_(bucket.own)
-            for arrival in collectives.all_gather(self._repair, rooms, own, reliability=self._certain).wait():
-                self._broadcast.refresh(bucket, self._repair, arrival)
+            for arrival in collectives.all_gather(group, rooms, own, reliability=self._certain).wait():
+                self._broadcast.refresh(bucket, group, arrival)
             if bucket.on_gpu:
                 bucket.flat.copy_(bucket.host_flat)
-        average_buffers(self.model, self._repair, self._certain, self._members.lowest)
+        self._buffers.average(group, self._certain, self._members.lowest)
+
+    def _take_part(self, call: int) -> None:
+        """Takes part in a call that others make. This rank may be in the middle of a step: nothing changes here."""
+        group = self._calls.group
+        if call == OPTIMIZER_STATE:
+            self._shards.gather(super(Prepared, self.optimizer).state_dict(), group)  # type: ignore[misc]
+            return
+        for bucket in self.buckets:
+            if bucket.on_gpu:
+                torch.cuda.synchronize(bucket.device)  # the step may be on another stream than this thread's
+            own = bucket.own.to("cpu", copy=True)
+            rooms = [own.new_empty(count) for _, count in bucket.layout.spans]
+            rooms[self.group.rank] = own
+            collectives.all_gather(group, rooms, own, reliability=self._certain).wait()
+        self._buffers.give(group, self._certain, self._members.lowest)
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -347,7 +400,8 @@ class BoundedDriftTraining(Training):
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of the whole optimizer, gathered from all owners."""
-        return self._shards.gather(local, self._repair)
+        with self._calls.call(OPTIMIZER_STATE):
+            return self._shards.gather(local, self._calls.group)
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state dict of the whole optimizer."""

@@ -1,36 +1,83 @@
 """What a model has beside parameters, such as the statistics of batch normalisation: averaged when it is asked for."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
 from stormtorch.reliability import Reliability
 
 
-@torch.no_grad()
-def average_buffers(model: nn.Module, group: Group, reliability: Reliability, root: int = 0) -> None:
-    """Floating-point buffers become the mean over all ranks. What is the same everywhere keeps every bit.
+class Buffers:
+    """A model's floating-point buffers.
 
     Args:
-        model: Whose buffers.
-        group: Who takes part.
-        reliability: How much may be missing.
-        root: A rank that is there.
+        model: Whose.
     """
-    buffers = [each for each in model.buffers() if each.is_floating_point() and each.numel()]
-    if not buffers:
-        return
-    own = torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions: dict[int, int] = {id(each): each._version for each in self._all()}
+        # Normalisation changes its statistics without a new version.
+        self._unnoticed = {
+            id(each) for module in model.modules() if isinstance(module, _NormBase) for each in module.buffers()
+        }
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def _all(self) -> list[torch.Tensor]:
+        return [each for each in self._model.buffers() if each.is_floating_point() and each.numel()]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Keeps what they are at the end of a step, for calls of ranks that have not begun the next one.
+
+        Those that nothing has ever changed, such as tables, are not copied.
+        """
+        for each in self._all():
+            version = each._version
+            if id(each) in self._unnoticed or self._versions.get(id(each)) != version:
+                self._versions[id(each)] = version
+                self._kept[id(each)] = each.detach().clone()
+
+    @torch.no_grad()
+    def average(self, group: Group, reliability: Reliability, root: int = 0) -> None:
+        """They become the mean over all ranks. What is the same everywhere keeps every bit.
+
+        Args:
+            group: Who takes part.
+            reliability: How much may be missing.
+            root: A rank that is there.
+        """
+        buffers = self._all()
+        if not buffers:
+            return
+        own = _flat(buffers)
+        mean = _mean(own, group, reliability, root)
+        begin = 0
+        for buffer in buffers:
+            here = slice(begin, begin + buffer.numel())
+            begin = here.stop
+            if bool((own[here] != mean[here]).any()):
+                buffer.copy_(mean[here].view(buffer.shape))
+
+    def give(self, group: Group, reliability: Reliability, root: int = 0) -> None:
+        """Takes part in the others' mean with what was last remembered. Nothing changes here."""
+        buffers = self._all()
+        if buffers:
+            _mean(_flat([self._kept.get(id(each), each) for each in buffers]), group, reliability, root)
+
+
+def _flat(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
+
+
+def _mean(own: torch.Tensor, group: Group, reliability: Reliability, root: int) -> torch.Tensor:
     # The root's and the mean difference to it: a mean of equal numbers is rounded, and tables would change each time.
     first = own.clone()
     collectives.broadcast(group, first, root, reliability=reliability).wait()
     difference = torch.where(own == first, 0.0, own - first)
     collectives.all_reduce(group, difference, Op.AVG, reliability=reliability).wait()
-    changed = (own != first) | (difference != 0.0)
-    begin = 0
-    for buffer in buffers:
-        here = slice(begin, begin + buffer.numel())
-        begin = here.stop
-        if bool(changed[here].any()):
-            buffer.copy_((first[here] + difference[here]).view(buffer.shape))
+    return first + difference

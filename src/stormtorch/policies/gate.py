@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from stormtorch.policies.bucket import Bucket
+from stormtorch.waiting import doing
 
 _log = logging.getLogger("stormtorch")
 
@@ -39,6 +40,7 @@ class Gate:
         self._receive = receive
         self._passed = passed
         self._closed: set[int] = set()
+        self._receiving = False
         home = {id(parameter): bucket.index for bucket in buckets for parameter in bucket.parameters}
         if self.overlap:
             for module in model.modules():
@@ -46,6 +48,11 @@ class Gate:
                     # With all below it: nn.MultiheadAttention reads its children's parameters without calling them.
                     needed = sorted({home[id(each)] for each in module.parameters() if id(each) in home}, reverse=True)
                     module.register_forward_pre_hook(self._hook(needed))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._closed and not self._receiving
 
     def close(self) -> None:
         """All parameters are on their way."""
@@ -59,10 +66,15 @@ class Gate:
         if not self._closed:
             return
         began = time.perf_counter()
-        for index in sorted(self._closed, reverse=True) if indices is None else indices:
-            if index in self._closed:
-                self._closed.remove(index)
-                self._receive(self._buckets[index])
+        self._receiving = True
+        try:
+            with doing("forward of a prepared model"):
+                for index in sorted(self._closed, reverse=True) if indices is None else indices:
+                    if index in self._closed:
+                        self._closed.remove(index)
+                        self._receive(self._buckets[index])
+        finally:
+            self._receiving = False
         self.waited_s += time.perf_counter() - began
         if not self._closed:
             self._passed()

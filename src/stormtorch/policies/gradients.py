@@ -8,6 +8,7 @@ import torch
 
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.norms import Norms
+from stormtorch.waiting import doing
 
 
 class Gradients:
@@ -134,7 +135,8 @@ class Gradients:
             if not self._started[bucket.index]:
                 self._launch(bucket)
         self._running = False
-        self._finish()
+        with doing("backward()"):
+            self._finish()
         for index, carried in self._carried.items():
             self._buckets[index].own_grads.add_(carried)
         self._carried.clear()

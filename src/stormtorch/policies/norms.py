@@ -21,6 +21,7 @@ from stormtorch.collectives import Group
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.layout import Piece
 from stormtorch.reliability import Reliability
+from stormtorch.waiting import doing
 
 # In place as well, yet not about the numbers.
 _HARMLESS = ("requires_grad_", "detach_")
@@ -162,7 +163,8 @@ class Norms:
                 own_P[piece.parameter] = norm**order if finite else norm
         all_NP = [torch.zeros(self._parameters, device="cpu") for _ in range(group.size)]
         all_NP[group.rank].copy_(own_P)
-        collectives.all_gather(group, all_NP, all_NP[group.rank], reliability=self._reliability).wait()
+        with doing("clip_grad_norm_()"):
+            collectives.all_gather(group, all_NP, all_NP[group.rank], reliability=self._reliability).wait()
         together = torch.stack(all_NP).to(device)
         return together.sum(0) ** (1.0 / order) if finite else together.amax(0)
 

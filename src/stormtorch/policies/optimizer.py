@@ -80,6 +80,7 @@ class Shards:
         # same steps: it is told by this one, which no step ever sees.
         self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
         self._stepping = False
+        self._versions: list[int] = []
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         state = dict(optimizer.state)
         optimizer.state.clear()
@@ -120,6 +121,15 @@ class Shards:
         """The optimizer is about to look for gradients."""
         self._spare.grad = None
         self._stepping = True
+        self._versions = self._now()
+
+    @property
+    def settled(self) -> bool:
+        """Whether pieces have the values of the last whole step: a closure runs before the optimizer changes them."""
+        return not self._stepping or self._now() == self._versions
+
+    def _now(self) -> list[int]:
+        return [stand_in._version for _, _, stand_in in self.pieces]
 
     def end_step(self) -> None:
         """It has."""
@@ -245,7 +255,7 @@ class Prepared:
         self.training.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the whole optimizer, in torch's format, on every rank. All ranks must call it."""
+        """Of the whole optimizer, in torch's format, on every rank that calls it: one, or all."""
         return self.training.optimizer_state(super().state_dict())  # type: ignore[misc]  # of the user's class
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -54,6 +54,9 @@ class BoundedDrift:
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
     """A rank missing for longer ends the job with an error that names it."""
+    collective_wait_s: float = 600.0
+    """A call that all ranks must make, such as `model.state_dict()`, raises an error when it has waited for so long for
+    a rank that neither makes it nor waits for the others elsewhere."""
     drift_samples: int = 256
     """Numbers of the parameters that all ranks compare at every step, to measure the drift."""
 
@@ -73,6 +76,7 @@ class BoundedDrift:
         _check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
         _check(self.warn_every >= 1, "warn_every", "be at least 1", self.warn_every)
         _check(self.give_up_s > 0.0, "give_up_s", "be above 0", self.give_up_s)
+        _check_wait(self.collective_wait_s)
         _check(self.drift_samples >= 0, "drift_samples", "not be negative", self.drift_samples)
 
 
@@ -90,9 +94,12 @@ class ModelAveraging:
     """Parameters travel in buckets of this size."""
     seed: int = 0
     """Of which rank averages which block, drawn anew every round; the same on all ranks."""
+    collective_wait_s: float = 600.0
+    """As of `BoundedDrift`."""
 
     def __post_init__(self) -> None:
         _check(self.every >= 1, "every", "be at least 1", self.every)
+        _check_wait(self.collective_wait_s)
         _check_bucket(self.bucket_mb)
 
 
@@ -122,6 +129,10 @@ def _check(right: bool, knob: str, demand: str, got: object) -> None:
 
 def _check_wire(wire: torch.dtype) -> None:
     _check(wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", wire)
+
+
+def _check_wait(collective_wait_s: float) -> None:
+    _check(collective_wait_s > 0.0, "collective_wait_s", "be above 0", collective_wait_s)
 
 
 def _check_bucket(bucket_mb: float) -> None:

@@ -16,6 +16,7 @@ from stormtorch.policies.bounded_drift import BoundedDriftTraining
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
 from stormtorch.policies.training import Training, together, trainings_of
 from stormtorch.policies.unwrapped import unwrap
+from stormtorch.waiting import doing
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -31,8 +32,8 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that tells what happened at every step.
 
-    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own: all ranks call them, also where
-    only one of them saves the result.
+    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one between
+    its step and its next backward: the others take part while they wait for it.
 
     A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
     the other, on all ranks in the same order.
@@ -59,22 +60,25 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
     name = f"{ranks.name}/training/{number}"
-    training: Training
-    if isinstance(policy, BoundedDrift):
-        training = BoundedDriftTraining(model, optimizer, ranks, name, policy)
-    elif isinstance(policy, ModelAveraging):
-        training = ModelAveragingTraining(model, optimizer, ranks, name, policy)
-    elif isinstance(policy, GradientAveraging):
-        training = GradientAveragingTraining(model, optimizer, ranks, name, policy)
-    else:
-        raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
-    training.take_over()
+    with doing("prepare()"):
+        _training(model, optimizer, ranks, name, policy).take_over()
     unwrap(model)
     return model, optimizer
 
 
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Training:
+    if isinstance(policy, BoundedDrift):
+        return BoundedDriftTraining(model, optimizer, group, name, policy)
+    if isinstance(policy, ModelAveraging):
+        return ModelAveragingTraining(model, optimizer, group, name, policy)
+    if isinstance(policy, GradientAveraging):
+        return GradientAveragingTraining(model, optimizer, group, name, policy)
+    raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
+
+
 def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it, a prepared model has the values that count: use it to evaluate. All ranks must enter it.
+    """Within it, a prepared model has the values that count: use it to evaluate. All ranks enter it, or one between its
+    step and its next backward: the others take part while they wait for it.
 
     Under `BoundedDrift` these are the owners' parameters; copies that were stale are so no longer when it ends. Under
     `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under

@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.calls import EXACT_MODEL, MODEL_STATE
 from stormtorch.policies.layout import Layout, Slot, plan
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.optimizer import adopt, trained
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.wrappers import refusal, refuse_active_wrapper, refuse_wrappers, wrapper_of
 from stormtorch.transport import WIRE_DTYPES
+from stormtorch.waiting import doing
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
 _trainings: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Training]]] = weakref.WeakKeyDictionary()
@@ -73,11 +75,14 @@ class Training(ABC):
             if optimizer is optimizer_of():
                 self._check_frozen()
                 # Of kwargs there may be more than the closure, and the closure may be None in either place.
-                self.before_step(closure=any(callable(each) for each in (*args[1:], kwargs.get("closure"))))
+                closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
+                with doing("optimizer.step()"):
+                    self.before_step(closure=closure)
 
         def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
-                self.after_step()
+                with doing("optimizer.step()"):
+                    self.after_step()
 
         def forward(module: nn.Module, _args: object) -> None:
             if not torch.compiler.is_compiling():
@@ -85,7 +90,7 @@ class Training(ABC):
 
         def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
             if module is self.model:
-                self.synchronise()
+                self.synchronise(MODEL_STATE)
 
         def loading(module: nn.Module, *_: Any) -> None:
             if module is self.model:
@@ -145,8 +150,8 @@ class Training(ABC):
         """Within it, backward exchanges nothing."""
 
     @abstractmethod
-    def synchronise(self) -> None:
-        """Every rank's parameters become what the policy holds for true. All ranks must call it."""
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """The parameters become what the policy holds for true. `call` is what all ranks must make for it."""
 
     @abstractmethod
     def wait(self) -> None:
