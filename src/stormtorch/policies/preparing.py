@@ -32,8 +32,8 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that tells what happened at every step.
 
-    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one between
-    its step and its next backward: the others take part while they wait for it.
+    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one
+    between its step and its next backward: the others take part while they wait for it.
 
     A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
     the other, on all ranks in the same order.
