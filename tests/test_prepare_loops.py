@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import stormtorch
-from stormtorch import BoundedDrift
+from stormtorch import EXACT, BoundedDrift, ModelAveraging
+from stormtorch.policies.policy import Policy
 from training import (
     WORLD,
     Optimizer,
@@ -313,3 +314,39 @@ def test_a_bfloat16_model_is_trained_by_float32_masters() -> None:
     for ours in found:
         assert_same(ours, values(narrow))
     assert not torch.equal(found[0][0], values(model)[0])
+
+
+# --- parameters read outside modules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
+def test_parameters_may_be_read_as_soon_as_step_has_returned(policy: Policy) -> None:
+    def work(rank: Rank) -> None:
+        for step in range(3):
+            rank.train(range(step, step + 1))
+            at_once = values(rank.model)
+            rank.optimizer.training.wait()
+            assert_same(at_once, values(rank.model))
+
+    on_ranks(perceptron(), adamw, work, policy=policy)
+
+
+def test_a_moving_average_of_the_model_is_that_of_one_process() -> None:
+    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        averaged = torch.optim.swa_utils.AveragedModel(copy.deepcopy(rank.model), multi_avg_fn=ema)
+        for step in range(STEPS):
+            rank.train(range(step, step + 1))
+            averaged.update_parameters(rank.model)
+        return values(averaged)
+
+    model = perceptron()
+    averaged = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model), multi_avg_fn=ema)
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        parts = [vectors(rank, step) for rank in range(WORLD)]
+        plain_step(model, optimizer, mean_gradients(model, parts, regression))
+        averaged.update_parameters(model)
+    for ours in on_ranks(perceptron(), adamw, work, policy=BoundedDrift(gradients=EXACT, broadcast=EXACT)):
+        assert_same(ours, values(averaged))

@@ -122,7 +122,7 @@ def compiled_too_early(member: Member) -> None:
     model = perceptron()
     early = torch.compile(model, backend="aot_eager")
     early(vectors(0, 0))
-    rank = prepared(member, model)
+    rank = prepared(member, model, policy=EXACTLY)
     rank.model = early  # compiled code does not look for hooks that came later
     rank.train(STEPS)
     assert not trainings_of(model)[0]._gate.overlap

@@ -133,7 +133,7 @@ SOME = Reliability(budget=0.1)
 POLICIES: dict[str, Policy] = {
     "plain": BoundedDrift(lead=0.0, guard=None, overlap=False),
     "lead": BoundedDrift(guard=None, overlap=False),
-    "overlapping": BoundedDrift(guard=None),
+    "overlapping": BoundedDrift(guard=None, overlap=True),
     "bounded": BoundedDrift(max_lag=2, guard=None, overlap=False),
     "horvitz-thompson": BoundedDrift(weights="horvitz-thompson", guard=None, overlap=False),
     "bfloat16": BoundedDrift(wire=torch.bfloat16, guard=None, overlap=False),

@@ -91,7 +91,7 @@ class ModelAveragingTraining(_Averaging):
         self.policy = policy
         for bucket in self.buckets:
             bucket.release_gradients()
-        self._gate = Gate(model, self.buckets, self.end_mean, self._passed, overlap=True)
+        self._gate = Gate(model, self.buckets, self.end_mean, self._passed, overlap=policy.overlap)
         self._order = torch.Generator(device="cpu").manual_seed(policy.seed)
         # GradScaler skips a step by not calling it, and the other ranks would wait for this one's model. An optimizer
         # that says it can unscale is called all the same.

@@ -40,9 +40,10 @@ class BoundedDrift:
     bucket_mb: float = 8.0
     """Gradients travel in buckets of this size, each as soon as it is complete. Smaller ones start earlier and cost
     more exchanges."""
-    overlap: bool = True
-    """Whether `step` returns while parameters arrive. Each module then waits for its own before it runs; code that
-    reads parameters elsewhere should do so under `exact(model)`. False waits in `step`."""
+    overlap: bool = False
+    """Whether `step` returns while parameters arrive, so that they travel during the next forward: each module then
+    waits for its own before it runs. Code that reads parameters elsewhere, as a moving average does, would read some
+    that are still on their way, and must do so under `exact(model)`."""
     guard: float | None = 0.5
     """While the measured loss of the broadcast is above this anywhere, or a copy is older than `max_lag`, the broadcast
     is exact. None never does that."""
@@ -94,6 +95,8 @@ class ModelAveraging:
     """Parameters travel in buckets of this size."""
     seed: int = 0
     """Of which rank averages which block, drawn anew every round; the same on all ranks."""
+    overlap: bool = False
+    """As of `BoundedDrift`."""
     collective_wait_s: float = 600.0
     """As of `BoundedDrift`."""
 
