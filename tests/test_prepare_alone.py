@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from conftest import local_world
-from stormtorch import BoundedDrift, ModelAveraging, Options, exact, prepare, waiting
-from stormtorch.collectives import Group, barrier
+from stormtorch import BoundedDrift, ModelAveraging, Options, exact, faults, prepare, waiting
+from stormtorch.collectives import Group, barrier, receive, send
 from stormtorch.errors import ExchangeTimeout, StormError
 from stormtorch.policies.policy import Policy
 from stormtorch.transport import Transport
@@ -63,6 +63,29 @@ def test_ranks_that_make_the_call_and_ranks_that_wait_elsewhere_meet() -> None:
     found = on_ranks(perceptron(), adamw, lambda rank: saved(rank, range(1, 3)), policy=BoundedDrift(), loss=0.1)
     assert_same(found[1], found[2])
     assert not found[0] and not found[3]
+
+
+def test_a_slow_rank_takes_part_in_calls_that_it_makes_itself_afterwards() -> None:
+    def work(transport: Transport) -> list[torch.Tensor]:
+        model, group = normalised(), Group(transport)
+        rank = Rank(transport.rank, 2, model, adamw(model))
+        prepare(model, rank.optimizer, policy=BoundedDrift(), group=group)
+        found = []
+        with faults(loss=0.2, seed=transport.rank):
+            for step in range(STEPS):
+                rank.train(range(step, step + 1))
+                if rank.rank == 1:
+                    with doing("what only this rank waits in"):
+                        receive(group, torch.zeros(1), 0).wait()  # and takes part from there
+                found += tensors(model.state_dict()) + tensors(rank.optimizer.state_dict())
+                with exact(model):
+                    found += values(model)
+                if rank.rank == 0:
+                    send(group, torch.zeros(1), 1).wait()
+        return found
+
+    first, second = local_world(2, work, options=Options(datagram_bytes=256, timeout_s=20.0))
+    assert_same(first, second)
 
 
 def test_training_goes_on_exactly_after_one_rank_has_saved() -> None:
@@ -167,15 +190,18 @@ def test_who_waits_in_vain_is_told_so_and_then_gets_an_error(
 def test_the_last_rank_saves_what_it_has_and_is_told_how_old_that_is(
     policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
+    models = [perceptron(), perceptron()]
+    expected = plain(perceptron(), adamw, STEPS, world=2)
+
     def work(transport: Transport) -> None:
-        model = perceptron()
+        model = models[transport.rank]
         rank = Rank(transport.rank, 2, model, adamw(model))
         prepare(model, rank.optimizer, policy=policy, group=Group(transport))
         rank.train(STEPS)
         rank.optimizer.training.wait()
         if transport.rank == 0:
             time.sleep(0.3)  # the other one says goodbye meanwhile
-            assert_same(tensors(model.state_dict()), plain(perceptron(), adamw, STEPS, world=2))
+            assert_same(tensors(model.state_dict()), expected)
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(2, work)

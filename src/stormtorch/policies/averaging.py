@@ -113,6 +113,7 @@ class ModelAveragingTraining(_Averaging):
     def before_step(self, *, closure: bool) -> None:
         """The optimizer is about to change what may still be on its way."""
         self._gate.open()
+        self._calls.forget()
         found_inf = getattr(self.optimizer, "found_inf", None)
         if self._unscales and found_inf is not None:
             self._unscale(skip=bool(found_inf), scale=getattr(self.optimizer, "grad_scale", None))
@@ -159,16 +160,26 @@ class ModelAveragingTraining(_Averaging):
         """Every rank that calls it gets the mean of all models."""
         with doing(NAMES[call]):
             self._gate.open()
-        with self._calls.call(call):
-            for bucket in self.buckets:
-                collectives.all_reduce(self._calls.group, bucket.flat, Op.AVG).wait()
-            self._buffers.average(self._calls.group, EXACT)
+        with self._calls.call(call) as (_, kept):
+            if kept is None:
+                for bucket in self.buckets:
+                    collectives.all_reduce(self._calls.group, bucket.flat, Op.AVG).wait()
+                self._buffers.average(self._calls.group, EXACT)
+            else:
+                self._follow(*kept)  # type: ignore[misc]  # of `_take_part`
 
-    def _take_part(self, _call: int) -> None:
-        """Takes part in a call that others make, and goes on with its own model."""
-        for bucket in self.buckets:
-            collectives.all_reduce(self._calls.group, bucket.flat.clone(), Op.AVG).wait()
-        self._buffers.give(self._calls.group, EXACT)
+    def _follow(self, means: list[torch.Tensor], mean: torch.Tensor | None) -> None:
+        """Takes what came of a call that this rank has taken part in."""
+        for bucket, values in zip(self.buckets, means, strict=True):
+            bucket.flat.copy_(values)
+        self._buffers.become(mean)
+
+    def _take_part(self, _call: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Takes part in a call that others make; this rank keeps its own model."""
+        means = [bucket.flat.clone() for bucket in self.buckets]
+        for values in means:
+            collectives.all_reduce(self._calls.group, values, Op.AVG).wait()
+        return means, self._buffers.give(self._calls.group, EXACT)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from stormtorch.policies.report import Report, Reports
 from stormtorch.policies.settings import Settings
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT, REPAIRED, Reliability
+from stormtorch.transport import Arrival
 from stormtorch.waiting import doing
 
 _log = logging.getLogger("stormtorch")
@@ -238,6 +239,7 @@ class BoundedDriftTraining(Training):
         if not closure:
             self._gradients.complete()
         self._gate.open()
+        self._calls.forget()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.follow()
@@ -316,6 +318,7 @@ class BoundedDriftTraining(Training):
         self._broadcast.groups = self._channels("broadcast")
         self._reports.group, self._norms.group = self._channel("reports"), self._channel("norms")
         self._calls.group = self._channel("exact")
+        self._calls.forget()
         self._last_broadcast_exact = True
         self._reduction.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
@@ -347,8 +350,11 @@ class BoundedDriftTraining(Training):
         with doing(NAMES[call]):
             self._gate.open()
         try:
-            with self._calls.call(call) as present:
-                self._share()
+            with self._calls.call(call) as (present, kept):
+                if kept is None:
+                    self._share()
+                else:
+                    self._follow(kept)  # type: ignore[arg-type]  # of `_take_part`
         except PeerLeft:
             present = []
         missing = set(range(self.group.size)) - set(present) - {self.group.rank}
@@ -376,20 +382,38 @@ class BoundedDriftTraining(Training):
                 bucket.flat.copy_(bucket.host_flat)
         self._buffers.average(group, self._certain, self._members.lowest)
 
-    def _take_part(self, call: int) -> None:
+    def _take_part(self, call: int) -> object:
         """Takes part in a call that others make. This rank may be in the middle of a step: nothing changes here."""
         group = self._calls.group
         if call == OPTIMIZER_STATE:
-            self._shards.gather(super(Prepared, self.optimizer).state_dict(), group)  # type: ignore[misc]
-            return
+            return self._shards.gather(super(Prepared, self.optimizer).state_dict(), group)  # type: ignore[misc]
+        shared: list[tuple[list[torch.Tensor], Arrival]] = []
         for bucket in self.buckets:
             if bucket.on_gpu:
                 torch.cuda.synchronize(bucket.device)  # the step may be on another stream than this thread's
             own = bucket.own.to("cpu", copy=True)
             rooms = [own.new_empty(count) for _, count in bucket.layout.spans]
             rooms[self.group.rank] = own
-            collectives.all_gather(group, rooms, own, reliability=self._certain).wait()
-        self._buffers.give(group, self._certain, self._members.lowest)
+            shared += [
+                (rooms, arrival)
+                for arrival in collectives.all_gather(group, rooms, own, reliability=self._certain).wait()
+            ]
+        return shared, self._buffers.give(group, self._certain, self._members.lowest)
+
+    def _follow(self, kept: tuple[list[tuple[list[torch.Tensor], Arrival]], torch.Tensor | None]) -> None:
+        """Takes what came of a call that this rank has taken part in."""
+        shared, mean = kept
+        group = self._calls.group
+        for bucket, (rooms, arrival) in zip(self.buckets, shared, strict=True):
+            for rank, (chunks, arrived) in arrival.links().items():
+                if arrived == chunks:
+                    owner = group.ranks.index(rank)
+                    bucket.shard(bucket.host_flat, owner).copy_(rooms[owner])
+            self._broadcast.refresh(bucket, group, arrival)
+            if bucket.on_gpu:
+                bucket.shard(bucket.host_flat, self.group.rank).copy_(bucket.own)
+                bucket.flat.copy_(bucket.host_flat)
+        self._buffers.become(mean)
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -400,8 +424,8 @@ class BoundedDriftTraining(Training):
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of the whole optimizer, gathered from all owners."""
-        with self._calls.call(OPTIMIZER_STATE):
-            return self._shards.gather(local, self._calls.group)
+        with self._calls.call(OPTIMIZER_STATE) as (_, kept):
+            return self._shards.gather(local, self._calls.group) if kept is None else kept  # type: ignore[return-value]
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state dict of the whole optimizer."""

@@ -38,7 +38,7 @@ class Buffers:
         """
         for each in self._all():
             version = each._version
-            if id(each) in self._unnoticed or self._versions.get(id(each)) != version:
+            if id(each) in self._unnoticed or self._versions.get(id(each)) != version or id(each) in self._kept:
                 self._versions[id(each)] = version
                 self._kept[id(each)] = each.detach().clone()
 
@@ -54,20 +54,33 @@ class Buffers:
         buffers = self._all()
         if not buffers:
             return
-        own = _flat(buffers)
-        mean = _mean(own, group, reliability, root)
-        begin = 0
+        self.become(_mean(_flat(buffers), group, reliability, root))
+
+    @torch.no_grad()
+    def become(self, mean: torch.Tensor | None) -> None:
+        """They become a mean that `give` has returned."""
+        buffers = self._all()
+        if mean is None or not buffers:
+            return
+        own, begin = _flat(buffers), 0
         for buffer in buffers:
             here = slice(begin, begin + buffer.numel())
             begin = here.stop
             if bool((own[here] != mean[here]).any()):
                 buffer.copy_(mean[here].view(buffer.shape))
 
-    def give(self, group: Group, reliability: Reliability, root: int = 0) -> None:
-        """Takes part in the others' mean with what was last remembered. Nothing changes here."""
+    def give(self, group: Group, reliability: Reliability, root: int = 0) -> torch.Tensor | None:
+        """Takes part in the others' mean with what was last remembered. The buffers stay as they are.
+
+        What is remembered becomes the mean: a second call at the same step must not weigh this rank's once more.
+        """
         buffers = self._all()
-        if buffers:
-            _mean(_flat([self._kept.get(id(each), each) for each in buffers]), group, reliability, root)
+        if not buffers:
+            return None
+        mean = _mean(_flat([self._kept.get(id(each), each) for each in buffers]), group, reliability, root)
+        parts = torch.split(mean, [each.numel() for each in buffers])
+        self._kept.update((id(each), part.view(each.shape)) for each, part in zip(buffers, parts, strict=True))
+        return mean
 
 
 def _flat(buffers: Sequence[torch.Tensor]) -> torch.Tensor:

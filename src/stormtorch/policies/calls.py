@@ -4,6 +4,9 @@ A rank that makes one tells the others which, and at which step it is. The other
 for something else, in backward() or in a barrier, say: then they see what was begun and take part in it from there, as
 if they had made the call, without any change to what they have. So `if rank == 0: torch.save(model.state_dict(), ...)`
 is exact, and no other rank has to know of it.
+
+A slow rank may take part in a call that it is about to make itself. So what it got is kept until the next step, and its
+own call is answered from there: the others have theirs, and do not come again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,6 +48,17 @@ class _Told(NamedTuple):
         return None if numbers[0] < 0.0 else cls(int(numbers[0]), int(numbers[1]) * _STEPS + int(numbers[2]))
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What came of calls that this rank has only taken part in, of one kind and at one step."""
+
+    steps: int
+    times: int
+    """Calls that this rank has not made itself since."""
+    present: list[int]
+    result: object
+
+
 class Calls:
     """The calls of one training.
 
@@ -53,7 +68,7 @@ class Calls:
         wait_s: Error after waiting for so long.
         steps: Tells how many this rank has made.
         ready: Whether this rank could take part now.
-        serve: Takes part in a call, by number, and changes nothing here.
+        serve: Takes part in a call, by number, changes nothing here, and returns what came of it.
     """
 
     def __init__(
@@ -64,7 +79,7 @@ class Calls:
         *,
         steps: Callable[[], int],
         ready: Callable[[], bool],
-        serve: Callable[[int], None],
+        serve: Callable[[int], object],
     ) -> None:
         self.group = group
         self._reliability = reliability
@@ -73,20 +88,32 @@ class Calls:
         self._ready = ready
         self._serve = serve
         self._busy = False
+        self._kept: dict[bool, _Kept] = {}
         # Other threads that wait in a collective cannot know whether a step is being made.
         self._thread = threading.get_ident()
         group.transport.attendance.offer(self)
 
     @contextlib.contextmanager
-    def call(self, call: int) -> Iterator[list[int]]:
-        """Within it, all ranks take part in a call. Gives the ranks that are there.
+    def call(self, call: int) -> Iterator[tuple[list[int], object]]:
+        """Within it, all ranks take part in a call.
+
+        Gives the ranks that are there, and what came of the call if this rank has taken part in it before.
 
         Raises:
             StormError: A rank has made another number of steps, or makes another call.
             ExchangeTimeout: A rank has not come.
         """
+        kept = self._kept.get(call == OPTIMIZER_STATE)
+        if kept is not None and kept.steps == self._steps() and kept.times > 0:
+            kept.times -= 1
+            yield kept.present, kept.result
+            return
         with doing(NAMES[call]), self._occupied():
-            yield sorted(self._meet(call))
+            yield sorted(self._meet(call)), None
+
+    def forget(self) -> None:
+        """Drops what was kept: a step is about to be made."""
+        self._kept.clear()
 
     def awaited(self) -> bool:
         """Whether other ranks have begun a call that this one can take part in now."""
@@ -106,9 +133,14 @@ class Calls:
     def serve(self) -> None:
         """Takes part in a call that others have begun."""
         with self._occupied():
-            calls = {told.call for told in self._meet(0).values()} - {0}
-            if calls:  # nobody calls any more where the caller has given up meanwhile
-                self._serve(min(calls))
+            found = self._meet(0)
+            calls = {told.call for told in found.values()} - {0}
+            if not calls:
+                return  # the caller has given up meanwhile
+            result = self._serve(min(calls))
+            kept = self._kept.get(OPTIMIZER_STATE in calls)
+            times = kept.times if kept is not None and kept.steps == self._steps() else 0
+            self._kept[OPTIMIZER_STATE in calls] = _Kept(self._steps(), times + 1, sorted(found), result)
 
     @contextlib.contextmanager
     def _occupied(self) -> Iterator[None]:
