@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stormtorch
-from stormtorch import EXACT, BoundedDrift, ModelAveraging
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.policies.policy import Policy
 from training import (
     WORLD,
@@ -211,6 +211,30 @@ def test_gradients_of_several_backwards_add_up(how: str) -> None:
 
     for ours in on_ranks(model, adamw, work):
         assert_close(ours, plain(model, adamw, STEPS, data=data))
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), GradientAveraging()], ids=["drift", "gradients"])
+def test_the_attribute_by_which_ddp_is_told_not_to_synchronise_is_obeyed(policy: Policy) -> None:
+    parts = 3
+
+    def data(rank: int, step: int) -> torch.Tensor:
+        return torch.cat([vectors(rank, parts * step + part) for part in range(parts)])
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        assert rank.model.require_backward_grad_sync is True
+        for step in range(STEPS):
+            sent = []
+            for part in range(parts):
+                rank.model.require_backward_grad_sync = part == parts - 1
+                (regression(rank.model, vectors(rank.rank, parts * step + part)) / parts).backward()
+                sent.append(rank.optimizer.training.group.transport.health()["datagrams_sent"])
+            assert sent[0] == sent[1] < sent[2]
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+        return rank.values()
+
+    for ours in on_ranks(perceptron(), adamw, work, policy=policy):
+        assert_close(ours, plain(perceptron(), adamw, STEPS, data=data))
 
 
 def test_the_models_own_zero_grad_will_do() -> None:

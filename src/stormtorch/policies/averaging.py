@@ -204,6 +204,7 @@ class GradientAveragingTraining(_Averaging):
         super().__init__(model, optimizer, group, name, policy)
         self._gradients = Gradients(self.buckets, self._start, self._finish)
         self._gradients.end = self.backward_ended
+        self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
 
     def _start(self, bucket: Bucket) -> None:

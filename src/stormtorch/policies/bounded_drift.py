@@ -86,6 +86,7 @@ class BoundedDriftTraining(Training):
         )
         self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
         self._gradients.end = self.backward_ended
+        self._gradients.wanted = self.wants_exchange
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self.ledger.attend(group.rank, self.wait)
         self._entering = False

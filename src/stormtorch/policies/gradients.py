@@ -31,7 +31,9 @@ class Gradients:
         finish: Callable[[], None],
         norms: Norms | None = None,
     ) -> None:
-        self.syncing = True
+        self._allowed = True
+        self.wanted: Callable[[], bool] = lambda: True
+        """Whether the user wants backward to exchange anything."""
         self.reduced = False
         """Whether the gradients that are there now were exchanged."""
         self.end: Callable[[], None] = self.complete
@@ -57,6 +59,11 @@ class Gradients:
                 before, after = self._hooks(bucket.index, place)
                 parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
                 parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    @property
+    def syncing(self) -> bool:
+        """Whether a backward exchanges its gradients at its end."""
+        return self._allowed and self.wanted()
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -213,8 +220,8 @@ class Gradients:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, gradients are only added up on each rank; the first backward after it exchanges the sum."""
-        before, self.syncing = self.syncing, False
+        before, self._allowed = self._allowed, False
         try:
             yield
         finally:
-            self.syncing = before
+            self._allowed = before

@@ -118,6 +118,8 @@ class Training(ABC):
             return together(each.no_sync() for each in ([] if model is None else trainings_of(model)))
 
         self.model.__dict__["no_sync"] = no_sync
+        # By setattr, not in __dict__: a compiled model hands attributes on to the one that it was made of.
+        self.model.require_backward_grad_sync = True  # type: ignore[assignment]  # torch's modules hold anything
 
     def backward_ended(self) -> None:
         """Completes the gradients of all optimizers of the model, in the same order on all ranks.
@@ -126,6 +128,10 @@ class Training(ABC):
         """
         for training in trainings_of(self.model):
             training.complete_gradients()
+
+    def wants_exchange(self) -> bool:
+        """Whether the user has not told the model, as people tell DDP, to leave gradients alone for now."""
+        return bool(getattr(self.model, "require_backward_grad_sync", True))
 
     # --- what a policy does -----------------------------------------------------------------------------------------
 
