@@ -1,10 +1,11 @@
-# mypy: disable-error-code="attr-defined"
-# torch.distributed has more than it declares.
+# mypy: disable-error-code="attr-defined, no-untyped-call"
+# torch.distributed has more than it declares, and torch's own backward is untyped.
 """Checkpoints are in torch's format: what was saved by any number of ranks goes on with any other, or without us."""
 
 import copy
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,16 +232,71 @@ def test_a_load_that_would_replace_the_parameters_is_refused() -> None:
     on_ranks(perceptron(), adamw, work)
 
 
-@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()])
-def test_parameters_that_were_moved_are_noticed(policy: Policy) -> None:
+POLICIES = [BoundedDrift(), BoundedDrift(overlap=True), ModelAveraging(), GradientAveraging()]
+
+
+@pytest.mark.parametrize("use", ["forward", "backward", "step", "state_dict"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parameters_that_were_moved_are_noticed(policy: Policy, use: str) -> None:
     def work(rank: Rank) -> None:
         rank.train(1)
         rank.values()
-        rank.model.double().float()
+        if use == "step":
+            regression(rank.model, vectors(rank.rank, 1)).backward()
+        elif use == "backward":
+            rank.model.eval()  # torch looks at no type until then
+        rank.model.to(torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"parameter \d of shape .* was moved after prepare"):
-            rank.train(1)
+            if use == "forward":
+                rank.model(vectors(rank.rank, 1))
+            elif use == "backward":
+                rank.model(vectors(rank.rank, 1).bfloat16()).sum().backward()
+                rank.optimizer.step()  # the first to look where gradients stay on their rank
+            elif use == "step":
+                rank.optimizer.step()
+            else:
+                rank.model.state_dict()
 
     on_ranks(perceptron(), adamw, work, policy=policy)
+
+
+def renewed(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data = each.data.clone()
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("move", ["to", "cpu", "float", "there and back", "data"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_moving_a_model_to_where_it_is_changes_nothing(policy: Policy, move: str, when: str) -> None:
+    moves: dict[str, Callable[[nn.Module], object]] = {
+        "to": lambda model: model.to("cpu:0"),  # copies every tensor, as torch tells "cpu:0" from "cpu"
+        "cpu": lambda model: model.cpu(),
+        "float": lambda model: model.float(),
+        "there and back": lambda model: model.double().float(),
+        "data": renewed,
+    }
+
+    def work(rank: Rank, *, moving: bool) -> list[torch.Tensor]:
+        for step in range(4):
+            rank.optimizer.training.wait()
+            if moving and when == "before":
+                moves[move](rank.model)
+            regression(rank.model, vectors(rank.rank, step)).backward()
+            if moving and when == "between":
+                moves[move](rank.model)
+            rank.optimizer.step()
+            rank.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        rank.optimizer.training.wait()
+        if moving:
+            moves[move](rank.model)
+        return rank.values()
+
+    moved = on_ranks(perceptron(), adamw, lambda rank: work(rank, moving=True), policy=policy)
+    for ours, theirs in zip(
+        moved, on_ranks(perceptron(), adamw, lambda rank: work(rank, moving=False), policy=policy), strict=True
+    ):
+        assert_same(ours, theirs)
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------

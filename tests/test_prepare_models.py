@@ -3,6 +3,7 @@
 """Models as people have them: with frozen or unused parameters, with buffers, or tiny."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -286,3 +287,41 @@ def test_ranks_that_prepare_different_things_are_told(what: str, make: Any, poli
             prepare(model, make_optimizer(model), policy=policies[transport.rank], group=Group(transport))
 
     SimNetwork(2).run(work)
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
+def test_an_optimizer_of_another_model_is_refused(policy: Any) -> None:
+    def work(transport: Transport) -> None:
+        with pytest.raises(ValueError, match="the optimizer has none of the model's parameters"):
+            prepare(perceptron(), sgd(perceptron()), policy=policy, group=Group(transport))
+
+    SimNetwork(2).run(work)
+
+
+def test_the_model_comes_before_its_optimizer() -> None:
+    model = perceptron()
+    with pytest.raises(TypeError, match=r"prepare\(model, optimizer\): .* got SGD and Sequential"):
+        prepare(sgd(model), model)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["left out", "of another optimizer"])
+def test_parameters_that_no_optimizer_has_are_named(second: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def work(transport: Transport) -> None:
+        model = perceptron()
+        first, last = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+        prepare(model, first, group=Group(transport))
+        if second:
+            prepare(model, last, group=Group(transport))
+        for step in range(2):
+            regression(model, vectors(transport.rank, step)).backward()
+            first.step()
+            last.step()
+
+    with caplog.at_level(logging.WARNING, "stormtorch"):
+        SimNetwork(2).run(work)
+    told = [each.getMessage() for each in caplog.records]
+    if second:
+        assert not told
+    else:
+        assert len(told) == 2  # once on each rank
+        assert all("2.weight, 2.bias" in each and "0.weight" not in each for each in told)

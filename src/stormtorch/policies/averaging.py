@@ -135,10 +135,14 @@ class ModelAveragingTraining(_Averaging):
         if self.steps % self.policy.every:
             return
         for bucket in reversed(self.buckets):
-            bucket.check_homes()
+            bucket.bring_home()
             turned = rules.block_order(self.group.size, self._order)
             self.begin_mean(bucket, bucket.flat, self._groups[bucket.index].turned(turned))
         self._gate.close()
+
+    def arriving(self) -> bool:
+        """Whether parameters are on their way."""
+        return not self._gate.is_open
 
     def _passed(self) -> None:
         self.note(self._gate.waited_s)
@@ -184,6 +188,7 @@ class ModelAveragingTraining(_Averaging):
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Within it, the parameters are the mean of all models; afterwards each rank has its own again."""
+        self.bring_home()
         self._gate.open()
         own = [bucket.flat.clone() for bucket in self.buckets]
         self.synchronise()

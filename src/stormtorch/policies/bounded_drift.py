@@ -341,6 +341,10 @@ class BoundedDriftTraining(Training):
         """Within it, backward exchanges nothing."""
         return self._gradients.no_sync()
 
+    def arriving(self) -> bool:
+        """Whether parameters are on their way."""
+        return not self._gate.is_open
+
     def wait(self) -> None:
         """Returns when the parameters of the last step are here, or lost."""
         self._gate.open()

@@ -72,15 +72,46 @@ class Bucket:
         """A piece's part of a vector like `masters`."""
         return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
 
-    def check_homes(self) -> None:
-        """Raises an error if a parameter is no longer a view of `flat`: nothing would reach it."""
+    def bring_home(self, *, arriving: bool = False) -> None:
+        """Puts parameters back that were copied and stayed what they were, as by `model.to("cpu:0")` on the CPU.
+
+        Args:
+            arriving: Parameters are on their way to their homes, and copies made meanwhile are worth nothing.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, device or shape, so that it has no home any more.
+        """
         first, size = self.flat.data_ptr(), self.dtype.itemsize
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            if slot.count and parameter.data_ptr() != first + slot.first * size:
+            if not slot.count or (parameter.data_ptr() == first + slot.first * size and parameter.dtype == self.dtype):
+                continue
+            home = self.flat[slot.first : slot.first + slot.count]
+            same = parameter.dtype == self.dtype and parameter.numel() == slot.count and self._is_here(parameter.device)
+            if arriving or not same:
                 raise RuntimeError(
                     f"parameter {slot.parameter} of shape {tuple(parameter.shape)} was moved after prepare(), as "
-                    "model.to(), model.half() and flatten_parameters() do: do that before"
+                    f"model.to(), model.half() and flatten_parameters() do, and is {parameter.dtype} on "
+                    f"{parameter.device} now: do that before"
                 )
+            with torch.no_grad():
+                home = home.view(parameter.shape)
+                home.copy_(parameter)
+                parameter.data = home
+
+    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> None:
+        """The same for a gradient: `view` stands for that of the parameter at a place. Its numbers may be kept."""
+        slot = self.layout.slots[place]
+        home = self.grads[slot.first : slot.first + slot.count]
+        if slot.count and view.data_ptr() != home.data_ptr():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                home = home.view(view.shape)
+                if keep:
+                    home.copy_(view)
+                view.data = home
+
+    def _is_here(self, device: torch.device) -> bool:
+        """Whether a device is this bucket's: there is only one CPU, whatever its number."""
+        return device == self.device or (device.type == "cpu" and self.device.type == "cpu")
 
     # --- the lead ---------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class Gradients:
             self._carry()
 
     def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        if parameter.dtype != bucket.dtype:
+            bucket.bring_home()
         if parameter.grad is not self._views[bucket.index][place]:
             self._place(bucket, place, parameter)
         if not self.syncing:
@@ -109,11 +111,12 @@ class Gradients:
             self._launch(bucket)
 
     def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
-        given = parameter.grad
+        given, view = parameter.grad, self._views[bucket.index][place]
         assert given is not None
+        bucket.bring_gradient_home(place, view, keep=False)
         with torch.no_grad():  # backward(create_graph=True) has it on
             bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
-        parameter.grad = self._views[bucket.index][place]
+        parameter.grad = view
 
     def _begin(self) -> None:
         self._running = True
@@ -151,13 +154,15 @@ class Gradients:
 
     def _launch(self, bucket: Bucket) -> None:
         self._started[bucket.index] = True
-        bucket.check_homes()
+        bucket.bring_home()
         used = self._used[bucket.index]
         for place, parameter in enumerate(bucket.parameters):
             used[place] = parameter.grad is not None
+            view = self._views[bucket.index][place]
+            bucket.bring_gradient_home(place, view, keep=parameter.grad is view)
             if not used[place]:
                 bucket.grad_views[place].zero_()
-            elif parameter.grad is not self._views[bucket.index][place]:
+            elif parameter.grad is not view:
                 self._place(bucket, place, parameter)  # it was given by hand
         self._start(bucket)
 

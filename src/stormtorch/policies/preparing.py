@@ -47,9 +47,15 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
             group.
 
     Raises:
-        TypeError: The group is on another backend.
+        TypeError: The group is on another backend, or the model and the optimizer are in the wrong order.
         ValueError: The model or the optimizer cannot be prepared; the message says why.
     """
+    given: tuple[Any, Any] = (model, optimizer)  # whatever its type says
+    if not isinstance(given[0], nn.Module) or not isinstance(given[1], torch.optim.Optimizer):
+        raise TypeError(
+            "prepare(model, optimizer): the model comes first, then its optimizer, got "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
     policy = BoundedDrift() if policy is None else policy
     known = {id(parameter) for training in trainings_of(model) for parameter in training.parameters}
     if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 import zlib
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from stormtorch.policies.policy import Policy
 from stormtorch.policies.wrappers import refusal, refuse_active_wrapper, refuse_wrappers, wrapper_of
 from stormtorch.transport import WIRE_DTYPES
 from stormtorch.waiting import doing
+
+_log = logging.getLogger("stormtorch")
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
 _trainings: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Training]]] = weakref.WeakKeyDictionary()
@@ -58,6 +61,8 @@ class Training(ABC):
         }
         self._frozen = [each for each in trained(optimizer) if not each.requires_grad]
         self.parameters = trained(optimizer)
+        self.buckets: list[Bucket] = []
+        self._looked = False
         self._check_model()
         self._check()
 
@@ -74,6 +79,8 @@ class Training(ABC):
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
                 self._check_frozen()
+                self._check_left_out()
+                self.bring_home()
                 # Of kwargs there may be more than the closure, and the closure may be None in either place.
                 closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
                 with doing("optimizer.step()"):
@@ -87,13 +94,17 @@ class Training(ABC):
         def forward(module: nn.Module, _args: object) -> None:
             if not torch.compiler.is_compiling():
                 refuse_active_wrapper(module)
+                if module.training and torch.is_grad_enabled():
+                    self.bring_home()
 
         def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
             if module is self.model:
+                self.bring_home()
                 self.synchronise(MODEL_STATE)
 
         def loading(module: nn.Module, *_: Any) -> None:
             if module is self.model:
+                self.bring_home()
                 self.wait()  # what is on its way would overwrite what is loaded
 
         def loaded(module: nn.Module, _keys: Any) -> None:
@@ -170,6 +181,7 @@ class Training(ABC):
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Within it, the parameters are what the policy holds for true. All ranks must enter it."""
+        self.bring_home()
         self.synchronise()
         yield
 
@@ -180,6 +192,16 @@ class Training(ABC):
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state dict of the whole optimizer."""
         return whole
+
+    def arriving(self) -> bool:
+        """Whether parameters are on their way."""
+        return False
+
+    def bring_home(self) -> None:
+        """Puts parameters back into their buckets, or raises an error where that cannot be."""
+        arriving = self.arriving()
+        for bucket in self.buckets:
+            bucket.bring_home(arriving=arriving)
 
     # --- for the policies -------------------------------------------------------------------------------------------
 
@@ -246,7 +268,31 @@ class Training(ABC):
                 "ranks exchange: let all that will ever be trained require a gradient at prepare(), and freeze it then"
             )
 
+    def _check_left_out(self) -> None:
+        """Warns of parameters that no optimizer has. Another one may have been prepared since; now it is too late."""
+        if self._looked:
+            return
+        trainings = trainings_of(self.model)
+        for training in trainings:
+            training._looked = True
+        known = {id(parameter) for training in trainings for parameter in training.parameters}
+        left_out = [
+            name for name, each in self.model.named_parameters() if each.requires_grad and id(each) not in known
+        ]
+        if left_out:
+            _log.warning(
+                "rank %d: no prepared optimizer has %s: they require a gradient and will never change. Give them to an "
+                "optimizer before prepare(), or freeze them",
+                *(self.group.rank, _listed(left_out)),
+            )
+
     def _check_model(self) -> None:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in own for parameter in self.parameters):
+            raise ValueError(
+                "the optimizer has none of the model's parameters: make it from model.parameters() of this very model, "
+                "not of a copy or of what it was before it was converted"
+            )
         for module in self.model.modules():
             name = wrapper_of(module)
             if name is not None:
@@ -284,6 +330,11 @@ def _any_prepared(parameters: Iterable[nn.Parameter]) -> bool:
         for training in trainings_of(model)
         for parameter in training.parameters
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - 8
+    return ", ".join(names[:8]) + (f" and {more} others" if more > 0 else "")
 
 
 @contextlib.contextmanager
