@@ -3,6 +3,8 @@
 """Prepared models in processes of their own, over UDP: what depends on a whole process, and what must not cost more."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +192,57 @@ def job(member: Member, names: list[str]) -> None:
 
 def test_processes_train_together_by_torchs_own_group() -> None:
     run_ranks(job, 2, (list(CASES),), timeout_s=100)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+FAILING = """
+import sys, threading, time, torch, torch.distributed as dist, stormtorch
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("a bad batch")
+
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+options = stormtorch.Options(timeout_s=60.0)
+dist.init_process_group("storm", store=store, rank=rank, world_size=2, pg_options=options)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exact = stormtorch.BoundedDrift(gradients=stormtorch.EXACT, broadcast=stormtorch.EXACT)
+stormtorch.prepare(model, optimizer, policy=exact)
+if rank == 1:
+    threading.Thread(target=lambda: sys.stdin.read()).start()  # keeps the process alive
+given = model(torch.ones(1, 8))
+(Failing.apply(given) if rank == 1 else given).sum().backward()
+"""
+
+
+def test_a_rank_that_ends_by_an_exception_is_named_at_once() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, str(rank), str(store.port)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, told = ranks[0].communicate(timeout=40.0)  # while the other one's process lives
+        assert ranks[1].poll() is None
+        assert "rank 1 closed its transport" in told
+        assert "Rank 1 left after an exception: ValueError: a bad batch" in told
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

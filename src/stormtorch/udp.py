@@ -11,7 +11,8 @@ from torch.distributed.distributed_c10d import Store
 from stormtorch import _engine
 from stormtorch.cards import Card
 from stormtorch.channels import Channels
-from stormtorch.errors import Closed, ExchangeTimeout
+from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
+from stormtorch.leaving import why_left
 from stormtorch.options import Options
 from stormtorch.transport import Arrival, Plan, conclude
 from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Attendance, Patience, attends
@@ -36,7 +37,15 @@ class UdpExchange:
             raise Closed(f"rank {transport.rank}: {self.plan.what}: it ended when the rank was cut off and came back")
         if self._outcome is None:
             self._outcome = transport.wait(self._id, self.plan, timeout_s)
-        return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
+        try:
+            return conclude(self._outcome, self.plan, transport.rank, transport.silence_s, self.plan.timeout_s)
+        except (PeerLeft, PeerFailed) as error:
+            why = "" if error.culprit is None else why_left(transport, error.culprit)
+            if why:
+                told = type(error)(f"{error} Rank {error.culprit} left after an exception: {why}")
+                told.culprit = error.culprit
+                raise told from None
+            raise
 
     def done(self) -> bool:
         """Whether it has ended, if only with its transport."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stormtorch.collectives import Group
+from stormtorch.leaving import say_goodbye_on_error
 from stormtorch.policies.averaging import GradientAveragingTraining, ModelAveragingTraining
 from stormtorch.policies.bounded_drift import BoundedDriftTraining
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
@@ -66,6 +67,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
     name = f"{ranks.name}/training/{number}"
+    say_goodbye_on_error(ranks.transport)
     with doing("prepare()"):
         _training(model, optimizer, ranks, name, policy).take_over()
     unwrap(model)

@@ -1,0 +1,66 @@
+"""A process that ends by an exception says goodbye at once, and why.
+
+Python waits for all threads of a process before it ends. Until then the engine's own thread would answer for a rank
+that trains no more, and the others would wait for it until `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from types import TracebackType
+from typing import Any
+
+# How long a dying process waits until the others have heard it.
+_LINGER_S = 0.5
+_MOST_LETTERS = 300
+
+_transports: weakref.WeakSet[Any] = weakref.WeakSet()
+_installed_in = -1
+
+
+def say_goodbye_on_error(transport: Any) -> None:
+    """From now on, an exception that ends this process closes the transport first.
+
+    Args:
+        transport: One over UDP; others end with their process anyway.
+    """
+    global _installed_in
+    if not hasattr(transport, "store"):
+        return
+    _transports.add(transport)
+    if _installed_in == os.getpid():
+        return
+    _installed_in = os.getpid()
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        before(kind, error, traceback)
+        if os.getpid() == _installed_in:  # a forked child must not speak for its parent
+            leave(f"{kind.__name__}: {error}")
+
+    sys.excepthook = hook
+
+
+def leave(why: str) -> None:
+    """Closes all transports of this process that are known here; the others can read why."""
+    for transport in list(_transports):
+        if not transport.closed:
+            with contextlib.suppress(Exception):  # the process ends by another error
+                transport.store.set(_key(transport, transport.rank), why[:_MOST_LETTERS])
+            with contextlib.suppress(Exception):
+                transport.close(_LINGER_S)
+
+
+def why_left(transport: Any, rank: int) -> str:
+    """What a rank has said when it left; empty if nothing."""
+    with contextlib.suppress(RuntimeError):  # the store may be gone as well
+        if transport.store.check([_key(transport, rank)]):
+            return str(transport.store.get(_key(transport, rank)).decode())
+    return ""
+
+
+def _key(transport: Any, rank: int) -> str:
+    return f"{transport.prefix}/left/{rank}"
