@@ -15,10 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import local_world
-from stormtorch import BoundedDrift, Options, exact, faults, prepare
+from stormtorch import BoundedDrift, ModelAveraging, Options, exact, faults, prepare
 from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.collectives import Group
-from stormtorch.policies.training import trainings_of
+from stormtorch.collectives import Group, barrier
+from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.calls import Calls
+from stormtorch.policies.policy import Policy
+from stormtorch.policies.training import Training, trainings_of
+from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
 from training import (
     EXACTLY,
@@ -282,6 +286,32 @@ def test_a_rank_has_the_model_its_gradients_and_its_share_of_the_rest(
 
     on_ranks(model, make, work, world=world, policy=BoundedDrift(), loss=0.1, options=Options(datagram_bytes=1472))
     assert found[0] / world <= 1.15 * size * (2 + copies / world)
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(max_lag=1), ModelAveraging()], ids=["drift", "averaging"])
+def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Policy) -> None:
+    def left(transport: Transport) -> tuple[int, int]:
+        gc.collect()
+        kinds = (Training, Bucket, Group, Calls, Optimizer)
+        return len(transport.channels), sum(issubclass(type(each), kinds) for each in gc.get_objects())
+
+    def work(transport: Transport) -> list[tuple[int, int]]:
+        found = []
+        for cycle in range(6):
+            model = perceptron()
+            _, optimizer = prepare(model, adamw(model), policy=policy, group=Group(transport))
+            Rank(transport.rank, 2, model, optimizer).train(2)
+            with exact(model):
+                pass
+            del model, optimizer
+            barrier(Group(transport)).wait()  # nobody has a model now
+            if cycle in (1, 5):
+                found.append(left(transport))
+            barrier(Group(transport)).wait()
+        return found
+
+    for before, after in SimNetwork(2, loss=0.3, seed=1).run(work):
+        assert after == before
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

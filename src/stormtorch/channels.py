@@ -1,6 +1,7 @@
 """Names for sequences of exchanges: two ranks that use the same name meet in the same exchange."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -30,6 +31,15 @@ class Channels:
         first = channel.next_seq
         channel.next_seq += count
         return channel.number, first
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def forget(self, groups: Collection[str]) -> None:
+        """Drops all channels of groups of these names. They must not be used again: their numbers would begin anew."""
+        for name in [each for each in self._by_name if each[0] in groups]:
+            channel = self._by_name.pop(name)
+            self._by_number.pop(channel.number, None)
 
     def peek(self, name: tuple[object, ...]) -> tuple[int, int]:
         """The channel's number and its next sequence number, which is not used up."""

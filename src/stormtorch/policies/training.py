@@ -54,6 +54,9 @@ class Training(ABC):
         self.steps = 0
         """Optimizer steps so far."""
         self._bytes_sent = 0
+        # Every training has names of its own, which nobody needs after it.
+        self._channels_used: set[str] = set()
+        weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
         self._given = {
             "model": [(each.shape, each.dtype, each.requires_grad) for each in trained(optimizer)],
             "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
@@ -212,6 +215,7 @@ class Training(ABC):
 
     def subgroup(self, name: str) -> Group:
         """The same ranks with a sequence of exchanges of their own."""
+        self._channels_used.add(f"{self.name}/{name}")
         return Group(self.group.transport, self.group.ranks, name=f"{self.name}/{name}")
 
     def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
