@@ -196,8 +196,10 @@ def test_drift_is_of_parameters_and_not_of_padding() -> None:
 
 def test_where_most_is_lost_the_broadcast_becomes_exact() -> None:
     rows = list(ledger_of(BoundedDrift(), 30, network=0.7))
-    assert not rows[0].guarded and "guard: the broadcast is exact" in rows[0].events
-    for row in rows[1:]:
+    before = [row.guarded for row in rows].index(True)
+    assert 1 <= before <= 5  # the first chunks are too few to tell
+    assert "guard: the broadcast is exact" in rows[before - 1].events
+    for row in rows[before:]:
         assert row.guarded and row.lead == 0.0
         assert row.lag.keys() == {0} and row.pair_drift == row.owner_drift == 0.0
     assert not any(row.guarded for row in ledger_of(BoundedDrift(guard=None), 30, network=0.7))
@@ -206,7 +208,8 @@ def test_where_most_is_lost_the_broadcast_becomes_exact() -> None:
 
 def test_the_guard_stays_while_repaired_gradients_show_no_loss() -> None:
     rows = list(ledger_of(BoundedDrift(gradients=EXACT), 70, network=0.7))
-    assert all(row.guarded for row in rows[1:])
+    assert all(row.guarded for row in rows[5:])
+    assert rows[-1].loss == pytest.approx(0.7, abs=0.1)  # measured all the while
 
 
 def test_the_guard_heeds_what_arrives_at_a_worker_and_not_what_one_of_them_sends() -> None:
