@@ -101,6 +101,13 @@ def test_drift_with_the_lead_is_within_the_bound_of_that_policy(p: float, max_la
     assert drift > mean([row.published_bound for row in rows])
 
 
+def test_the_bound_holds_in_the_first_steps_too() -> None:
+    """Where the largest updates of a training are, and the measured loss is still held down by its prior."""
+    found = walk(0.1, 5, BoundedDrift(ownership="elements", guard=None, drift_samples=4096))
+    rows = [row for _, ledger in found for row in list(ledger)[1:]]
+    assert mean([row.pair_drift for row in rows]) < 1.1 * mean([row.pair_bound for row in rows])
+
+
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     found = walk(p, 40, BoundedDrift(ownership="elements", guard=None))

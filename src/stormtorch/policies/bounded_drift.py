@@ -214,7 +214,7 @@ class BoundedDriftTraining(Training):
         variances = [each for each in variances if not math.isnan(each)]  # of ranks that own nothing
         if self.steps and self._gauge.samples and variances:
             row.update_variance = sum(variances) / len(variances)
-            lost = 0.0 if self._last_broadcast_exact else p
+            lost = 0.0 if self._last_broadcast_exact else self._losses.at_most
             row.pair_bound = self._gauge.bound(row.update_variance, lost, self._lead, policy.max_lag, again=self._told)
             row.published_bound = theory.pair_drift_published(lost) * row.update_variance
         self._told = True

@@ -31,12 +31,20 @@ class LossMeter(Generic[Value]):
         zero: A number, or a tensor of zeros where many links are measured at once.
         steps: Counts fade with each step by one over so many at most.
         chunks: They fade by less where a step has few chunks, so that counts of about so many are kept.
+        prior: Chunks that count as arrived before the first; without any, there is no value before the first.
     """
 
-    def __init__(self, zero: Value, *, steps: int = _MEMORY_STEPS, chunks: int = _MEMORY_CHUNKS) -> None:
+    def __init__(
+        self,
+        zero: Value,
+        *,
+        steps: int = _MEMORY_STEPS,
+        chunks: int = _MEMORY_CHUNKS,
+        prior: float = _PRIOR_CHUNKS,
+    ) -> None:
         self._steps, self._chunks = steps, chunks
         self._lost: Value = zero
-        self._sent: Value = zero + _PRIOR_CHUNKS
+        self._sent: Value = zero + prior
 
     @property
     def value(self) -> Value:

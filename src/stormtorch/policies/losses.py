@@ -1,7 +1,9 @@
 """What is lost of what one rank sends, as the others tell it at every step."""
 
+import math
 from collections.abc import Mapping, Sequence
 
+from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
 from stormtorch.policies.policy import BoundedDrift
 from stormtorch.policies.report import Report
@@ -24,6 +26,21 @@ class Losses:
         self._policy = policy
         self._rank = rank
         self._chunks = chunks
+        self._told = LossMeter(0.0, prior=0.0)
+
+    @property
+    def at_most(self) -> float:
+        """The loss of the broadcast, for bounds: what was counted alone, as the prior makes it too small in the first
+        steps; but no more than two standard errors above the measured one, as few chunks tell little.
+        """
+        value, (_, sent) = self.broadcast.value, self.broadcast.state
+        _, counted = self._told.state
+        above = value + 2.0 * math.sqrt(value * (1.0 - value) / sent)
+        return min(self._told.value if counted else 0.0, above, rules.MOST_LOSS)
+
+    def _count(self, lost: float, sent: float) -> None:
+        self.broadcast.add(lost, sent)
+        self._told.add(lost, sent)
 
     def hear(self, reports: Mapping[int, Report], *, guarded: bool, resent: tuple[float, float]) -> None:
         """Takes notice of one step.
@@ -42,7 +59,7 @@ class Losses:
             return
         told = [report.broadcast_missing for report in reports.values() if report.broadcast_missing >= 0.0]
         chunks = self._chunks[self._rank]
-        self.broadcast.add(sum(told) * chunks, len(told) * chunks)
+        self._count(sum(told) * chunks, len(told) * chunks)
 
     def _first_pass(self, reports: Mapping[int, Report], resent: tuple[float, float]) -> None:
         """What would have been lost. Gradients on the same links tell, unless they are repaired, too."""
@@ -54,4 +71,4 @@ class Losses:
         allowed = self._policy.broadcast
         if allowed.deadline_s is None:
             lost = min(lost, allowed.budget * sent)  # as without the guard, it would be repaired down to that
-        self.broadcast.add(lost, sent)
+        self._count(lost, sent)
