@@ -56,7 +56,10 @@ def test_one_rank_may_save_what_all_would_save(policy: Policy, make: Any) -> Non
     settings: dict[str, Any] = {"policy": policy, "loss": 0.1, "seed": 4}
     alone = on_ranks(make(), adamw, lambda rank: saved(rank, range(1)), **settings)
     together = on_ranks(make(), adamw, lambda rank: saved(rank, range(4)), **settings)
-    assert_same(alone[0], together[0])
+    if policy is EXACTLY or make is perceptron:
+        assert_same(alone[0], together[0])
+    else:  # means of statistics are summed in the order of arrival
+        torch.testing.assert_close(alone[0], together[0], rtol=1e-6, atol=1e-7)
 
 
 def test_ranks_that_make_the_call_and_ranks_that_wait_elsewhere_meet() -> None:
