@@ -1,4 +1,4 @@
-"""A process that ends by an exception says goodbye at once, and why.
+"""How a process ends: by an exception it says goodbye at once, and why; else it first waits for ranks that need it.
 
 Python waits for all threads of a process before it ends. Until then the engine's own thread would answer for a rank
 that trains no more, and the others would wait for it until `timeout_s`.
@@ -6,6 +6,7 @@ that trains no more, and the others would wait for it until `timeout_s`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -34,6 +35,7 @@ def say_goodbye_on_error(transport: Any) -> None:
     if _installed_in == os.getpid():
         return
     _installed_in = os.getpid()
+    atexit.register(_part)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -42,6 +44,14 @@ def say_goodbye_on_error(transport: Any) -> None:
             leave(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
+
+
+def _part() -> None:
+    """Of programs that end without closing anything."""
+    if os.getpid() == _installed_in:
+        for transport in list(_transports):
+            with contextlib.suppress(Exception):  # the program is over, and its status is its own
+                transport.part()
 
 
 def leave(why: str) -> None:

@@ -19,7 +19,7 @@ from stormtorch.faults import faults
 from stormtorch.loss import LossModel
 from stormtorch.options import Options, parse_rate
 from stormtorch.transport import Arrival, Plan, conclude
-from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Attendance, Server, attends
+from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Server, Servers, attends
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class SimTransport:
         self.chunk_bytes = network.chunk_bytes
         self.trip_bytes = 16 << 10
         self.channels = Channels()
-        self.attendance = Attendance()
+        self.servers = Servers()
 
     def post(self, plan: Plan) -> SimExchange:
         """Begins an exchange at the present virtual time."""
@@ -274,7 +274,7 @@ class SimNetwork:
         for exchange in sorted(self._waiting, key=lambda waiting: waiting.rank):
             if exchange.attends and (at_once or self.now_s >= exchange.look_at):
                 exchange.look_at = self.now_s + SLICE_S
-                exchange.server = self._transports[exchange.rank].attendance.awaited()
+                exchange.server = self._transports[exchange.rank].servers.awaited()
                 if exchange.server is not None:
                     found = True
                     self._wake(exchange)

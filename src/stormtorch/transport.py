@@ -24,7 +24,7 @@ from stormtorch.errors import (
     StormError,
 )
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.waiting import Attendance
+from stormtorch.waiting import Servers
 
 
 class WireDtype(IntEnum):
@@ -219,7 +219,7 @@ class Transport(Protocol):
     trip_bytes: int
     """How many bytes a rank could send in the time of one trip: what a collective may spend to spare one."""
     channels: Channels
-    attendance: Attendance
+    servers: Servers
     """Who takes part, while this rank waits, in calls that others have begun."""
 
     def post(self, plan: Plan) -> Exchange:

@@ -15,7 +15,7 @@ from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
 from stormtorch.leaving import why_left
 from stormtorch.options import Options
 from stormtorch.transport import Arrival, Plan, conclude
-from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Attendance, Patience, attends
+from stormtorch.waiting import FIRST_SLICE_S, SLICE_S, Patience, Servers, attends
 
 
 class UdpExchange:
@@ -96,7 +96,7 @@ class UdpTransport:
         self.silence_s = silence_s
         self.timeout_s = timeout_s
         self.channels = Channels()
-        self.attendance = Attendance()
+        self.servers = Servers()
         self.closed = False
         # Peers that return are found there. The store is still its maker's.
         self.store = store
@@ -237,6 +237,11 @@ class UdpTransport:
         """The largest datagram that the path to a peer carries now; chunks that do not fit travel in pieces."""
         return self.endpoint.path_bytes(peer)
 
+    def part(self) -> None:
+        """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
+        if not self.closed and not self.inherited:
+            self.servers.part()
+
     def close(self, linger_s: float | None = None) -> None:
         """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket.
 
@@ -257,5 +262,7 @@ class UdpTransport:
     def __enter__(self) -> "UdpTransport":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.part()
         self.close()

@@ -20,6 +20,7 @@ FIRST_SLICE_S = 0.03
 SLICE_S = 0.1
 ANNOUNCE_AFTER_S = 10.0
 """A rank that waits for so long while nothing moves says so."""
+BACKWARD = "backward()"
 # Written before it is read, so that ranks that began to wait at the same time know of each other.
 _WRITE_AFTER = 0.5
 # Pings, and requests to say it again, move as well: less than this is nothing. Per look, and per rank.
@@ -57,6 +58,11 @@ def is_elsewhere() -> bool:
     return _doing.elsewhere
 
 
+def waits_in() -> str | None:
+    """The call that this thread waits in; None if it is none that all ranks must make."""
+    return _doing.what
+
+
 def attends() -> bool:
     """Whether this thread may take part in what others begin. Unknown ones may not: a training could be in use."""
     return _doing.what is not None
@@ -73,8 +79,12 @@ class Server(Protocol):
         """Takes part in it."""
         ...
 
+    def part(self) -> None:
+        """Called before this rank leaves: waits as long as others may still call for what it owns."""
+        ...
 
-class Attendance:
+
+class Servers:
     """The servers of one transport. They are held weakly, and asked in the order in which they came."""
 
     def __init__(self) -> None:
@@ -92,6 +102,13 @@ class Attendance:
             if server is not None and server.awaited():
                 return server
         return None
+
+    def part(self) -> None:
+        """Waits, before the transport is closed, until no other rank needs what this one owns."""
+        for found in self._servers:
+            server = found()
+            if server is not None:
+                server.part()
 
 
 class Patience:
@@ -115,7 +132,7 @@ class Patience:
         what = _doing.what
         if what is None:
             return
-        server = self._transport.attendance.awaited()
+        server = self._transport.servers.awaited()
         if server is not None:
             server.serve()
             self._quiet_since = time.monotonic()

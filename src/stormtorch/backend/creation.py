@@ -49,6 +49,7 @@ class Shared:
             self._users -= 1
             last = self._users == 0
         if last:
+            self.transport.part()
             self._close(None)
 
     def abort(self) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from stormtorch import collectives, theory
 from stormtorch.backend.order import Order
 from stormtorch.collectives import Group
-from stormtorch.errors import PeerLeft
+from stormtorch.errors import PeerLeft, StormError
 from stormtorch.policies import rules
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
@@ -429,7 +429,13 @@ class BoundedDriftTraining(Training):
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of the whole optimizer, gathered from all owners."""
-        with self._calls.call(OPTIMIZER_STATE) as (_, kept):
+        with self._calls.call(OPTIMIZER_STATE) as (present, kept):
+            missing = sorted(set(range(self.group.size)) - set(present))
+            if missing:
+                raise StormError(
+                    f"rank {self.group.rank}: optimizer.state_dict() needs what rank {', '.join(map(str, missing))} "
+                    "owns of the optimizer's state, and it takes no part any more: save before ranks leave"
+                )
             return self._shards.gather(local, self._calls.group) if kept is None else kept  # type: ignore[return-value]
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A rank that makes one tells the others which, and at which step it is. The others may make the same call. Or they wait
 for something else, in backward() or in a barrier, say: then they see what was begun and take part in it from there, as
 if they had made the call, without any change to what they have. So `if rank == 0: torch.save(model.state_dict(), ...)`
-is exact, and no other rank has to know of it.
+is exact, and no other rank has to know of it. A rank that is about to leave takes part as well, until all others are
+about to leave too, or have begun another step without it.
 
 A slow rank may take part in a call that it is about to make itself. So what it got is kept until the next step, and its
 own call is answered from there: the others have theirs, and do not come again.
@@ -24,20 +25,31 @@ from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.errors import ExchangeTimeout, StormError
 from stormtorch.reliability import Reliability
-from stormtorch.waiting import doing, is_elsewhere
+from stormtorch.waiting import BACKWARD, doing, is_elsewhere, waits_in
 
-MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE = 1, 2, 3
-NAMES = ("a call of another rank", "model.state_dict()", "exact()", "optimizer.state_dict()")
+TAKES_PART, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
+NAMES = (
+    "a call of another rank",
+    "model.state_dict()",
+    "exact()",
+    "optimizer.state_dict()",
+    "destroy_process_group() or the end of its program",
+)
 """Of calls, by number."""
 # Steps travel in two float32s, which say so many exactly.
 _STEPS = 1 << 20
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others when a call begins; of the calls, 0 is none: it only takes part."""
+    """What a rank tells the others when a call begins."""
 
     call: int
     steps: int
+
+    @property
+    def asks(self) -> bool:
+        """Whether it wants something of the others. Who leaves, or only takes part, does not."""
+        return self.call not in (TAKES_PART, LEAVES)
 
     def numbers(self) -> list[float]:
         return [float(self.call), float(self.steps // _STEPS), float(self.steps % _STEPS), 0.0]
@@ -91,7 +103,7 @@ class Calls:
         self._kept: dict[bool, _Kept] = {}
         # Other threads that wait in a collective cannot know whether a step is being made.
         self._thread = threading.get_ident()
-        group.transport.attendance.offer(self)
+        group.transport.servers.offer(self)
 
     @contextlib.contextmanager
     def call(self, call: int) -> Iterator[tuple[list[int], object]]:
@@ -122,8 +134,10 @@ class Calls:
         mine, seen = self._steps(), False
         for _, payload in self.group.begun_elsewhere():
             told = _Told.read(list(struct.unpack("4f", payload))) if len(payload) == 16 else None
-            if told is None or told.call == 0:
+            if told is None or told.call == TAKES_PART:
                 continue
+            if told.call == LEAVES and waits_in() != BACKWARD:
+                continue  # it may stay until this rank leaves too, unless this one goes on with another step
             if told.steps < mine:
                 return True  # it comes too late, and both are told so
             seen = seen or told.steps == mine  # who is ahead is met later
@@ -133,14 +147,26 @@ class Calls:
     def serve(self) -> None:
         """Takes part in a call that others have begun."""
         with self._occupied():
-            found = self._meet(0)
-            calls = {told.call for told in found.values()} - {0}
-            if not calls:
-                return  # the caller has given up meanwhile
-            result = self._serve(min(calls))
-            kept = self._kept.get(OPTIMIZER_STATE in calls)
-            times = kept.times if kept is not None and kept.steps == self._steps() else 0
-            self._kept[OPTIMIZER_STATE in calls] = _Kept(self._steps(), times + 1, sorted(found), result)
+            self._answer(self._meet(TAKES_PART))
+
+    @torch.no_grad()
+    def part(self) -> None:
+        """Takes part in what others still call for, until they leave too, or go on without this rank."""
+        with doing(NAMES[LEAVES]), self._occupied(), contextlib.suppress(StormError):
+            while True:
+                found = self._meet(LEAVES)
+                if not any(told.asks for told in found.values()):
+                    return
+                self._answer(found)
+
+    def _answer(self, found: dict[int, _Told]) -> None:
+        calls = {told.call for told in found.values() if told.asks}
+        if not calls:
+            return  # the caller has given up meanwhile, or leaves
+        result = self._serve(min(calls))
+        kept = self._kept.get(OPTIMIZER_STATE in calls)
+        times = kept.times if kept is not None and kept.steps == self._steps() else 0
+        self._kept[OPTIMIZER_STATE in calls] = _Kept(self._steps(), times + 1, sorted(found), result)
 
     @contextlib.contextmanager
     def _occupied(self) -> Iterator[None]:
@@ -170,7 +196,7 @@ class Calls:
         return found
 
     def _compare(self, found: dict[int, _Told]) -> None:
-        callers = [(peer, told) for peer, told in found.items() if told.call]
+        callers = [(peer, told) for peer, told in found.items() if told.asks]
         if not callers:
             return
         rank, (first, leader) = self.group.rank, callers[0]

@@ -8,7 +8,7 @@ import torch
 
 from stormtorch.policies.bucket import Bucket
 from stormtorch.policies.norms import Norms
-from stormtorch.waiting import doing
+from stormtorch.waiting import BACKWARD, doing
 
 
 class Gradients:
@@ -145,7 +145,7 @@ class Gradients:
             if not self._started[bucket.index]:
                 self._launch(bucket)
         self._running = False
-        with doing("backward()"):
+        with doing(BACKWARD):
             self._finish()
         for index, carried in self._carried.items():
             self._buckets[index].own_grads.add_(carried)
