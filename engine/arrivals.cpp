@@ -20,7 +20,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     Peer& peer = *peers_[header->source];
     const std::uint64_t number = widen_number(header->number, peer.in.largest() + 1);
-    if (peer.in.seen(number)) {
+    if (peer.in.seen(number) || peer.pieces.holds(number)) {
         ++counters_.duplicates;
         return;
     }
@@ -36,11 +36,11 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
-            if ((header->flags & flag_last) != 0) peer.in.report_now();
             if ((header->flags & flag_piece) != 0) {
                 take_piece(peer, *header, number, *payload, now);
                 return;
             }
+            if ((header->flags & flag_last) != 0) peer.in.report_now();
             taken = take_data(peer, *header, *payload, now);
             break;
         case Kind::report: take_report(peer, *payload, now); break;
@@ -78,6 +78,7 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
         case Pieces::Taken::kept: return;
         case Pieces::Taken::complete: break;
     }
+    if ((header.flags & flag_last) != 0) peer.in.report_now();
     header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
     const std::span<const std::byte> whole = peer.pieces.whole();
     if (!take_data(peer, header, whole, now)) return;

@@ -398,10 +398,12 @@ bool Core::only_repairs(const Peer& peer) {
 }
 
 void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.kind == Kind::bye) peer.in.set_most_words(Peer::report_words(peer.path.least()));  // it may be too large
+    if (flight.more) return;  // the last piece stands for its chunk, which is lost once
     if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_lost(flight.bytes, now);
     if (flight.kind == Kind::data) {
         peer.data_lost_since = std::min(peer.data_lost_since, now);
-        if (flight.more) return;
+        peer.data_lost_at = now;
         Outgoing* message = message_of(flight.slot, flight.generation);
         if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
         if (message->given_up + message->reserved < message->allowed) {

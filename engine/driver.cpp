@@ -179,8 +179,15 @@ void Driver::cancel(std::uint64_t id) {
     if (!core_ || over()) return;
     attempt([&] {
         core_->cancel(id, clock_now());
-        flush(clock_now());
+        while (flush(clock_now())) {
+        }
         collect();
+        // Whoever drives may wait for this very exchange.
+        if (caller_drives_) {
+            wake(nudge_);
+        } else {
+            arm();
+        }
     });
 }
 

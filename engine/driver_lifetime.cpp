@@ -49,6 +49,11 @@ Driver::~Driver() {
     // Threads stayed behind, perhaps while they held a lock or waited: neither may be waited for here.
     if (thread_.joinable()) thread_.detach();
     new (&changed_) std::condition_variable_any;
+    // The engine's thread may have been in the midst of a change when we were forked: none of this can be taken apart.
+    (void)core_.release();
+    (void)faults_.release();
+    new (&ended_) decltype(ended_);
+    new (&unsent_) decltype(unsent_);
     const std::unique_lock guard(registry().mutex, std::try_to_lock);
     registry().drivers.erase(this);
 }

@@ -202,7 +202,7 @@ void Core::tick_peer(Peer& peer, Nanos now) {
 void Core::follow_path(Peer& peer, Nanos now) {
     ++counters_.path_changes;
     peer.rate = make_rate(now);
-    peer.in.set_most_words(Peer::report_words(peer.path));
+    peer.in.set_most_words(Peer::report_words(peer.path.bytes()));
 }
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {
@@ -269,10 +269,12 @@ Nanos Core::silent_at(const Exchange& exchange, const Peer& peer) const {
     return std::max(peer.last_heard, exchange.outcome.started) + config_.silence;
 }
 
-// When a peer that answers, but that no data reaches, is given up.
+// When a peer that answers, but that no data reaches, is given up: losses, and not merely the time since one, must span
+// the silence, as there may have been nothing to send.
 Nanos Core::blocked_at(const Outgoing& message, const Peer& peer) const {
     if (peer.data_lost_since == never || message.parked) return never;
-    return std::max(peer.data_lost_since, message.exchange->outcome.started) + config_.silence;
+    const Nanos at = std::max(peer.data_lost_since, message.exchange->outcome.started) + config_.silence;
+    return peer.data_lost_at >= at ? at : never;
 }
 
 Nanos Core::wake_at(const Exchange& exchange, const Peer& peer) const {

@@ -15,23 +15,25 @@ constexpr std::uint32_t many_lost = 16, some_lost = 2;
 constexpr Nanos a_while = 250 * millisecond, forgotten = second;
 // A search ends without a finding after so many rounds. Further losses start another.
 constexpr unsigned most_rounds = 8;
-// The path counts as narrower when chance would explain the losses in one of e^10, about 20,000, cases. An error does not
+// The path counts as narrower when chance would explain the losses in one of e^12, about 160,000, cases. An error does not
 // last: larger sizes are tried again soon.
-constexpr double certainty = 10.0;
+constexpr double certainty = 12.0;
 // The smallest and the largest size go out so often in a round, to be compared.
 constexpr std::size_t copies = 3;
 constexpr Nanos first_climb = second, last_climb = 60 * second;
 
+std::vector<std::size_t> usual_between(std::size_t low, std::size_t high) {
+    std::vector<std::size_t> sizes;
+    for (const std::size_t size : usual) {
+        if (size > low && size < high) sizes.push_back(size);
+    }
+    return sizes;
+}
+
 }  // namespace
 
 PathMtu::PathMtu(std::size_t least, std::size_t most)
-    : least_(std::min(least, most)), most_(most), bytes_(most), announced_(most), climb_every_(first_climb) {
-    sizes_.assign(copies, least_);
-    for (const std::size_t size : usual) {
-        if (size > least_ && size < most_) sizes_.push_back(size);
-    }
-    if (most_ > least_) sizes_.insert(sizes_.end(), copies, most_);
-}
+    : least_(std::min(least, most)), most_(most), bytes_(most), announced_(most), climb_every_(first_climb) {}
 
 void PathMtu::on_acked(std::size_t bytes) {
     if (bytes > bytes_) bytes_ = std::min(bytes, most_);  // a probe, or a datagram from before the size was lowered
@@ -72,6 +74,9 @@ void PathMtu::on_refused(std::size_t bytes, Nanos now) {
 void PathMtu::suspect(Nanos now) {
     if (phase_ == Phase::searching) return;
     best_ = rounds_ = 0;
+    sizes_ = usual_between(least_, bytes_);
+    sizes_.insert(sizes_.begin(), copies, least_);
+    sizes_.insert(sizes_.end(), copies, bytes_);
     sent_.assign(sizes_.size(), 0);
     arrived_.assign(sizes_.size(), 0);
     begin_round(Phase::searching, now);
@@ -88,14 +93,14 @@ void PathMtu::begin_round(Phase phase, Nanos now) {
 std::size_t PathMtu::take_probe(bool in_use, Nanos patience, Nanos now) {
     if (phase_ == Phase::trusting && in_use && bytes_ < most_ && now >= climb_at_) {
         rounds_ = 0;
+        sizes_ = usual_between(bytes_, most_);
+        sizes_.push_back(most_);
         begin_round(Phase::climbing, now);
     }
     if (now < send_at_) return 0;
-    while (next_ < sizes_.size()) {
-        const std::size_t size = sizes_[next_++];
-        if (phase_ == Phase::climbing ? size <= bytes_ : size > bytes_) continue;
-        if (phase_ == Phase::searching) ++sent_[next_ - 1];
-        return size;
+    if (next_ < sizes_.size()) {
+        if (phase_ == Phase::searching) ++sent_[next_];
+        return sizes_[next_++];
     }
     send_at_ = never;
     // Later rounds wait longer: the round trip may be longer than was thought.
@@ -105,9 +110,10 @@ std::size_t PathMtu::take_probe(bool in_use, Nanos patience, Nanos now) {
 
 bool PathMtu::tick(Nanos now) {
     if (now >= judge_at_) {
+        const bool inconclusive = phase_ == Phase::searching && chance_explains();
         if (phase_ == Phase::climbing) {
             settle();
-        } else if (!chance_explains()) {
+        } else if (!inconclusive) {
             // A path that changes to and fro is left in peace for longer each time.
             if (now - narrowed_at_ > last_climb) climb_every_ = first_climb;
             narrowed_at_ = now;
@@ -120,7 +126,7 @@ bool PathMtu::tick(Nanos now) {
             lost_ = 0;
             settle();
         }
-        if (bytes_ < most_) {
+        if (bytes_ < most_ && !inconclusive) {
             climb_at_ = now + climb_every_;
             climb_every_ = std::min(2 * climb_every_, last_climb);
         }

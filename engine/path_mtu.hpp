@@ -46,7 +46,7 @@ private:
     [[nodiscard]] bool chance_explains() const;
 
     std::size_t least_, most_, bytes_;
-    std::vector<std::size_t> sizes_;  // to probe, rising; the last is `most`
+    std::vector<std::size_t> sizes_;  // of the probes of a round, rising
     Phase phase_{Phase::trusting};
     // The run of losses: how many datagrams of the largest size that was lost, and since when; none of that size arrived.
     std::size_t lost_bytes_{};

@@ -17,15 +17,15 @@ struct Core::Peer {
          std::size_t chunk_bytes, Nanos now)
         : rank(its_rank),
           out(credit, now),
-          in(report_words(its_path)),
+          in(report_words(its_path.bytes())),
           rate(control_of_rate),
           path(its_path),
           pieces(chunk_bytes),
           last_heard(now) {}
 
     // How much a report may name so that it fits a datagram.
-    static std::size_t report_words(const PathMtu& its_path) {
-        return (its_path.bytes() - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
+    static std::size_t report_words(std::size_t datagram_bytes) {
+        return (datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
     }
 
     std::uint16_t rank;
@@ -41,13 +41,14 @@ struct Core::Peer {
     Nanos deadline{never};    // the shortest time that a message to it was given, as of then
     std::uint32_t open_receives{};  // messages that we wait for
     Nanos ping_at{};                // not before this, while we only wait for it
-    Nanos data_lost_since{never};   // since when all data to it was lost; `never` when the latest arrived
-    bool silent{};                  // nothing heard for too long; heals by itself
-    bool forsaken{};                // fell silent just now: what is in flight to it is lost
-    bool left{};                    // said goodbye
-    Blame left_for{};               // because of this, if it said so
-    bool told{};                    // knows that we leave
-    bool refused{};                 // the pool turned something of it away
+    // Since when all data to it was lost, `never` when the latest arrived; and when it was last.
+    Nanos data_lost_since{never}, data_lost_at{};
+    bool silent{};     // nothing heard for too long; heals by itself
+    bool forsaken{};   // fell silent just now: what is in flight to it is lost
+    bool left{};       // said goodbye
+    Blame left_for{};  // because of this, if it said so
+    bool told{};       // knows that we leave
+    bool refused{};    // the pool turned something of it away
 
     // A report may wait this long for more to report.
     [[nodiscard]] Nanos report_delay() const {

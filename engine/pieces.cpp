@@ -49,6 +49,12 @@ Pieces::Pieces(std::size_t chunk_bytes)
     : chunk_bytes_(chunk_bytes),
       most_(std::max<std::size_t>(most_held_bytes / std::max<std::size_t>(chunk_bytes, 1), 2)) {}
 
+bool Pieces::holds(std::uint64_t number) const {
+    return std::any_of(partial_.begin(), partial_.end(), [&](const Partial& partial) {
+        return std::find(partial.numbers.begin(), partial.numbers.end(), number) != partial.numbers.end();
+    });
+}
+
 Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span<const std::byte> payload) {
     const std::optional<PiecePrefix> prefix = parse_piece(payload);
     if (!prefix || prefix->chunk_bytes > chunk_bytes_) return Taken::malformed;
@@ -89,8 +95,7 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
                   partial.bytes.begin() + static_cast<std::ptrdiff_t>(cut.begin(prefix->index)));
         partial.here |= one;
         partial.numbers.push_back(number);
-    } else if (std::find(partial.numbers.begin(), partial.numbers.end(), number) == partial.numbers.end() &&
-               partial.numbers.size() < 4 * PieceCut::most_pieces) {
+    } else if (partial.numbers.size() < 2 * cut.count) {
         partial.numbers.push_back(number);  // sent again, and here before the rest of the first time
     }
     if (partial.here + 1 != (cut.count == 64 ? 0 : 1ULL << cut.count)) return Taken::kept;

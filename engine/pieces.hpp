@@ -56,6 +56,8 @@ public:
     // Takes the payload of a datagram that holds a piece. If the chunk is now complete, `whole()` and `numbers()` are its
     // bytes and the packet numbers of its pieces, until the next call.
     [[nodiscard]] Taken take(const Header& header, std::uint64_t number, std::span<const std::byte> payload);
+    // Whether a piece of this number waits here: it is not reported yet, and must not be believed twice.
+    [[nodiscard]] bool holds(std::uint64_t number) const;
     [[nodiscard]] std::span<const std::byte> whole() const { return complete_.bytes; }
     [[nodiscard]] std::span<const std::uint64_t> numbers() const { return complete_.numbers; }
 

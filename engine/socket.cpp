@@ -189,7 +189,8 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
             // Either each of them is too large for the interface, or this kernel or device takes the option and refuses the
             // segments.
             if (!send_one_by_one(first)) return sent;
-            segmentation_ = first.too_large;
+            // More than fits one datagram of the kernel's is refused as well, and says nothing about segments.
+            segmentation_ = first.too_large || first.bytes > max_datagram_bytes;
         } else {
             first.too_large = errno == EMSGSIZE;
         }

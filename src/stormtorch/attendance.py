@@ -12,6 +12,8 @@ from stormtorch.errors import PeerFailed, RanksMissing
 _log = logging.getLogger("stormtorch")
 _WARN_AFTER_S = 10.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
+_LOOK_EVERY_S = 0.5
+"""How often single ranks are asked for, to name those that are missing and to find notes of those that cannot come."""
 
 
 class Attendance:
@@ -44,11 +46,17 @@ class Attendance:
             PeerFailed: One of them has said that it cannot.
         """
         nap_s = _SHORTEST_NAP_S
-        missing = dict(places)
-        while missing := {peer: key for peer, key in missing.items() if not self._store.check([key])}:
-            for peer in missing:
-                self._look_for_a_note(peer)
+        missing, look_at = dict(places), time.monotonic()
+        # One question for all, most of the time: hundreds of ranks ask the same store at once.
+        while not self._store.check(list(missing.values())):
             waited_s = time.monotonic() - self._began
+            if time.monotonic() >= look_at or waited_s >= self._timeout_s:
+                look_at = time.monotonic() + _LOOK_EVERY_S
+                missing = {peer: key for peer, key in missing.items() if not self._store.check([key])}
+                for peer in missing:
+                    self._look_for_a_note(peer)
+                if not missing:
+                    return
             if waited_s >= self._timeout_s:
                 error = RanksMissing(f"{self._missing(missing)} within {self._timeout_s:g} s (timeout_s). {_ADVICE}")
                 error.culprit = min(missing)

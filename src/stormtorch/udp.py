@@ -172,6 +172,7 @@ class UdpTransport:
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        self.check_owner("peek")
         return self.endpoint.peek(channel, seq)
 
     def orphan(self, exchange_id: int) -> None:
@@ -235,6 +236,7 @@ class UdpTransport:
 
     def path_bytes(self, peer: int) -> int:
         """The largest datagram that the path to a peer carries now; chunks that do not fit travel in pieces."""
+        self.check_owner("path_bytes")
         return self.endpoint.path_bytes(peer)
 
     def part(self) -> None:

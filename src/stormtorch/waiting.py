@@ -138,7 +138,8 @@ class Patience:
             self._quiet_since = time.monotonic()
         moved = self._bytes()
         if moved - self._moved > _NOTHING_BYTES + _NOTHING_BYTES_PER_RANK * self._transport.world:
-            self._quiet_since, self._moved = time.monotonic(), moved
+            self._quiet_since = time.monotonic()
+        self._moved = moved
         quiet_s = time.monotonic() - self._quiet_since
         if quiet_s >= _WRITE_AFTER * ANNOUNCE_AFTER_S and not self._written:
             self._written = True
