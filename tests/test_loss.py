@@ -158,8 +158,8 @@ def test_a_lossy_all_reduce_is_the_mean_of_what_arrived_and_what_was_not_shared_
         total = given(rank)[rank].float().view(chunks, per_chunk)
         for peer, mask in here.items():
             total = total + given(peer)[rank].float().view(chunks, per_chunk) * mask.unsqueeze(1)
-        factor = (1.0 if op is Op.AVG else n) / counts.float().unsqueeze(1)
-        assert same_bits(tensor[rank], (total * factor).to(dtype))
+        divisor = counts.float().unsqueeze(1) / (1.0 if op is Op.AVG else n)
+        assert same_bits(tensor[rank], (total / divisor).to(dtype))
         for peer in here:
             shared = arrival.mask(peer, stage=1)
             lost += int((~shared).sum())

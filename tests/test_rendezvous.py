@@ -289,6 +289,16 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
     local_world(2, work, options=replace(OPTIONS, key=key))
 
 
+@pytest.mark.parametrize(
+    ("host", "strangers"),
+    [("192.0.2.1", True), ("198.18.0.3", False), ("127.0.0.1", False), ("2001:db8::1", True), ("fe80::1%eth0", True)],
+)
+def test_strangers_are_neither_on_loopback_nor_in_the_lab(host: str, strangers: bool) -> None:
+    endpoint, card = rendezvous._bind(OPTIONS)
+    endpoint.close(0.0)
+    assert rendezvous._meets_strangers(replace(card, host=host, loopback=host == "127.0.0.1")) == strangers
+
+
 @pytest.mark.parametrize(("loopback", "key", "warnings"), [(False, None, 1), (False, KEY, 0), (True, None, 0)])
 def test_job_that_leaves_the_machine_without_a_key_is_warned_of_strangers_once(
     loopback: bool,

@@ -50,7 +50,8 @@ class Attendance:
         # One question for all, most of the time: hundreds of ranks ask the same store at once.
         while not self._store.check(list(missing.values())):
             waited_s = time.monotonic() - self._began
-            if time.monotonic() >= look_at or waited_s >= self._timeout_s:
+            warns = waited_s >= _WARN_AFTER_S and not self._warned
+            if time.monotonic() >= look_at or warns or waited_s >= self._timeout_s:
                 look_at = time.monotonic() + _LOOK_EVERY_S
                 missing = {peer: key for peer, key in missing.items() if not self._store.check([key])}
                 for peer in missing:
@@ -61,7 +62,7 @@ class Attendance:
                 error = RanksMissing(f"{self._missing(missing)} within {self._timeout_s:g} s (timeout_s). {_ADVICE}")
                 error.culprit = min(missing)
                 raise error
-            if waited_s >= _WARN_AFTER_S and not self._warned:
+            if warns:
                 self._warned = True
                 _log.warning("%s for %.0f s. %s", self._missing(missing), waited_s, _ADVICE)
             time.sleep(nap_s)
