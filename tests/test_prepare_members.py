@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from conftest import store_of_threads
-from stormtorch import BoundedDrift, Options, connect, exact, prepare
+from stormtorch import BoundedDrift, Options, StormError, connect, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.members import Members
+from stormtorch.policies.settings import Settings
 from stormtorch.rendezvous import rejoin
 from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
@@ -126,6 +127,60 @@ def test_a_rank_returns_while_another_is_dead() -> None:
             f"rank {rank}: {int((numbers != 1).sum())} were not handed over"
         )
         assert count == 7
+
+
+def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_of_threads()
+    ended: list[int] = []
+    take = Settings.take
+
+    def die(self: Settings, group: Group, root: int, *, new: bool) -> None:
+        if new:
+            group.transport.close(0.2)  # type: ignore[call-arg]  # it is one over UDP
+            raise StormError("dies here")
+        take(self, group, root, new=new)
+
+    monkeypatch.setattr(Settings, "take", die)
+
+    def first(rank: int) -> None:
+        transport = connect(store, rank, WORLD, OPTIONS)
+        model = Vector(400)
+        optimizer: Any = prepared(transport, model)
+        training = optimizer.training
+
+        def step() -> None:
+            model(torch.ones(400)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+
+        step()
+        with exact(model):
+            pass
+        if rank == 2:
+            transport.close(0.2)
+            with pytest.raises(StormError, match="dies here"):
+                prepared(rejoin(store, 2, WORLD, OPTIONS), Vector(400))
+            return
+        while not training._members.epoch:
+            step()
+        for _ in range(5):
+            step()
+        # Settings that differ are found all the same.
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] = 3.0
+        with pytest.raises(ValueError, match=r"lr of parameter group 0 is 0\.0 on ranks 0 and 3, 3\.0 on rank 1"):
+            step()
+        ended.append(rank)
+        transport.close()
+
+    in_threads([lambda rank=rank: first(rank) for rank in range(WORLD)])  # type: ignore[misc]
+    assert sorted(ended) == [0, 1, 3]
+    told = [each for each in caplog.messages if "cannot hand over optimizer settings" in each]
+    assert len(told) == 3
+    assert all("training goes on" in each for each in told)
 
 
 def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way() -> None:

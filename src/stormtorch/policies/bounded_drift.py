@@ -326,7 +326,8 @@ class BoundedDriftTraining(Training):
         if new:
             hand_over(self, self.buckets, epoch, new, self._certain)
             root, joining = epoch.members.index(epoch.root), self.group.rank in new
-            self._settings.take(self._channel("settings", epoch.members), root, new=joining)
+            # On a channel of its own: where a rank dies now, the others may have come to different points of it.
+            self._settings.take(self._channel("settings/handed", epoch.members), root, new=joining)
         self._share()
         self._entering = False
 

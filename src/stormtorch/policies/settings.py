@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -13,6 +14,8 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
+
+_log = logging.getLogger("stormtorch")
 
 # Of a parameter group, these are what is trained and not how.
 _NOT_SETTINGS = ("params", "param_names")
@@ -103,10 +106,22 @@ class Settings:
         return changed
 
     def take(self, group: Group, root: int, *, new: bool) -> None:
-        """A process that is new gets the root's settings. All ranks of the group must call it."""
+        """Gives the root's settings to processes that are new. All ranks of the group must call it.
+
+        Where a rank dies meanwhile, the others go on with what they have: the next backward finds a difference.
+
+        Raises:
+            StormError: This process is new, and did not get them.
+        """
         if not self.compared:
             return
-        everyone = self._gathered(group, f"rank {group.rank}: cannot hand over optimizer settings")
+        try:
+            everyone = self._gathered(group, f"rank {group.ranks[group.rank]}: cannot hand over optimizer settings")
+        except StormError as error:
+            if new:
+                raise
+            _log.warning("%s. This rank has its own, and training goes on", str(error).removesuffix("."))
+            return
         if new:
             self.adopt(everyone[root])
 
