@@ -1,6 +1,7 @@
 """What a model has beside parameters, such as the statistics of batch normalisation: averaged when it is asked for."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from stormtorch.reliability import Reliability
 
 
 class Buffers:
-    """A model's floating-point buffers.
+    """A model's floating-point buffers, by name: forward may replace them by new tensors.
 
     Args:
         model: Whose.
@@ -20,15 +21,17 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions: dict[int, int] = {id(each): each._version for each in self._all()}
+        # What each was at first, and its version. Not by id: that of a tensor that is gone is soon another one's.
+        self._first = {name: (weakref.ref(each), each._version) for name, each in self._all().items()}
         # Normalisation changes its statistics without a new version.
-        self._unnoticed = {
-            id(each) for module in model.modules() if isinstance(module, _NormBase) for each in module.buffers()
-        }
-        self._kept: dict[int, torch.Tensor] = {}
+        for prefix, module in model.named_modules():
+            if isinstance(module, _NormBase):
+                for name, _ in module.named_buffers(prefix):
+                    self._first.pop(name, None)
+        self._kept: dict[str, torch.Tensor] = {}
 
-    def _all(self) -> list[torch.Tensor]:
-        return [each for each in self._model.buffers() if each.is_floating_point() and each.numel()]
+    def _all(self) -> dict[str, torch.Tensor]:
+        return {name: each for name, each in self._model.named_buffers() if each.is_floating_point() and each.numel()}
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -36,11 +39,14 @@ class Buffers:
 
         Those that nothing has ever changed, such as tables, are not copied.
         """
-        for each in self._all():
-            version = each._version
-            if id(each) in self._unnoticed or self._versions.get(id(each)) != version or id(each) in self._kept:
-                self._versions[id(each)] = version
-                self._kept[id(each)] = each.detach().clone()
+        now = self._all()
+        self._kept = {
+            name: each.detach().clone() for name, each in now.items() if name in self._kept or self._changed(name, each)
+        }
+
+    def _changed(self, name: str, buffer: torch.Tensor) -> bool:
+        first, version = self._first.get(name, (None, 0))
+        return first is None or first() is not buffer or buffer._version != version
 
     @torch.no_grad()
     def average(self, group: Group, reliability: Reliability, root: int = 0) -> None:
@@ -54,12 +60,12 @@ class Buffers:
         buffers = self._all()
         if not buffers:
             return
-        self.become(_mean(_flat(buffers), group, reliability, root))
+        self.become(_mean(_flat(buffers.values()), group, reliability, root))
 
     @torch.no_grad()
     def become(self, mean: torch.Tensor | None) -> None:
         """They become a mean that `give` has returned."""
-        buffers = self._all()
+        buffers = list(self._all().values())
         if mean is None or not buffers:
             return
         own, begin = _flat(buffers), 0
@@ -74,16 +80,23 @@ class Buffers:
 
         What is remembered becomes the mean: a second call at the same step must not weigh this rank's once more.
         """
-        buffers = self._all()
-        if not buffers:
+        given = {name: self._kept.get(name, each) for name, each in self._all().items()}
+        if not given:
             return None
-        mean = _mean(_flat([self._kept.get(id(each), each) for each in buffers]), group, reliability, root)
-        parts = torch.split(mean, [each.numel() for each in buffers])
-        self._kept.update((id(each), part.view(each.shape)) for each, part in zip(buffers, parts, strict=True))
+        mean = _mean(_flat(given.values()), group, reliability, root)
+        self._keep(given, mean)
         return mean
 
+    def _keep(self, given: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
+        """Remembers the mean of what was given. Tables, which it does not change, are still not copied."""
+        parts = torch.split(mean, [each.numel() for each in given.values()])
+        own = torch.split(_flat(given.values()), [each.numel() for each in given.values()])
+        for (name, each), part, before in zip(given.items(), parts, own, strict=True):
+            if name in self._kept or not torch.equal(part, before):
+                self._kept[name] = part.view(each.shape)
 
-def _flat(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+
+def _flat(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
 
 
