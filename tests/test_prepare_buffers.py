@@ -3,20 +3,25 @@
 """Buffers of a prepared model: replaced in forward, of several optimizers, saved by one rank after calls of all."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stormtorch import BoundedDrift
-from stormtorch.collectives import barrier
+from stormtorch import BoundedDrift, ModelAveraging, exact, prepare
+from stormtorch.collectives import Group, barrier
 from stormtorch.policies.buffers import Buffers
+from stormtorch.policies.policy import Policy
+from stormtorch.sim import SimNetwork
+from stormtorch.transport import Transport
 from stormtorch.waiting import doing
-from training import Rank, assert_close, assert_same, on_ranks, sgd, vectors
+from training import Rank, assert_close, assert_same, on_ranks, regression, sgd, vectors
 
 pytestmark = pytest.mark.pure
 
 STEPS = 12
+POLICIES = pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(every=4)], ids=["drift", "averaging"])
 
 
 class Replacing(nn.Module):
@@ -91,6 +96,53 @@ def test_buffers_that_forward_replaces_are_kept_once_and_forgotten_when_they_are
     del model._buffers["wide"]
     buffers.remember()
     assert list(buffers._kept) == ["narrow"]
+
+
+@POLICIES
+def test_what_one_rank_saves_after_all_have_evaluated_is_what_they_had(policy: Policy) -> None:
+    def work(rank: Rank) -> list[list[torch.Tensor]]:
+        rank.train(STEPS)
+        with exact(rank.model):
+            seen = statistics(rank.model)
+        return [seen, saved_alone(rank)]
+
+    (seen, saved), *_ = on_ranks(normalised(), sgd, work, policy=policy, world=3)
+    assert_close(seen, mean_statistics(normalised(), 3))
+    assert_close(saved, seen, rtol=1e-6, atol=1e-7)
+
+
+@POLICIES
+def test_what_one_rank_saves_after_all_have_loaded_is_what_they_loaded(policy: Policy) -> None:
+    def work(rank: Rank) -> list[torch.Tensor]:
+        rank.train(STEPS)
+        rank.model.load_state_dict({name: torch.full_like(each, 7) for name, each in normalised().state_dict().items()})
+        return saved_alone(rank)
+
+    found = on_ranks(normalised(), sgd, work, policy=policy, world=3)
+    assert_same(found[0], [torch.full((8,), 7.0)] * 2)
+
+
+def test_a_model_with_two_optimizers_has_its_statistics_averaged_once() -> None:
+    def work(transport: Transport) -> list[torch.Tensor]:
+        model = normalised()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+        for each in optimizers:
+            prepare(model, each, group=Group(transport))
+
+        def step(number: int) -> None:
+            regression(model, vectors(transport.rank, number)).backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+
+        for number in range(STEPS):
+            step(number)
+        saved: dict[str, Any] = model.state_dict() if transport.rank == 0 else {}
+        found = [saved[name].clone() for name in ("0.running_mean", "0.running_var") if saved]
+        step(STEPS)
+        return found
+
+    assert_close(SimNetwork(3, seed=1).run(work)[0], mean_statistics(normalised(), 3))
 
 
 def test_tables_that_nothing_changes_are_not_copied() -> None:

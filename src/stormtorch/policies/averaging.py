@@ -13,7 +13,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.policies import rules
 from stormtorch.policies.bucket import Bucket
-from stormtorch.policies.buffers import Buffers
+from stormtorch.policies.buffers import buffers_of
 from stormtorch.policies.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gradients import Gradients
@@ -97,7 +97,7 @@ class ModelAveragingTraining(_Averaging):
         # that says it can unscale is called all the same.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        self._buffers = Buffers(model)
+        self._buffers = buffers_of(model)
         self._calls = Calls(
             self.subgroup("exact"),
             EXACT,

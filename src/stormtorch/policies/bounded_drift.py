@@ -19,7 +19,7 @@ from stormtorch.errors import PeerLeft, StormError
 from stormtorch.policies import rules
 from stormtorch.policies.broadcast import Broadcast
 from stormtorch.policies.bucket import Bucket
-from stormtorch.policies.buffers import Buffers
+from stormtorch.policies.buffers import buffers_of
 from stormtorch.policies.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
 from stormtorch.policies.gate import Gate
 from stormtorch.policies.gauge import Gauge
@@ -79,7 +79,7 @@ class BoundedDriftTraining(Training):
         self._lead = 0.0
         self._serve: list[torch.Tensor | None] = [None] * group.size
         self._fetch: list[torch.Tensor | None] = [None] * group.size
-        self._buffers = Buffers(model)
+        self._buffers = buffers_of(model)
         self._row = Row(0)
         self._norms = Norms(
             self._channel("norms"), self._certain, buckets, len(self.parameters), lambda: self._gradients.complete()

@@ -15,6 +15,8 @@ from stormtorch.reliability import Reliability
 class Buffers:
     """A model's floating-point buffers, by name: forward may replace them by new tensors.
 
+    `buffers_of` gives one to all optimizers of a model: what one call has made of the buffers holds for the next.
+
     Args:
         model: Whose.
     """
@@ -60,7 +62,10 @@ class Buffers:
         buffers = self._all()
         if not buffers:
             return
-        self.become(_mean(_flat(buffers.values()), group, reliability, root))
+        mean = _mean(_flat(buffers.values()), group, reliability, root)
+        # Before they change: what was remembered is of before this call, and the next one may ask for it.
+        self._keep(buffers, mean)
+        self.become(mean)
 
     @torch.no_grad()
     def become(self, mean: torch.Tensor | None) -> None:
@@ -94,6 +99,20 @@ class Buffers:
         for (name, each), part, before in zip(given.items(), parts, own, strict=True):
             if name in self._kept or not torch.equal(part, before):
                 self._kept[name] = part.view(each.shape)
+
+
+# Weak on both sides, as it holds its model.
+_buffers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Buffers]] = weakref.WeakKeyDictionary()
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """The model's, which all that ask for them share."""
+    known = _buffers.get(model)
+    found = None if known is None else known()
+    if found is None:
+        found = Buffers(model)
+        _buffers[model] = weakref.ref(found)
+    return found
 
 
 def _flat(buffers: Iterable[torch.Tensor]) -> torch.Tensor:

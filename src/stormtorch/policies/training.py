@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.policies.bucket import Bucket
+from stormtorch.policies.buffers import buffers_of
 from stormtorch.policies.calls import EXACT_MODEL, MODEL_STATE
 from stormtorch.policies.layout import Layout, Slot, plan
 from stormtorch.policies.ledger import Ledger
@@ -117,6 +118,7 @@ class Training(ABC):
                         "load_state_dict(assign=True) replaces parameters that are prepared: use assign=False"
                     )
                 self.loaded()
+                buffers_of(module).remember()  # as this rank may be asked for them before its next step
 
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
