@@ -5,16 +5,24 @@
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore  # torch.distributed has it, but its types do not
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
-from stormtorch import EXACT, BoundedDrift, ModelAveraging, Options, exact, prepare
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Options, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.policies.policy import Policy
 from stormtorch.sim import SimNetwork
 from stormtorch.transport import Transport
 from training import (
@@ -268,6 +276,61 @@ def test_a_model_that_is_distributed_already_is_refused() -> None:
             prepare(wrapped, sgd(inner), group=Group(transport))
 
     SimNetwork(2).run(work)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("part", ["all", "layer"])
+@pytest.mark.parametrize("use", ["step", "state_dict"])
+def test_a_model_that_is_sharded_after_prepare_is_refused(part: str, use: str, mesh: DeviceMesh) -> None:
+    def work(rank: Rank) -> None:
+        rank.train(1)
+        fully_shard(rank.model if part == "all" else rank.model[2], mesh=mesh)
+        with pytest.raises(ValueError, match=r"takes the place of fully_shard\(\): .* do not wrap it afterwards"):
+            if use == "step":
+                rank.train(1)
+            else:
+                rank.model.state_dict()
+
+    on_ranks(perceptron(), adamw, work, world=1, policy=BoundedDrift())
+
+
+def test_a_model_that_was_sharded_before_is_refused(mesh: DeviceMesh) -> None:
+    def work(transport: Transport) -> None:
+        model: Any = fully_shard(perceptron(), mesh=mesh)
+        with pytest.raises(ValueError, match=r"takes the place of fully_shard\(\)"):
+            prepare(model, sgd(model), group=Group(transport))
+
+    SimNetwork(1).run(work)
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()], ids=repr)
+def test_parameters_that_are_replaced_after_prepare_are_noticed_and_named(policy: Policy) -> None:
+    def work(rank: Rank) -> None:
+        rank.train(1)
+        rank.model[2].bias = nn.Parameter(torch.zeros(6))
+        with pytest.raises(RuntimeError, match=r"parameter 3 is prepared, and the model no longer has it"):
+            rank.train(1)
+
+    on_ranks(perceptron(), adamw, work, world=1, policy=policy)
+
+
+def test_parameters_may_get_another_name_and_others_may_be_put_in_their_place_for_a_call() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(1)
+        others = {name: torch.zeros_like(each) for name, each in rank.model.named_parameters()}
+        assert not functional_call(rank.model, others, (vectors(0, 0),)).any()
+        parametrize.register_parametrization(rank.model[2], "weight", nn.Identity())
+        before = rank.model[2].weight.clone()
+        rank.train(2)
+        assert not torch.equal(rank.model[2].weight, before)
+
+    on_ranks(perceptron(), adamw, work, world=2, policy=BoundedDrift())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from stormtorch.policies.layout import Layout, Slot, plan
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.optimizer import adopt, trained
 from stormtorch.policies.policy import Policy
-from stormtorch.policies.wrappers import refusal, refuse_active_wrapper, refuse_wrappers, wrapper_of
+from stormtorch.policies.wrappers import Kept, refuse_active_wrapper, refuse_wrapped, refuse_wrappers
 from stormtorch.transport import WIRE_DTYPES
 from stormtorch.waiting import doing
 
@@ -78,11 +78,12 @@ class Training(ABC):
         _trainings.setdefault(self.model, []).append(weakref.ref(self))
         refuse_wrappers(_any_prepared)
         optimizer_of = weakref.ref(self.optimizer)
-        kept = {id(parameter) for parameter in self.model.parameters()} & {id(each) for each in self.parameters}
+        kept = Kept(self.model, self.parameters)
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if optimizer is optimizer_of():
                 self._check_frozen()
+                kept.check()
                 self._check_left_out()
                 self.bring_home()
                 # Of kwargs there may be more than the closure, and the closure may be None in either place.
@@ -103,6 +104,7 @@ class Training(ABC):
 
         def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
             if module is self.model:
+                kept.check()
                 self.bring_home()
                 self.synchronise(MODEL_STATE)
 
@@ -113,7 +115,7 @@ class Training(ABC):
 
         def loaded(module: nn.Module, _keys: Any) -> None:
             if module is self.model:
-                if not kept <= {id(parameter) for parameter in module.parameters()}:
+                if kept.gone():
                     raise RuntimeError(
                         "load_state_dict(assign=True) replaces parameters that are prepared: use assign=False"
                     )
@@ -299,10 +301,7 @@ class Training(ABC):
                 "the optimizer has none of the model's parameters: make it from model.parameters() of this very model, "
                 "not of a copy or of what it was before it was converted"
             )
-        for module in self.model.modules():
-            name = wrapper_of(module)
-            if name is not None:
-                raise refusal(name)
+        refuse_wrapped(self.model)
         if any(isinstance(parameter, DTensor) for parameter in self.parameters):
             raise ValueError("prepare() takes the place of FSDP, and does not know DTensors: give it a plain model")
 

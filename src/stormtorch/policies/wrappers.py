@@ -6,22 +6,34 @@ the memory of a bucket, while the engine still reads that memory to send it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-# By name, as importing FSDP takes a second and most jobs do without it.
-_NAMES = ("DistributedDataParallel", "FullyShardedDataParallel")
+# By name, as importing FSDP takes a second and most jobs do without it. fully_shard() gives a module another class.
+_NAMES = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard()",
+}
 
 _watching: RemovableHandle | None = None
 
 
 def wrapper_of(module: nn.Module) -> str | None:
     """The name of the wrapper that a module is, if it is one."""
-    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _NAMES), None)
+    return next((_NAMES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _NAMES), None)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises an error if a model is a wrapper, or has one in it."""
+    for module in model.modules():
+        name = wrapper_of(module)
+        if name is not None:
+            raise refusal(name)
 
 
 def refusal(name: str) -> ValueError:
@@ -56,3 +68,43 @@ def refuse_active_wrapper(model: nn.Module) -> None:
     active = DistributedDataParallel._active_ddp_module
     if active is not None and any(module is model for module in active.modules()):
         raise refusal("DistributedDataParallel")
+
+
+class Kept:
+    """Looks whether a model still has the parameters that were prepared: others in their place would never be trained.
+
+    Args:
+        model: The user's.
+        parameters: Those that are prepared. Some may be another model's.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._model = model
+        own = {id(parameter) for parameter in model.parameters()}
+        self._numbers = {id(each): number for number, each in enumerate(parameters) if id(each) in own}
+        # Going through all modules takes milliseconds, so it is done only where a parameter has left its place.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+
+    def gone(self) -> list[int]:
+        """The numbers of parameters that are gone. One that has another place or name in the model is not."""
+        if self._places and all(holder.get(name) is parameter for holder, name, parameter in self._places):
+            return []
+        places = {
+            id(parameter): (module._parameters, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in self._numbers
+        }
+        gone = [number for each, number in self._numbers.items() if each not in places]
+        self._places = [] if gone else list(places.values())
+        return gone
+
+    def check(self) -> None:
+        """Raises an error if a parameter is gone."""
+        gone = self.gone()
+        if gone:
+            refuse_wrapped(self._model)
+            raise RuntimeError(
+                f"parameter {gone[0]} is prepared, and the model no longer has it: replace parameters and modules, as "
+                "weight_norm() and distribute_module() do, before prepare()"
+            )
