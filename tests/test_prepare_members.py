@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,12 +77,13 @@ def in_threads(works: list[Callable[[], None]], within_s: float = 40.0) -> None:
     assert not any(each.is_alive() for each in threads), "a rank hangs"
 
 
-def test_a_rank_returns_while_another_is_dead() -> None:
+def test_a_rank_returns_while_another_is_dead(tmp_path: Path) -> None:
     store = store_of_threads()
     done = threading.Event()
     found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def live(rank: int, transport: UdpTransport, model: Numbers, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.ledger.follow(tmp_path / str(rank))  # type: ignore[attr-defined]
         # As many steps for everyone from the epoch on, which all know.
         while not any("returns" in event for row in optimizer.ledger for event in row.events):  # type: ignore[attr-defined]
             step(model, optimizer)
@@ -121,6 +123,10 @@ def test_a_rank_returns_while_another_is_dead() -> None:
         transport.close()
 
     in_threads([lambda rank=rank: first(rank) for rank in range(WORLD)])  # type: ignore[misc]
+    for rank in range(2):
+        told = [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()]
+        (event,) = [event for row in told for event in row["events"] if "epoch" in event]
+        assert event == f"epoch 1 begins at step {told[-1]['step'] + 1}: rank 2 as a new process returns"
     for rank in range(3):
         numbers, count = found[rank]
         assert torch.equal(numbers, torch.ones(100_000)), (

@@ -101,7 +101,7 @@ class BoundedDriftTraining(Training):
         self._last_broadcast_exact = True
         self._told = True  # of the last broadcast: a step with several backwards must not count it several times
         if self._members.restarted:
-            self._enter(self._members.ask_in(), self._row)
+            self._return()
 
     def _channel(self, name: str, members: Sequence[int] | None = None) -> Group:
         all_ranks = self.subgroup(f"{self._members.epoch}/{name}")
@@ -127,7 +127,7 @@ class BoundedDriftTraining(Training):
         self._row = Row(self.steps)
         while not self._exchange(self._row):
             # What is lost is this rank itself: it comes in again, and gives the gradients that it has.
-            self._enter(self._members.ask_in(), self._row)
+            self._return()
             for bucket in self.buckets:
                 self._reduction.start(bucket)
         self._row.gradient_wait_s = time.perf_counter() - began
@@ -279,10 +279,12 @@ class BoundedDriftTraining(Training):
         row.step, row.lead, row.guarded = self.steps, self._lead, self._guarded
         self.steps += 1
         self._buffers.remember()
-        self._gate.close()
         epoch = self._members.look(self.steps)
         if epoch is not None:
-            self._enter(epoch, row)
+            row.events.append(str(epoch))  # now, as the row may be complete when the gate has closed
+        self._gate.close()
+        if epoch is not None:
+            self._enter(epoch)
 
     def _reliability(self) -> Reliability:
         return REPAIRED if self._guarded and not self.policy.broadcast.exact else self.policy.broadcast
@@ -305,11 +307,15 @@ class BoundedDriftTraining(Training):
 
     # --- those that return ------------------------------------------------------------------------------------------
 
+    def _return(self) -> None:
+        """Asks to be let in, and begins the epoch in which this rank is."""
+        epoch = self._members.ask_in()
+        self._row.events.append(str(epoch))
+        self._enter(epoch)
+
     @torch.no_grad()
-    def _enter(self, epoch: Epoch, row: Row) -> None:
+    def _enter(self, epoch: Epoch) -> None:
         """Begins an epoch together with those that return: all ranks are here."""
-        returning = ", ".join(f"rank {peer}{' as a new process' if new else ''}" for peer, new in epoch.joins.items())
-        row.events.append(f"epoch {epoch.number} begins at step {epoch.step}: {returning} returns")
         self._entering = True
         self._gate.open()
         self._members.begin(epoch)

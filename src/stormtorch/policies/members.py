@@ -37,6 +37,10 @@ class Epoch:
     root: int
     """Who gives new processes what they do not know."""
 
+    def __str__(self) -> str:
+        returning = ", ".join(f"rank {peer}{' as a new process' if new else ''}" for peer, new in self.joins.items())
+        return f"epoch {self.number} begins at step {self.step}: {returning} returns"
+
 
 class Members:
     """Watches which ranks were heard of, and lets them in again.
