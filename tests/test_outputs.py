@@ -96,6 +96,11 @@ def test_a_check_leaves_files_and_folders_as_they_are(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "pipe"]
 
 
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match=r"cannot write .*: it is a directory"):
+        check_file("json", tmp_path)
+
+
 def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="File name too long"):
         check_file("json", tmp_path / ("x" * 300))

@@ -70,6 +70,8 @@ def check_file(option: str, path: Path | None) -> None:
         if path.is_file():
             with path.open("ab"):
                 pass
+        elif path.is_dir():
+            raise BadSetting(option, f"cannot write {path}: it is a directory")
         elif path.exists():  # a pipe or a device, which opening may change
             if not os.access(path, os.W_OK):
                 raise BadSetting(option, f"cannot write {path}: permission denied")
