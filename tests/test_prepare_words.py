@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -78,6 +78,51 @@ def test_a_submodule_of_that_name_is_found() -> None:
         rank.train(2)
 
     on_ranks(Within(), sgd, work, world=2)
+
+
+class Registered(nn.Linear):
+    """Keeps a list of its subclasses, as registries do, and refuses a name that is there, or none."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, called: str, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if called in Registered.known:
+            raise ValueError(f"{called} is there already")
+        Registered.known[called] = cls
+
+
+class One(Registered, called="one"):
+    pass
+
+
+class Sealed(type):
+    """Refuses a class that has another base beside its own."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> "Sealed":
+        if len(bases) > 1:
+            raise TypeError("one base is enough")
+        return super().__new__(mcs, name, bases, members)
+
+
+class Alone(nn.Linear, metaclass=Sealed):
+    pass
+
+
+@pytest.mark.parametrize("kind", [One, Alone])
+def test_classes_that_watch_their_subclasses_can_be_prepared(kind: type[nn.Linear]) -> None:
+    def work(rank: Rank) -> None:
+        rank.train(2)
+        assert isinstance(rank.model, kind)
+        assert not hasattr(rank.model, "module")
+
+    on_ranks(kind(8, 6), sgd, work, world=2)
+    assert Registered.known == {"one": One}
+    if kind is One:
+        with pytest.raises(ValueError, match="is there already"):  # its own subclasses are still watched
+
+            class Again(One, called="one"):
+                pass
 
 
 # --- the ledger in words ----------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from stormtorch.policies.training import trainings_of
 class Unwrapped:
     """Mixed into the class of a prepared model, as only a class can answer for attributes that are not there."""
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Keeps a registry of the user's from hearing of a class that is only ours."""
+
     def __getattr__(self, name: str) -> Any:
         if name != "module":
             return super().__getattr__(name)  # type: ignore[misc]  # of nn.Module
@@ -37,10 +40,11 @@ def unwrap(model: nn.Module) -> None:
     kind = type(model)
     if isinstance(model, Unwrapped):
         return
-    found = _derived.get(kind, lambda: None)()
-    if found is None:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        found = type(kind.__name__, (Unwrapped, kind), names)
-        _derived[kind] = weakref.ref(found)
-    with contextlib.suppress(TypeError):  # a class with a layout of its own: torch's words must do
+    # A class may have a metaclass or a layout of its own that refuses this. Then torch's words must do.
+    with contextlib.suppress(Exception):
+        found = _derived.get(kind, lambda: None)()
+        if found is None:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            found = type(kind.__name__, (Unwrapped, kind), names)
+            _derived[kind] = weakref.ref(found)
         model.__class__ = found
