@@ -5,11 +5,13 @@
 import copy
 import json
 import logging
+import pickle
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -197,6 +199,24 @@ def test_a_summary_names_the_latest_of_many_events() -> None:
     lines = str(ledger.summary()).splitlines()
     assert lines[-11:] == ["  the last 10 of them:", *(f"  event {number}" for number in range(40, 50))]
     assert "events            50" in lines
+
+
+def test_a_ledger_can_be_copied_and_pickled_without_what_follows_it(tmp_path: Path) -> None:
+    def work(rank: Rank) -> None:
+        ledger = rank.optimizer.ledger
+        ledger.follow(tmp_path / str(rank.rank))
+        ledger.to_tensorboard(SimpleNamespace(add_scalar=lambda *_: None, add_text=lambda *_: None))
+        rank.train(3)
+        for copied in (copy.deepcopy(ledger), copy.copy(ledger), pickle.loads(pickle.dumps(ledger))):
+            assert repr(copied) == repr(ledger)
+            assert copied.summary() == ledger.summary()
+            copied.add(Row(9))
+        assert len(ledger) == 3
+        assert len((tmp_path / str(rank.rank)).read_text().splitlines()) == 3
+        rank.train(1)
+        assert len((tmp_path / str(rank.rank)).read_text().splitlines()) == 4
+
+    on_ranks(perceptron(), adamw, work, policy=BoundedDrift(), world=2)
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

@@ -134,12 +134,16 @@ class Ledger:
         self._file: Following | None = None
         self._writer: Any = None
         self._whose = ""
-        self._complete: Callable[[], Callable[[], None] | None] = lambda: None
+        self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
     def attend(self, rank: int, complete: Callable[[], None]) -> None:
         """Tells whose ledger it is, and what completes the row of the last step: a method, which is not kept alive."""
         self._whose = f"rank {rank}: "
         self._complete = weakref.WeakMethod(complete)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the rows, and neither the training nor the file and the writer that follow it."""
+        return {**self.__dict__, "rows": self.rows.copy(), "_file": None, "_writer": None, "_complete": _nothing}
 
     def __repr__(self) -> str:
         if not self._steps:
@@ -243,6 +247,10 @@ class Ledger:
     def to_tensorboard(self, writer: Any) -> None:
         """Gives every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
         self._writer = writer
+
+
+def _nothing() -> None:
+    """Completes no row. A function that pickle can name."""
 
 
 def _shown(name: str, value: object) -> str:
