@@ -40,10 +40,16 @@ def say_goodbye_on_error(transport: Any) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
-        if os.getpid() == _installed_in:  # a forked child must not speak for its parent
+        # A forked child must not speak for its parent, and at a prompt the process goes on.
+        if os.getpid() == _installed_in and not _at_a_prompt():
             leave(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
+
+
+def _at_a_prompt() -> bool:
+    """Whether a person types commands here, or will when the script has ended, as with `python -i`."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _part() -> None:
@@ -73,4 +79,5 @@ def why_left(transport: Any, rank: int) -> str:
 
 
 def _key(transport: Any, rank: int) -> str:
-    return f"{transport.prefix}/left/{rank}"
+    # The process that takes its place has said nothing yet.
+    return f"{transport.prefix}/left/{rank}/{transport.incarnation(rank)}"
