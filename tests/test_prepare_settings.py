@@ -187,3 +187,16 @@ def test_ranks_may_have_settings_of_their_own_where_that_is_meant(policy: Policy
 def test_the_policy_knows_its_rules() -> None:
     with pytest.raises(ValueError, match='settings must be "same", "rank 0" or "any", got'):
         BoundedDrift(settings="mine")  # type: ignore[arg-type]
+
+
+def test_what_happened_in_an_earlier_backward_of_a_step_is_in_its_row() -> None:
+    def work(rank: Rank) -> list[str]:
+        rank.train(1)
+        if rank.rank == 1:
+            rank.optimizer.param_groups[0]["lr"] = 3.0
+        regression(rank.model, vectors(rank.rank, 1)).backward()
+        rank.train(1)
+        return [event for row in rank.optimizer.ledger for event in row.events]
+
+    found = each_own(lambda model, _: sgd(model), work, policy=RANK_0)
+    assert found == [[], ["settings: lr of parameter group 0 was 3.0, is 0.05"], []]

@@ -124,7 +124,7 @@ class BoundedDriftTraining(Training):
     def _finish(self) -> None:
         self._gate.open()
         began = time.perf_counter()
-        self._row = Row(self.steps)
+        self._row = Row(self.steps, events=self._row.events)  # of an earlier backward of this step, or a return
         while not self._exchange(self._row):
             # What is lost is this rank itself: it comes in again, and gives the gradients that it has.
             self._return()
