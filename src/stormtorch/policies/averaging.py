@@ -19,6 +19,7 @@ from stormtorch.policies.gate import Gate
 from stormtorch.policies.gradients import Gradients
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.links import Links
+from stormtorch.policies.meeting import Meeting
 from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.policies.profiling import shown
 from stormtorch.policies.training import Training
@@ -99,9 +100,7 @@ class ModelAveragingTraining(_Averaging):
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         self._buffers = buffers_of(model)
         self._calls = Calls(
-            self.subgroup("exact"),
-            EXACT,
-            policy.collective_wait_s,
+            Meeting(self.subgroup("calls"), self.subgroup("exact"), EXACT, policy.collective_wait_s),
             steps=lambda: self.steps,
             ready=lambda: self._gate.is_open,
             serve=self._take_part,
@@ -178,7 +177,7 @@ class ModelAveragingTraining(_Averaging):
             bucket.flat.copy_(values)
         self._buffers.become(mean)
 
-    def _take_part(self, _call: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _take_part(self, _call: int, _present: list[int]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Takes part in a call that others make; this rank keeps its own model."""
         means = [bucket.flat.clone() for bucket in self.buckets]
         for values in means:

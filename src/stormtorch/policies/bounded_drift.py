@@ -28,6 +28,7 @@ from stormtorch.policies.guard import Guard
 from stormtorch.policies.handing import hand_over
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.losses import Losses
+from stormtorch.policies.meeting import Meeting
 from stormtorch.policies.members import Epoch, Members
 from stormtorch.policies.norms import Norms
 from stormtorch.policies.optimizer import Prepared, Shards, owns_whole
@@ -91,9 +92,7 @@ class BoundedDriftTraining(Training):
         self.ledger.attend(group.rank, self.wait)
         self._entering = False
         self._calls = Calls(
-            self._channel("exact"),
-            self._certain,
-            policy.collective_wait_s,
+            self._meeting(),
             steps=lambda: self.steps,
             ready=lambda: self._shards.settled and not self._entering,
             serve=self._take_part,
@@ -112,6 +111,10 @@ class BoundedDriftTraining(Training):
     def _channels(self, name: str) -> list[Group]:
         """One per bucket, so that buckets may start in any order."""
         return [self._channel(f"{name}/{bucket.index}") for bucket in self.buckets]
+
+    def _meeting(self) -> Meeting:
+        wait_s = self.policy.collective_wait_s
+        return Meeting(self._channel("calls"), self._channel("exact"), self._certain, wait_s)
 
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
@@ -324,7 +327,7 @@ class BoundedDriftTraining(Training):
         self._reduction.groups = self._channels("gradients")
         self._broadcast.groups = self._channels("broadcast")
         self._reports.group, self._norms.group = self._channel("reports"), self._channel("norms")
-        self._calls.group = self._channel("exact")
+        self._calls.meeting = self._meeting()
         self._calls.forget()
         self._last_broadcast_exact = True
         self._reduction.present = len(epoch.members)
@@ -334,7 +337,8 @@ class BoundedDriftTraining(Training):
             root, joining = epoch.members.index(epoch.root), self.group.rank in new
             # On a channel of its own: where a rank dies now, the others may have come to different points of it.
             self._settings.take(self._channel("settings/handed", epoch.members), root, new=joining)
-        self._share()
+        with self._calls.occupied():
+            self._share()
         self._entering = False
 
     # --- for the user -----------------------------------------------------------------------------------------------
@@ -367,8 +371,9 @@ class BoundedDriftTraining(Training):
                     self._share()
                 else:
                     self._follow(kept)  # type: ignore[arg-type]  # of `_take_part`
-        except PeerLeft:
-            present = []
+        except PeerLeft as error:
+            known = error.culprit is not None and error.culprit != self.group.transport.rank
+            present = [peer for peer, rank in enumerate(self.group.ranks) if known and rank != error.culprit]
         missing = set(range(self.group.size)) - set(present) - {self.group.rank}
         if missing:
             self._tell_age(sorted(missing))
@@ -394,10 +399,11 @@ class BoundedDriftTraining(Training):
                 bucket.flat.copy_(bucket.host_flat)
         self._buffers.average(group, self._certain, self._members.lowest)
 
-    def _take_part(self, call: int) -> object:
+    def _take_part(self, call: int, present: list[int]) -> object:
         """Takes part in a call that others make. This rank may be in the middle of a step: nothing changes here."""
         group = self._calls.group
         if call == OPTIMIZER_STATE:
+            self._need_all(present)
             return self._shards.gather(super(Prepared, self.optimizer).state_dict(), group)  # type: ignore[misc]
         shared: list[tuple[list[torch.Tensor], Arrival]] = []
         for bucket in self.buckets:
@@ -437,13 +443,17 @@ class BoundedDriftTraining(Training):
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of the whole optimizer, gathered from all owners."""
         with self._calls.call(OPTIMIZER_STATE) as (present, kept):
-            missing = sorted(set(range(self.group.size)) - set(present))
-            if missing:
-                raise StormError(
-                    f"rank {self.group.rank}: optimizer.state_dict() needs what rank {', '.join(map(str, missing))} "
-                    "owns of the optimizer's state, and it takes no part any more: save before ranks leave"
-                )
+            self._need_all(present)
             return self._shards.gather(local, self._calls.group) if kept is None else kept  # type: ignore[return-value]
+
+    def _need_all(self, present: list[int]) -> None:
+        """What a rank owns of the optimizer's state, nobody else has."""
+        missing = sorted(set(range(self.group.size)) - set(present))
+        if missing:
+            raise StormError(
+                f"rank {self.group.rank}: optimizer.state_dict() needs what rank {', '.join(map(str, missing))} "
+                "owns of the optimizer's state, and it takes no part any more: save before ranks leave"
+            )
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state dict of the whole optimizer."""

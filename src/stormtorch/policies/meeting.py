@@ -1,0 +1,137 @@
+"""How ranks meet at the beginning of a call: each says which one, and after how many steps.
+
+A meeting has two exchanges. In the second one, ranks confirm what they found in the first. A rank that has given up
+waiting, as its `collective_wait_s` is over, posts the second one too, to withdraw: whoever comes later finds its first
+word, but no confirmation, and does not wait for it. So every meeting uses up two numbers of the channel on every rank,
+however it ends.
+
+What follows a meeting has a channel of its own. A call that failed may have left ranks at different numbers there, so
+they first go on to the highest one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import NamedTuple
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group
+from stormtorch.errors import ExchangeTimeout, StormError
+from stormtorch.reliability import Reliability
+
+TAKES_PART, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
+NAMES = (
+    "a call of another rank",
+    "model.state_dict()",
+    "exact()",
+    "optimizer.state_dict()",
+    "destroy_process_group() or the end of its program",
+)
+"""Of calls, by number."""
+_COUNT = 5  # numbers that a rank tells
+_FORMAT = f"{_COUNT}f"
+# Steps and sequence numbers travel in two float32s each, which say so many exactly.
+_LOW = 1 << 20
+_WITHDRAWS = 0.0
+_WITHDRAW_S = 1e-3
+
+
+class Told(NamedTuple):
+    """What a rank tells the others when a call begins."""
+
+    call: int
+    steps: int
+    sequence: int
+    """The next number on the channel of what follows."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it wants something of the others. Who leaves, or only takes part, does not."""
+        return self.call not in (TAKES_PART, LEAVES)
+
+    @property
+    def of_optimizer(self) -> bool:
+        """Whether it is about the optimizer's state, not about the model."""
+        return self.call == OPTIMIZER_STATE
+
+    def numbers(self) -> list[float]:
+        """What travels."""
+        return [float(each) for each in (self.call, *divmod(self.steps, _LOW), *divmod(self.sequence, _LOW))]
+
+    @classmethod
+    def read(cls, numbers: list[float]) -> Told | None:
+        """None if it did not arrive."""
+        if numbers[0] < 0.0:
+            return None
+        call, steps, steps_low, sequence, sequence_low = map(int, numbers)
+        return cls(call, steps * _LOW + steps_low, sequence * _LOW + sequence_low)
+
+
+class Meeting:
+    """Where the ranks of one training meet.
+
+    Args:
+        channel: Who meets. Nothing else has its exchanges there.
+        group: The same ranks, for what follows.
+        reliability: Of the exchanges in which ranks meet.
+        wait_s: Error after waiting for so long.
+    """
+
+    def __init__(self, channel: Group, group: Group, reliability: Reliability, wait_s: float) -> None:
+        self.channel = channel
+        self.group = group
+        self._reliability = reliability
+        self._wait_s = wait_s
+
+    def begun(self) -> list[Told]:
+        """What others have told who have begun a meeting that this rank has not."""
+        firsts = [payload for _, payload in self.channel.begun_elsewhere()]
+        told = [Told.read(list(struct.unpack(_FORMAT, each))) for each in firsts if len(each) == 4 * _COUNT]
+        return [each for each in told if each is not None]
+
+    def meet(self, call: int, steps: int) -> dict[int, Told] | None:
+        """Meets the other ranks.
+
+        Returns:
+            What each rank that is there tells, or None if one of them has given up, or others have found other ranks.
+
+        Raises:
+            ExchangeTimeout: A rank has not come.
+        """
+        own = Told(call, steps, self.group.reserve(0)[1])
+        try:
+            rows = self._gather(own.numbers(), self._wait_s)
+        except BaseException as error:
+            with contextlib.suppress(StormError):
+                self._gather([_WITHDRAWS], _WITHDRAW_S)
+            if isinstance(error, ExchangeTimeout):
+                raise self._late(call, error) from error
+            raise
+        found = {peer: told for peer, row in enumerate(rows) if (told := Told.read(row)) is not None}
+        confirmed = self._gather([float(len(found))], self._wait_s)
+        if any(confirmed[peer] != [float(len(found))] for peer in found):
+            return None
+        self.group.reserve(max(told.sequence for told in found.values()) - own.sequence)
+        return found
+
+    def _gather(self, own: list[float], timeout_s: float) -> list[list[float]]:
+        channel = self.channel
+        rows = [torch.full((len(own),), -1.0, device="cpu") for _ in range(channel.size)]
+        rows[channel.rank].copy_(torch.tensor(own, device="cpu"))
+        collectives.all_gather(
+            channel, rows, rows[channel.rank], reliability=self._reliability, timeout_s=timeout_s
+        ).wait()
+        return [row.tolist() for row in rows]
+
+    def _late(self, call: int, error: ExchangeTimeout) -> ExchangeTimeout:
+        rank = self.channel.rank
+        late = ExchangeTimeout(
+            f"rank {rank}: {NAMES[call]} has waited {self._wait_s:g} s (collective_wait_s): every rank must "
+            "make this call, or wait for others in backward() or a collective, before its next step; "
+            f"{str(error).removeprefix(f'rank {rank}: ')}"
+        )
+        late.culprit = error.culprit
+        return late
