@@ -2,6 +2,7 @@
 # torch's own backward is untyped.
 """Calls that one rank makes alone: the others take part from where they wait, or everyone is told what is wrong."""
 
+import copy
 import logging
 import threading
 import time
@@ -189,11 +190,87 @@ def test_a_mean_that_one_rank_asks_for_alone_is_an_error_for_this_rank_at_once()
     assert on_ranks(perceptron(), adamw, work, policy=ModelAveraging()) == [STEPS + 1] * 4
 
 
+# --- what is kept of calls of others ----------------------------------------------------------------------------------
+
+
+def meets(transport: Transport, group: Group, *, elsewhere: bool) -> None:
+    """Rank 1 waits for rank 0, and takes part meanwhile in what that calls."""
+    if transport.rank == 0:
+        send(group, torch.zeros(1), 1).wait()
+    else:
+        with doing("what only this rank waits in", elsewhere=elsewhere):
+            receive(group, torch.zeros(1), 0).wait()
+
+
 def prepared(transport: Transport, policy: Policy) -> tuple[Any, Any, Group, Rank]:
     model, group = perceptron(), Group(transport)
     rank = Rank(transport.rank, transport.world, model, adamw(model))
     prepare(model, rank.optimizer, policy=policy, group=group)
     return model, rank.optimizer, group, rank
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["call", "collective"])
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
+def test_what_was_loaded_is_not_overwritten_by_what_was_saved_before(policy: Policy, elsewhere: bool) -> None:
+    def work(transport: Transport) -> list[torch.Tensor]:
+        model, _, group, rank = prepared(transport, policy)
+        rank.train(STEPS)
+        if transport.rank == 0:
+            model.state_dict()
+        meets(transport, group, elsewhere=elsewhere)
+        model.load_state_dict({name: torch.full_like(each, 7.0) for name, each in perceptron().state_dict().items()})
+        with exact(model):
+            return values(model)
+
+    for found in local_world(2, work, options=Options(timeout_s=20.0)):
+        assert all(bool((each == 7.0).all()) for each in found)
+
+
+def test_an_optimizer_that_was_loaded_saves_what_was_loaded() -> None:
+    def work(transport: Transport) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        _, optimizer, group, rank = prepared(transport, BoundedDrift())
+        rank.train(1)
+        first = copy.deepcopy(optimizer.state_dict())
+        rank.train(range(1, STEPS))
+        if transport.rank == 0:
+            optimizer.state_dict()
+        meets(transport, group, elsewhere=False)
+        optimizer.load_state_dict(first)
+        return tensors(first), tensors(optimizer.state_dict())
+
+    for first, again in local_world(2, work, options=Options(timeout_s=20.0)):
+        assert_same(first, again)
+
+
+def test_an_optimizer_state_that_was_kept_has_the_learning_rate_of_now() -> None:
+    def work(transport: Transport) -> tuple[float, list[int]]:
+        _, optimizer, group, rank = prepared(transport, BoundedDrift())
+        rank.train(STEPS)
+        if transport.rank == 1:
+            meets(transport, group, elsewhere=False)
+        optimizer.param_groups[0]["lr"] = 0.001
+        (found,) = optimizer.state_dict()["param_groups"]
+        if transport.rank == 0:
+            meets(transport, group, elsewhere=False)
+        return found["lr"], found["params"]
+
+    assert local_world(2, work, options=Options(timeout_s=20.0)) == [(0.001, [0, 1, 2, 3])] * 2
+
+
+def test_one_rank_may_save_a_mean_in_front_of_a_barrier_before_all_evaluate() -> None:
+    def work(transport: Transport) -> int:
+        model, optimizer, group, rank = prepared(transport, ModelAveraging(every=4))
+        rank.train(4)
+        if transport.rank == 0:
+            model.state_dict()
+        with doing("a barrier", elsewhere=True):
+            barrier(group).wait()
+        with exact(model):
+            pass
+        rank.train(range(4, 8))
+        return int(optimizer.training.steps)
+
+    assert local_world(2, work, options=Options(timeout_s=20.0)) == [8, 8]
 
 
 # --- a call that fails ------------------------------------------------------------------------------------------------

@@ -154,6 +154,11 @@ class ModelAveragingTraining(_Averaging):
         """Nothing is exchanged in backward anyway."""
         return contextlib.nullcontext()
 
+    def loaded(self) -> None:
+        """Parameters are views of the buckets; what is kept of calls and buffers is of what was there before."""
+        self._calls.forget()
+        self._buffers.remember()
+
     def wait(self) -> None:
         """Returns when the last averaging has ended."""
         self._gate.open()

@@ -437,14 +437,25 @@ class BoundedDriftTraining(Training):
     def loaded(self) -> None:
         """Masters and stand-ins follow what was loaded."""
         self._gate.open()
+        self._calls.forget()
         for bucket in self.buckets:
             bucket.adopt()
+        self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """The state dict of the whole optimizer, gathered from all owners."""
         with self._calls.call(OPTIMIZER_STATE) as (present, kept):
             self._need_all(present)
-            return self._shards.gather(local, self._calls.group) if kept is None else kept  # type: ignore[return-value]
+            if kept is None:
+                return self._shards.gather(local, self._calls.group)
+        # Settings are each rank's own, and a scheduler may have changed them since.
+        whole: dict[str, Any] = kept  # type: ignore[assignment]  # of `_take_part`
+        groups = zip(local["param_groups"], whole["param_groups"], strict=True)
+        return {
+            **whole,
+            **{name: value for name, value in local.items() if name != "state"},
+            "param_groups": [{**own, "params": each["params"]} for own, each in groups],
+        }
 
     def _need_all(self, present: list[int]) -> None:
         """What a rank owns of the optimizer's state, nobody else has."""
@@ -457,6 +468,7 @@ class BoundedDriftTraining(Training):
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state dict of the whole optimizer."""
+        self._calls.forget()
         local = self._shards.scatter(whole)
         for bucket in self.buckets:
             bucket.settle()

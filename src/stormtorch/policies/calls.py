@@ -179,6 +179,8 @@ class Calls:
             asking = [peer for peer, told in _asked(found).items() if told.of_optimizer == first.of_optimizer]
             self._tell(f"{NAMES[first.call]} of rank {', '.join(map(str, asking))}", error)
             return
+        if is_elsewhere():
+            return  # the collective that this rank waits in comes after this call, and its own call after that
         kept = self._kept.get(first.of_optimizer)
         times = kept.times if kept is not None and kept.steps == self._steps() else 0
         self._kept[first.of_optimizer] = _Kept(self._steps(), times + 1, present, result)
