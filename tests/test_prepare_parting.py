@@ -65,6 +65,50 @@ def test_a_rank_that_leaves_early_is_not_waited_for_by_those_that_go_on() -> Non
     assert max(took) < 2.0
 
 
+@pytest.mark.parametrize(
+    "policy", [ModelAveraging(), ModelAveraging(overlap=True), BoundedDrift()], ids=["averaging", "overlap", "drift"]
+)
+def test_a_rank_that_leaves_early_does_not_hold_up_any_policy(policy: Policy) -> None:
+    def work(transport: UdpTransport) -> float:
+        model, optimizer = trained(transport, 3, policy)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            step(transport, model, optimizer, 3)
+        transport.part()
+        return time.monotonic() - begin
+
+    assert max(local_world(2, work, options=OPTIONS)) < 3.0
+
+
+def test_a_rank_that_leaves_early_does_not_hold_up_one_without_gradients() -> None:
+    def work(transport: UdpTransport) -> float:
+        _, optimizer = trained(transport, 3)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            optimizer.step()  # gradients are exchanged here, as no backward has done so
+        transport.part()
+        return time.monotonic() - begin
+
+    assert max(local_world(2, work, options=OPTIONS)) < 3.0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlap"])
+def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters(overlap: bool) -> None:
+    def work(transport: UdpTransport) -> Any:
+        model, optimizer = trained(transport, 2, BoundedDrift(overlap=overlap))
+        # What rank 2 sends is late, so that rank 0 still waits for it when rank 1 has gone to leave.
+        torch.manual_seed(transport.rank)
+        model(torch.randn(4, 8)).square().mean().backward()
+        if transport.rank == 2:
+            time.sleep(LATE_S)
+        optimizer.step()
+        optimizer.training.wait()
+        return optimizer.state_dict() if transport.rank == 0 else None
+
+    found, *_ = local_world(3, work, options=OPTIONS)
+    assert len(found["state"]) == len(list(perceptron().parameters()))
+
+
 def test_what_has_left_before_is_named_by_who_saves_the_optimizer() -> None:
     def work(transport: UdpTransport) -> str:
         model, optimizer = trained(transport, 3)

@@ -58,11 +58,6 @@ def is_elsewhere() -> bool:
     return _doing.elsewhere
 
 
-def waits_in() -> str | None:
-    """The call that this thread waits in; None if it is none that all ranks must make."""
-    return _doing.what
-
-
 def attends() -> bool:
     """Whether this thread may take part in what others begin. Unknown ones may not: a training could be in use."""
     return _doing.what is not None

@@ -39,7 +39,7 @@ from stormtorch.policies.settings import Settings
 from stormtorch.policies.training import Training
 from stormtorch.reliability import EXACT, REPAIRED, Reliability
 from stormtorch.transport import Arrival
-from stormtorch.waiting import doing
+from stormtorch.waiting import doing, is_elsewhere
 
 _log = logging.getLogger("stormtorch")
 
@@ -91,10 +91,14 @@ class BoundedDriftTraining(Training):
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self.ledger.attend(group.rank, self.wait)
         self._entering = False
+        self._exchanged = -1
+        """The step whose gradients were last exchanged, or are now."""
         self._calls = Calls(
             self._meeting(),
             steps=lambda: self.steps,
             ready=lambda: self._shards.settled and not self._entering,
+            # Between its exchange of gradients and its end, a step is what this rank waits for.
+            going_on=lambda: self._exchanged == self.steps and not is_elsewhere(),
             serve=self._take_part,
         )
         self._last_broadcast_exact = True
@@ -137,6 +141,7 @@ class BoundedDriftTraining(Training):
 
     def _exchange(self, row: Row) -> bool:
         """Ends the exchange of gradients and reports; false if this rank is cut off from the others."""
+        self._exchanged = self.steps
         samples_S = self._gauge.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")

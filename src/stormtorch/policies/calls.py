@@ -36,7 +36,7 @@ from stormtorch.policies.meeting import (
     Meeting,
     Told,
 )
-from stormtorch.waiting import BACKWARD, doing, is_elsewhere, waits_in
+from stormtorch.waiting import doing, is_elsewhere
 
 __all__ = ["EXACT_MODEL", "MODEL_STATE", "NAMES", "OPTIMIZER_STATE", "Calls"]
 
@@ -61,6 +61,7 @@ class Calls:
         meeting: Where ranks meet for them.
         steps: Tells how many this rank has made.
         ready: Whether this rank could take part now.
+        going_on: Whether this rank waits for others in a step that it has begun, and not for the end of the last one.
         serve: Takes part in a call, by number, with the ranks that are there, changes nothing here, and returns what
             came of it.
     """
@@ -71,11 +72,13 @@ class Calls:
         *,
         steps: Callable[[], int],
         ready: Callable[[], bool],
+        going_on: Callable[[], bool] = lambda: False,
         serve: Callable[[int, list[int]], object],
     ) -> None:
         self.meeting = meeting
         self._steps = steps
         self._ready = ready
+        self._going_on = going_on
         self._serve = serve
         self._busy = False
         self._kept: dict[bool, _Kept] = {}
@@ -126,10 +129,10 @@ class Calls:
         for told in self.meeting.begun():
             if told.call == TAKES_PART:
                 continue
-            if told.call == LEAVES and waits_in() != BACKWARD:
-                continue  # it may stay until this rank leaves too, unless this one goes on with another step
             if told.steps < mine:
-                return True  # it comes too late, and is told so
+                return True  # it comes too late and is told so, or leaves and may go: it has nothing that is asked for
+            if told.call == LEAVES and not self._going_on():
+                continue  # it may stay until this rank leaves too
             seen = seen or told.steps == mine  # who is ahead is met later
         return seen and self._ready()
 
