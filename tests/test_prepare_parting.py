@@ -92,16 +92,16 @@ def test_a_rank_that_leaves_early_does_not_hold_up_one_without_gradients() -> No
     assert max(local_world(2, work, options=OPTIONS)) < 3.0
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlap"])
-def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters(overlap: bool) -> None:
+def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -> None:
     def work(transport: UdpTransport) -> Any:
-        model, optimizer = trained(transport, 2, BoundedDrift(overlap=overlap))
-        # What rank 2 sends is late, so that rank 0 still waits for it when rank 1 has gone to leave.
+        model, optimizer = trained(transport, 2, BoundedDrift(overlap=True))
         torch.manual_seed(transport.rank)
         model(torch.randn(4, 8)).square().mean().backward()
         if transport.rank == 2:
             time.sleep(LATE_S)
         optimizer.step()
+        if transport.rank == 1:
+            return None  # without what rank 2 sends so late, which the others wait for
         optimizer.training.wait()
         return optimizer.state_dict() if transport.rank == 0 else None
 
