@@ -24,6 +24,7 @@ from training import EXACTLY, Rank, adamw, assert_same, on_ranks, perceptron, pl
 pytestmark = pytest.mark.pure
 
 STEPS = 3
+_SEEDING = threading.Lock()  # ranks are threads, and torch has one generator for all
 
 
 def normalised() -> nn.Sequential:
@@ -203,7 +204,9 @@ def meets(transport: Transport, group: Group, *, elsewhere: bool) -> None:
 
 
 def prepared(transport: Transport, policy: Policy) -> tuple[Any, Any, Group, Rank]:
-    model, group = perceptron(), Group(transport)
+    with _SEEDING:
+        model = perceptron()
+    group = Group(transport)
     rank = Rank(transport.rank, transport.world, model, adamw(model))
     prepare(model, rank.optimizer, policy=policy, group=group)
     return model, rank.optimizer, group, rank
