@@ -381,7 +381,7 @@ Outgoing* Core::message_of(std::uint32_t slot, std::uint32_t generation) {
 
 void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.kind == Kind::bye) peer.told = true;
-    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes);
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes, flight.stamp.sent_at);
     if (flight.kind == Kind::data) {
         peer.data_lost_since = never;
         Outgoing* message = message_of(flight.slot, flight.generation);
@@ -400,7 +400,8 @@ bool Core::only_repairs(const Peer& peer) {
 void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.kind == Kind::bye) peer.in.set_most_words(Peer::report_words(peer.path.least()));  // it may be too large
     if (flight.more) return;  // the last piece stands for its chunk, which is lost once
-    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_lost(flight.bytes, now);
+    if (flight.kind == Kind::data || flight.kind == Kind::ping)
+        peer.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
     if (flight.kind == Kind::data) {
         peer.data_lost_since = std::min(peer.data_lost_since, now);
         peer.data_lost_at = now;

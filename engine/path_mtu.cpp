@@ -35,7 +35,11 @@ std::vector<std::size_t> usual_between(std::size_t low, std::size_t high) {
 PathMtu::PathMtu(std::size_t least, std::size_t most)
     : least_(std::min(least, most)), most_(most), bytes_(most), announced_(most), climb_every_(first_climb) {}
 
-void PathMtu::on_acked(std::size_t bytes) {
+void PathMtu::on_acked(std::size_t bytes, Nanos sent_at) {
+    if (bytes >= passed_bytes_ || sent_at > passed_at_ + forgotten) {
+        passed_at_ = bytes == passed_bytes_ ? std::max(passed_at_, sent_at) : sent_at;
+        passed_bytes_ = bytes;
+    }
     if (bytes > bytes_) bytes_ = std::min(bytes, most_);  // a probe, or a datagram from before the size was lowered
     if (lost_ > 0 && bytes >= lost_bytes_) {
         // Large ones pass: what was lost was bad luck.
@@ -51,9 +55,10 @@ void PathMtu::on_acked(std::size_t bytes) {
     }
 }
 
-void PathMtu::on_lost(std::size_t bytes, Nanos now) {
+void PathMtu::on_lost(std::size_t bytes, Nanos sent_at, Nanos now) {
     // What is larger than the path is thought to carry is a probe that tried to climb.
     if (bytes <= least_ || bytes > bytes_) return;
+    if (bytes <= passed_bytes_ && sent_at <= passed_at_) return;
     if (lost_ > 0 && bytes < lost_bytes_) {
         if (now - lost_at_ < forgotten) return;
         lost_ = 0;  // nobody sends the larger ones any more
@@ -141,16 +146,16 @@ void PathMtu::settle() {
     send_at_ = judge_at_ = never;
 }
 
-// Whether the run of losses may be chance: if size made no difference, how likely is it that of all the datagrams of the run
-// and of the search, none that arrived is larger than the largest that did? (Fisher's exact test.)
+// Whether it may be chance that no probe larger than the largest that arrived did: if size made no difference, how likely is
+// it that those that arrived are all small? (Fisher's exact test.) Data does not count: a chunk in pieces is lost with any.
 bool PathMtu::chance_explains() const {
     if (best_ < least_ || best_ >= lost_bytes_) return true;
-    std::uint32_t small = 0, arrived = 0, large = lost_;
+    std::uint32_t small = 0, arrived = 0, large = 0;
     for (std::size_t k = 0; k < sizes_.size(); ++k) {
         if (sizes_[k] <= best_) {
             small += sent_[k];
             arrived += arrived_[k];
-        } else if (sizes_[k] < lost_bytes_) {
+        } else {
             large += sent_[k];
         }
     }

@@ -23,9 +23,10 @@ public:
     // The largest datagram to send now.
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
     [[nodiscard]] std::size_t least() const { return least_; }
-    // What became of a datagram of this size that carried data or was a probe.
-    void on_acked(std::size_t bytes);
-    void on_lost(std::size_t bytes, Nanos now);
+    // What became of a datagram of this size that carried data or was a probe. Of many that a report tells of at once, the
+    // order of sending counts: what was sent before one that arrived was lost by chance.
+    void on_acked(std::size_t bytes, Nanos sent_at);
+    void on_lost(std::size_t bytes, Nanos sent_at, Nanos now);
     // Our own interface does not take this size, so there is no need to wait for losses.
     void on_refused(std::size_t bytes, Nanos now);
 
@@ -52,6 +53,9 @@ private:
     std::size_t lost_bytes_{};
     std::uint32_t lost_{};
     Nanos lost_since_{}, lost_at_{};
+    // A large datagram that arrived, and when it was sent.
+    std::size_t passed_bytes_{};
+    Nanos passed_at_{};
     // The search: what is still to be sent of this round, and how many probes of each size were sent and arrived so far.
     std::size_t next_{};
     Nanos send_at_{never}, judge_at_{never};

@@ -16,9 +16,9 @@ struct Path {
     void send(std::size_t bytes) {
         const bool lost = bytes > carries || std::uniform_real_distribution<>(0, 1)(random) < loss;
         if (lost) {
-            path.on_lost(bytes, now);
+            path.on_lost(bytes, now, now);
         } else {
-            path.on_acked(bytes);
+            path.on_acked(bytes, now);
         }
     }
     // Data of full size and what the search asks for, for some time.
@@ -165,4 +165,15 @@ TEST(jobs_with_small_datagrams_have_nothing_to_find) {
     path.run(second);
     CHECK_EQUAL(path.path.bytes(), 300U);
     CHECK_EQUAL(path.probes, 0);
+}
+
+TEST(losses_that_are_told_of_after_later_arrivals_are_chance) {
+    Path path(1472);
+    for (int report = 0; report < 100; ++report) {
+        path.now += millisecond;
+        // A report: all that arrived first, then what was lost before the last of them.
+        for (Nanos k = 0; k < 80; ++k) path.path.on_acked(1472, path.now + 2 * k);
+        for (Nanos k = 0; k < 20; ++k) path.path.on_lost(1472, path.now + k, path.now + millisecond);
+        CHECK_EQUAL(path.path.timer(true), never);
+    }
 }
