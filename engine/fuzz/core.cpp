@@ -121,7 +121,7 @@ public:
             // Trips take no time here, but what is repaired before its path is known to be narrow is lost again at once.
             for (int trips = 1; !wire_.empty(); ++trips) {
                 deliver(0);
-                if (trips % 1000 == 0) wait(millisecond);
+                if (trips % 64 == 0) wait(millisecond);
             }
             if (all_ended()) break;
             Nanos next = never;
