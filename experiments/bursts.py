@@ -9,8 +9,8 @@ from typing import Any
 from grid import Run, above, explain, main, mean_text, seeds
 from perplexity import scratch
 
-from stormtorch.bench.samples import mean
-from stormtorch.training.plot import COLOURS
+from stormtorch.cli.plots.train import COLOURS
+from stormtorch.jobs.counters import mean
 
 BURSTS = (1.0, 8.0, 64.0)
 LOSS = 0.2

@@ -14,7 +14,7 @@ from grid import Run, explain, main, seeds
 from small import small
 
 from stormtorch import theory
-from stormtorch.training.plot import COLOURS
+from stormtorch.cli.plots.train import COLOURS
 
 LOSSES = (0.1, 0.4)
 POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")

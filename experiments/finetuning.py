@@ -14,7 +14,7 @@ from typing import Any
 from grid import Run, explain, main, seeds
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
-from stormtorch.simulation.settings import SimSettings
+from stormtorch.studies.worker_settings import SimSettings
 
 
 def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:

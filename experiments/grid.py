@@ -27,16 +27,16 @@ from unittest.mock import patch
 
 import torch
 
-from stormtorch.bench.conditions import surroundings
-from stormtorch.bench.display import progress_bar
-from stormtorch.bench.samples import mean
+from stormtorch.jobs.counters import mean
 from stormtorch.policies import rules
+from stormtorch.results.surroundings import surroundings
+from stormtorch.results.text import progress_bar
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
-from stormtorch.simulation.settings import SimSettings
-from stormtorch.simulation.tasks import Task
-from stormtorch.simulation.trainings import simulate_one, task_of
-from stormtorch.training.results import without_nan
+from stormtorch.studies.on_workers import simulate_one, task_of
+from stormtorch.studies.rank_results import without_nan
+from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.tasks.kinds import Task
 
 RESULTS = Path(__file__).parent / "results"
 # What may differ from an earlier run: where and how fast it is computed. Data are described by the task.

@@ -15,12 +15,12 @@ from grid import Run, above, main, mean_text, seeds
 from small import small
 from torch import nn
 
-from stormtorch.bench.samples import mean
-from stormtorch.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
-from stormtorch.simulation.settings import SimSettings
-from stormtorch.simulation.tasks import Task, open_task
-from stormtorch.training.plot import COLOURS
-from stormtorch.training.tasks import Batch
+from stormtorch.cli.plots.train import COLOURS
+from stormtorch.jobs.counters import mean
+from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
+from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.tasks.batches import Batch
+from stormtorch.tasks.kinds import Task, open_task
 
 SEEDS = 3
 # One of eight workers has other data, and its gradients are lost like this.

@@ -12,7 +12,7 @@ from typing import Any
 
 from grid import Run, above, explain, main, mean_and_bar, mean_text
 
-from stormtorch.simulation.settings import SimSettings
+from stormtorch.studies.worker_settings import SimSettings
 
 LOSSES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)
 REPAIRED_TO = 0.01

@@ -18,10 +18,10 @@ import torch
 from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed has them, but its types do not
 
 from stormtorch import Options, connect, faults
-from stormtorch.faults import _active
-from stormtorch.sim import SimNetwork
-from stormtorch.transport import Transport
-from stormtorch.udp import UdpTransport
+from stormtorch.network.faults import _active
+from stormtorch.transport.exchange import Transport
+from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.udp import UdpTransport
 
 pytest_plugins = ["stormtorch.lab.fixtures"]
 

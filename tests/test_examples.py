@@ -9,21 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from example_runs import EXAMPLES, verdict
+
 pytestmark = pytest.mark.pure
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-LAST_LINE = re.compile(
-    r"backend storm, (\d+) ranks: loss ([0-9.]+), accuracy ([0-9.]+)%, replicas (identical|DIFFERENT)"
-)
-
-
-def verdict(output: str) -> tuple[int, float, str]:
-    """Ranks, accuracy in percent, and how the replicas compare, from an example's last line."""
-    (found,) = LAST_LINE.findall(output)
-    ranks, _loss, accuracy, replicas = found
-    return int(ranks), float(accuracy), replicas
 
 
 def run(launcher: tuple[str, ...], script: str, home: Path, *arguments: str) -> str:

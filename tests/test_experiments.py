@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stormtorch.loss import Bernoulli
-from stormtorch.simulation.settings import SimSettings
+from stormtorch.network.loss import Bernoulli
+from stormtorch.studies.worker_settings import SimSettings
 
 pytestmark = pytest.mark.pure
 

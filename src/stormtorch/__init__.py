@@ -1,36 +1,43 @@
 """Distributed PyTorch training over networks that drop packets."""
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.errors import StormError
-from stormtorch.faults import faults
-from stormtorch.options import Options
+from stormtorch.network.faults import faults
 from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
+from stormtorch.transport.options import Options
 
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
-    from stormtorch.policies import (
-        BoundedDrift,
-        GradientAveraging,
-        Ledger,
-        ModelAveraging,
-        clip_grad_norm_,
-        exact,
-        no_sync,
-        prepare,
-    )
-    from stormtorch.rendezvous import connect
+    from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+    from stormtorch.policies.ledger import Ledger
+    from stormtorch.runtime.norms import clip_grad_norm_
+    from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.simulation import simulate
+    from stormtorch.transport.rendezvous import connect
 
 __version__ = version("stormtorch")
 
-_BACKEND = ("LossyGradients", "lossy_hook", "lossy_reduce_scatter")
-_POLICIES = (
-    *("BoundedDrift", "GradientAveraging", "Ledger", "ModelAveraging"),
-    *("clip_grad_norm_", "exact", "no_sync", "prepare"),
-)
+# torch takes seconds to import, so what needs it is imported when it is first asked for.
+_PLACES = {
+    "BoundedDrift": "policies",
+    "GradientAveraging": "policies",
+    "Ledger": "policies.ledger",
+    "LossyGradients": "backend.lossy",
+    "ModelAveraging": "policies",
+    "clip_grad_norm_": "runtime.norms",
+    "connect": "transport.rendezvous",
+    "exact": "runtime.prepare",
+    "lossy_hook": "backend.lossy",
+    "lossy_reduce_scatter": "backend.lossy",
+    "no_sync": "runtime.prepare",
+    "prepare": "runtime.prepare",
+    "simulate": "simulation",
+    "use_as_default": "backend",
+}
 
 __all__ = [
     "EXACT",
@@ -63,25 +70,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, so only what needs it brings it in.
-    if name == "connect":
-        from stormtorch.rendezvous import connect
-
-        return connect
-    if name == "use_as_default":
-        from stormtorch.backend import use_as_default
-
-        return use_as_default
-    if name in _BACKEND:
-        from stormtorch.backend import lossy
-
-        return getattr(lossy, name)
-    if name in _POLICIES:
-        from stormtorch import policies
-
-        return getattr(policies, name)
-    if name == "simulate":
-        from stormtorch.simulation import simulate
-
-        return simulate
+    if name in _PLACES:
+        return getattr(import_module(f"stormtorch.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

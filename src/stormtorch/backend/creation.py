@@ -9,13 +9,13 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 
-from stormtorch.attendance import Attendance
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
-from stormtorch.keys import VARIABLE as KEY_VARIABLE
-from stormtorch.options import Options
-from stormtorch.rendezvous import connect
-from stormtorch.udp import UdpTransport
+from stormtorch.transport.attendance import Attendance
+from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.transport.options import Options
+from stormtorch.transport.rendezvous import connect
+from stormtorch.transport.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Interface or address to use where the options name none, as GLOO_SOCKET_IFNAME is for gloo."""

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from stormtorch.backend.anybody import Receives
+from stormtorch.backend.any_source import Receives
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
-from stormtorch.backend.order import Begin, Order
 from stormtorch.backend.tensors import Staged
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op
 from stormtorch.errors import Closed
+from stormtorch.staging.order import Begin, Order
 
 Tensors = Sequence[torch.Tensor]
 

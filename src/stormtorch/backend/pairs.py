@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stormtorch import collectives
-from stormtorch.backend.anybody import Taking
+from stormtorch.backend.any_source import Taking
 from stormtorch.backend.launching import Launching
 from stormtorch.backend.tensors import Staged, one
 from stormtorch.backend.work import StormWork

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stormtorch.backend.cuda import Visit
+from stormtorch.staging.copies import Visit
 
 
 class Staged:

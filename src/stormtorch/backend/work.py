@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from stormtorch.backend import native_future
-from stormtorch.backend.order import Started
-from stormtorch.backend.pool import run_soon
 from stormtorch.backend.tensors import Staged
 from stormtorch.errors import Closed, ExchangeTimeout
-from stormtorch.waiting import doing
+from stormtorch.staging.order import Started
+from stormtorch.staging.threads import run_soon
+from stormtorch.transport.waiting import doing
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]
 """The exchanges of a collective, or the promise of them where it has yet to begin."""

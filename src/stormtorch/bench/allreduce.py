@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormtorch.bench.backends import BACKENDS, DTYPES, Copies
-from stormtorch.bench.conditions import surroundings
-from stormtorch.bench.display import Advance, ignore_progress
 from stormtorch.bench.results import AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
-from stormtorch.bench.samples import Counters, Log, merge
-from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.bench.stage import BARRIER, ORDER, TIMES
-from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.checks import BadSetting, check_between, check_subset
+from stormtorch.jobs.control import BARRIER, ORDER, TIMES
+from stormtorch.jobs.counters import Counters, Log, merge
+from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
+from stormtorch.results.surroundings import surroundings
+from stormtorch.results.text import Advance, ignore_progress
 
 LINE_IDEAL = (
     "computed: 2(n-1)/n x bytes x 8 / rate, what every rank must send and receive, at the rate of its line with "
@@ -81,7 +81,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
     """Measures, and returns when all ranks are gone.
 
     Raises:
-        stormtorch.bench.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+        stormtorch.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     if settings.network is not None:

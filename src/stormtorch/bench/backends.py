@@ -9,13 +9,13 @@ from typing import Protocol, cast
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
-from stormtorch.bench.ranks import Member
-from stormtorch.bench.samples import Delivery
 from stormtorch.bench.tcp import opened_by
 from stormtorch.collectives import Group, all_reduce
-from stormtorch.options import Options
+from stormtorch.jobs.counters import Delivery
+from stormtorch.jobs.ranks import Member
 from stormtorch.reliability import EXACT, LOSSY, Reliability
-from stormtorch.rendezvous import connect
+from stormtorch.transport.options import Options
+from stormtorch.transport.rendezvous import connect
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """The names that can be asked for."""

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 
-from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, ignore_progress
-from stormtorch.bench.ranks import Member
 from stormtorch.bench.replicas import (
     BACKENDS,
     WIRES,
@@ -30,13 +27,16 @@ from stormtorch.bench.replicas import (
     open_groups,
     open_replica,
 )
-from stormtorch.bench.samples import Delivery
-from stormtorch.bench.settings import check_between, check_subset
-from stormtorch.bench.stage import Cue, Stage
-from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.checks import check_between, check_subset
+from stormtorch.jobs.control import Cue, Stage
+from stormtorch.jobs.counters import Delivery
+from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
-from stormtorch.training.corpus import open_corpus
-from stormtorch.training.llama import Llama, LlamaSize
+from stormtorch.results.surroundings import surroundings, write_json
+from stormtorch.results.text import Advance, ignore_progress
+from stormtorch.tasks.data.corpus import open_corpus
+from stormtorch.tasks.models.llama import Llama, LlamaSize
 
 CLOCK = (
     "seconds of training by the slowest rank: steps, the arrival of the last parameters before an evaluation, and, "
@@ -156,7 +156,7 @@ class ConvergenceReport:
         """Without any curve.
 
         Raises:
-            stormtorch.bench.settings.BadSetting: There is nothing to learn from.
+            stormtorch.checks.BadSetting: There is nothing to learn from.
         """
         asked = asdict(settings)
         asked["network"] = "loopback" if settings.network is None else "lab"
@@ -203,7 +203,7 @@ def run_convergence(settings: ConvergenceSettings, advance: Advance = ignore_pro
     """Trains with one backend after the other, each in processes of its own; the same lab serves all.
 
     Raises:
-        stormtorch.bench.failed.RankFailed: A rank failed or did not end in time.
+        stormtorch.jobs.failed.RankFailed: A rank failed or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     with contextlib.ExitStack() as places:

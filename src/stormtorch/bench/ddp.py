@@ -12,9 +12,6 @@ from typing import Any, TypeAlias
 import torch
 
 from stormtorch._engine import int8_bytes
-from stormtorch.bench.conditions import surroundings
-from stormtorch.bench.display import Advance, ignore_progress
-from stormtorch.bench.ranks import Member
 from stormtorch.bench.replicas import (
     BACKENDS,
     DRIFT,
@@ -32,11 +29,14 @@ from stormtorch.bench.replicas import (
     wire_of,
 )
 from stormtorch.bench.results import BackendResult, Report, ideal_s, statistics
-from stormtorch.bench.samples import Counters, Log, Sample, median, merge
-from stormtorch.bench.settings import BadSetting, check_between, check_subset
-from stormtorch.bench.stage import BARRIER, ORDER, Call, Cue, Stage, Turns
-from stormtorch.bench.venue import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.checks import BadSetting, check_between, check_subset
+from stormtorch.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
+from stormtorch.jobs.counters import Counters, Log, Sample, median, merge
+from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
+from stormtorch.results.surroundings import surroundings
+from stormtorch.results.text import Advance, ignore_progress
 
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
@@ -140,7 +140,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
     """Measures, and returns when all ranks are gone.
 
     Raises:
-        stormtorch.bench.failed.RankFailed: A rank failed, had wrong gradients, or did not end in time.
+        stormtorch.jobs.failed.RankFailed: A rank failed, had wrong gradients, or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     conditions = {

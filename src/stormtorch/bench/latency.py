@@ -9,17 +9,17 @@ from typing import Any
 from rich.table import Table
 
 from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
-from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
-from stormtorch.bench.ranks import LOOPBACK, Member
 from stormtorch.bench.rounds import Schedule, run_rounds
-from stormtorch.bench.samples import Log, median, merge, percentile
-from stormtorch.bench.settings import check_between, check_subset
-from stormtorch.bench.stage import BARRIER, TIMES
-from stormtorch.bench.venue import run_here
+from stormtorch.checks import check_between, check_subset
 from stormtorch.collectives import Group, barrier
-from stormtorch.options import Options
+from stormtorch.jobs.control import BARRIER, TIMES
+from stormtorch.jobs.counters import Log, median, merge, percentile
+from stormtorch.jobs.places import run_here
+from stormtorch.jobs.ranks import LOOPBACK, Member
 from stormtorch.reliability import EXACT
+from stormtorch.results.surroundings import surroundings, write_json
+from stormtorch.results.text import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
+from stormtorch.transport.options import Options
 
 SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 
@@ -93,7 +93,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
     """Measures, and returns when all ranks are gone.
 
     Raises:
-        stormtorch.bench.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+        stormtorch.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
     """
     conditions = {
         "hosts": settings.hosts,

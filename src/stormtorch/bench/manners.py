@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, ignore_progress, new_table
-from stormtorch.bench.ranks import Member, run_ranks
-from stormtorch.bench.samples import median
-from stormtorch.bench.settings import check_between, check_subset
+from stormtorch.checks import check_between, check_subset
 from stormtorch.collectives import Group, all_reduce, all_to_all, gather, receive, send
+from stormtorch.jobs.counters import median
+from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.lab import Conditions, Lab
 from stormtorch.lab.access import available_tcp
-from stormtorch.options import Options, parse_rate
-from stormtorch.rendezvous import connect
+from stormtorch.results.surroundings import surroundings, write_json
+from stormtorch.results.text import Advance, ignore_progress, new_table
+from stormtorch.transport.options import Options, parse_rate
+from stormtorch.transport.rendezvous import connect
 
 MANNERS = ("all-to-all", "incast", "tcp", "low", "step")
 """What can be asked for."""

@@ -5,7 +5,7 @@ import math
 import torch
 
 from stormtorch.bench.backends import DTYPES
-from stormtorch.bench.ranks import Member
+from stormtorch.jobs.ranks import Member
 
 
 class Pattern:

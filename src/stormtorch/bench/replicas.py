@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from stormtorch.backend.lossy import LossyGradients, lossy_hook
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.bench.backends import TooSlow, chosen_tcp
-from stormtorch.bench.ranks import Member
-from stormtorch.bench.samples import Delivery
 from stormtorch.bench.tcp import opened_by
-from stormtorch.options import Options
-from stormtorch.policies import BoundedDrift, prepare
-from stormtorch.policies.bounded_drift import BoundedDriftTraining
-from stormtorch.policies.training import trainings_of
-from stormtorch.udp import UdpTransport
+from stormtorch.jobs.counters import Delivery
+from stormtorch.jobs.ranks import Member
+from stormtorch.policies import BoundedDrift
+from stormtorch.runtime.prepare import prepare
+from stormtorch.runtime.session import trainings_of
+from stormtorch.runtime.sharded import BoundedDriftTraining
+from stormtorch.transport.options import Options
+from stormtorch.transport.udp import UdpTransport
 
 NO_SYNC = "no_sync"
 """The name of the replica that computes but does not communicate."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from stormtorch.bench.backends import Copies
-from stormtorch.bench.conditions import write_json
-from stormtorch.bench.samples import Log, Sample, median, percentile
+from stormtorch.jobs.counters import Log, Sample, median, percentile
+from stormtorch.results.surroundings import write_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from stormtorch.bench.backends import Backend, Copies, Gloo, Storm, open_backends
-from stormtorch.bench.display import size_text
 from stormtorch.bench.pattern import Pattern
-from stormtorch.bench.ranks import Member
-from stormtorch.bench.samples import Counters, Delivery, Log, Sample
-from stormtorch.bench.stage import Call, Cue, Stage, Turns
-from stormtorch.faults import faults
+from stormtorch.jobs.control import Call, Cue, Stage, Turns
+from stormtorch.jobs.counters import Counters, Delivery, Log, Sample
+from stormtorch.jobs.ranks import Member
+from stormtorch.network.faults import faults
+from stormtorch.results.text import size_text
 
 # A lossless machine now and then drops a datagram; a backend that always does is broken.
 _CHECKS = 3

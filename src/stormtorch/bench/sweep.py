@@ -13,17 +13,17 @@ from typing import Any
 
 from stormtorch.bench.allreduce import LINE_IDEAL, AllReduceSettings, run_allreduce_in
 from stormtorch.bench.backends import LAB_DEFAULT
-from stormtorch.bench.conditions import surroundings, write_json
-from stormtorch.bench.display import Advance, ignore_progress
-from stormtorch.bench.failed import RankFailed
 from stormtorch.bench.results import AllReduceResult, ideal_bytes
-from stormtorch.bench.settings import BadSetting, check_between
-from stormtorch.bench.stage import BARRIER, TIMES
-from stormtorch.bench.tables import condition_text
-from stormtorch.bench.venue import open_lab
+from stormtorch.checks import BadSetting, check_between
+from stormtorch.cli.tables.bench import condition_text
+from stormtorch.jobs.control import BARRIER, TIMES
+from stormtorch.jobs.failed import RankFailed
+from stormtorch.jobs.places import open_lab
 from stormtorch.lab.access import LabError, LabUnavailable
 from stormtorch.lab.conditions import BadCondition, Conditions
 from stormtorch.lab.lab import Lab
+from stormtorch.results.surroundings import surroundings, write_json
+from stormtorch.results.text import Advance, ignore_progress
 
 
 @dataclass(frozen=True, kw_only=True)

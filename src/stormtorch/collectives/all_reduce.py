@@ -7,7 +7,7 @@ from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
+from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
 # Sending everything to everyone spares a trip; it needs a copy, which larger tensors would feel.
 _DIRECT_BYTES = 512 << 10

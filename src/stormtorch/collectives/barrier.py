@@ -1,7 +1,7 @@
 """Barrier: nobody goes on before everybody has come."""
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.transport import Plan, Receive, Send
+from stormtorch.transport.exchange import Plan, Receive, Send
 
 
 def barrier(group: Group, *, timeout_s: float | None = None) -> Pending:

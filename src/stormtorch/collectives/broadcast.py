@@ -7,7 +7,7 @@ import torch
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.spans import address, check_lossy, shards, size
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
 
 def broadcast(

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 
-from stormtorch.transport import Arrival, Exchange, Plan, Transport
+from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
 Steps = Generator[Plan, Arrival, None]
 """A collective as it runs: it yields the plan of an exchange and is sent back what arrived."""

@@ -13,7 +13,7 @@ from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
 Span = tuple[int, int]
 _BLOCK_ELEMENTS, _GRID_BYTES = 1024, 8

@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from stormtorch.reliability import Reliability
-from stormtorch.transport import WIRE_DTYPES
+from stormtorch.transport.exchange import WIRE_DTYPES
 
 
 class Op(Enum):

@@ -7,7 +7,7 @@ from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
+from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
 
 def reduce(

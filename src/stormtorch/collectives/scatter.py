@@ -7,7 +7,7 @@ import torch
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.spans import address, check_lossy, check_same, size
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport import Plan, Receive, Send
+from stormtorch.transport.exchange import Plan, Receive, Send
 
 
 def scatter(

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace
-from stormtorch.options import parse_rate
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace
+from stormtorch.transport.options import parse_rate
 
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?)\s*"
 _TIME = re.compile(rf"^{_NUMBER}(us|µs|ms|s)$", re.IGNORECASE)
@@ -55,7 +55,7 @@ class Conditions:
     queue: str | int = 512 << 10
     """Bytes that may wait at each end of such a line; what comes on top is dropped and counted as overflow."""
     loss: float | LinkModel | PerLink = 0.0
-    """Of packets on their way from host to host: a probability or a model of links in `stormtorch.loss`."""
+    """Of packets on their way from host to host: a probability or a model of links in `stormtorch.network.loss`."""
     burst: float = 1.0
     """Mean length of a run of losses, where `loss` is a probability."""
     delay: str | float = 0.0

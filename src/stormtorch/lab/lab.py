@@ -35,7 +35,7 @@ from stormtorch.lab.wires import (
     make_bridge,
     management_address,
 )
-from stormtorch.loss import Trace
+from stormtorch.network.loss import Trace
 
 MASTER_PORT = 29500
 _PROBE_PACKETS = 10

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.lab.conditions import BadCondition, Conditions, HostLine, rate_of, size_of, time_of
-from stormtorch.link_file import entries, link_entries, ranks_of, read_file
-from stormtorch.loss import PerLink
+from stormtorch.network.link_file import entries, link_entries, ranks_of, read_file
+from stormtorch.network.loss import PerLink
 
 _NAME = "per_link"
 _HOST_KEYS = {"host", "rate", "up", "down", "queue"}

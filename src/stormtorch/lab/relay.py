@@ -21,7 +21,7 @@ from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.measured import LineCount, LinkCount
 from stormtorch.lab.namespaces import Holder
 from stormtorch.lab.wires import DEVICE, address, set_up
-from stormtorch.loss import Trace
+from stormtorch.network.loss import Trace
 
 _TUN = "/dev/net/tun"
 # What the kernel keeps for the relay while that waits for a core.

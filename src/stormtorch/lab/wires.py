@@ -14,7 +14,7 @@ from stormtorch.lab.access import LabError, has_netem, tool
 from stormtorch.lab.conditions import Conditions, HostLine
 from stormtorch.lab.measured import LineCount, LinkCount
 from stormtorch.lab.namespaces import Holder
-from stormtorch.loss import Bernoulli, GilbertElliott, LinkModel, Trace
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, Trace
 
 DEVICE = "eth0"
 """Every host's interface to the network under test."""

@@ -1,18 +1,5 @@
-"""How ranks train together: one line in a training script, `stormtorch.prepare(model, optimizer, policy=...)`."""
+"""What ranks exchange and what they make of what arrives: one policy, one idea."""
 
-from stormtorch.policies.ledger import Ledger, Row
-from stormtorch.policies.norms import clip_grad_norm_
 from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging
-from stormtorch.policies.preparing import exact, no_sync, prepare
 
-__all__ = [
-    "BoundedDrift",
-    "GradientAveraging",
-    "Ledger",
-    "ModelAveraging",
-    "Row",
-    "clip_grad_norm_",
-    "exact",
-    "no_sync",
-    "prepare",
-]
+__all__ = ["BoundedDrift", "GradientAveraging", "ModelAveraging"]

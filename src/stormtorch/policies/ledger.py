@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stormtorch.errors import Closed
-from stormtorch.policies.following import Following
+from stormtorch.policies.ledger_file import Following
 
 _log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000

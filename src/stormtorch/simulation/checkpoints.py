@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stormtorch.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
-from stormtorch.simulation.together import Together
+from stormtorch.network.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
+from stormtorch.simulation.processes import Together
 
 if TYPE_CHECKING:
     from stormtorch.simulation.averaging import Averaging

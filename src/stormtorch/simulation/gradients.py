@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from stormtorch.simulation.cut import Cut
-from stormtorch.simulation.together import Together
+from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.processes import Together
 
 logger = logging.getLogger(__name__)
 

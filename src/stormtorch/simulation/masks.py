@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormtorch.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, in_time
-from stormtorch.simulation.fates import Chains, Shards, Traces, random_bits, threshold
+from stormtorch.network.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, in_time
+from stormtorch.simulation.loss_chains import Chains, Shards, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.simulation.cut import Cut
+from stormtorch.simulation.chunks import Cut
 
 # More are made room for when a copy grows older than these.
 _VERSIONS_AT_FIRST = 4

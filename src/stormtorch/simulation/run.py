@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from stormtorch import _engine
-from stormtorch.loss import Bernoulli, LossModel
+from stormtorch.collectives.wire import Wire
+from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import BoundedDrift, Policy
-from stormtorch.policies.wires import Wire
 from stormtorch.simulation.averaging import Averaging
 from stormtorch.simulation.checkpoints import Checkpoint, digest
-from stormtorch.simulation.cut import Cut
+from stormtorch.simulation.chunks import Cut
 from stormtorch.simulation.drifting import Drifting
+from stormtorch.simulation.fit import fitting
 from stormtorch.simulation.gradients import How, Loss
-from stormtorch.simulation.memory import fitting
+from stormtorch.simulation.processes import Together
 from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
-from stormtorch.simulation.together import Together
 
 P = ParamSpec("P")
 

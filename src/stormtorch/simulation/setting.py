@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from stormtorch.loss import LossModel
-from stormtorch.simulation.cut import Cut
+from stormtorch.network.loss import LossModel
+from stormtorch.simulation.chunks import Cut
 from stormtorch.simulation.gradients import Gradients, How, Loss
-from stormtorch.simulation.together import Together
+from stormtorch.simulation.processes import Together
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for some parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."""

@@ -1,0 +1,5 @@
+"""`python -m stormtorch.cli`: the same as `stormtorch`."""
+
+from stormtorch.cli.app import main
+
+main()

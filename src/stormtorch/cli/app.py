@@ -1,0 +1,116 @@
+"""The command line. It checks what was typed, shows progress and tables; the work is done elsewhere."""
+
+from typing import Annotated
+
+import typer
+
+from stormtorch.cli import bench, lab, train
+from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.simulate import simulate
+from stormtorch.cli.theory import theory
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(train.app, name="train", help="Train real models over networks that lose, policies side by side.")
+app.command()(simulate)
+app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
+app.command()(theory)
+app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="stormtorch")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"stormtorch {version('stormtorch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def stormtorch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Distributed PyTorch training over networks that drop packets.
+
+    [bold]Examples[/bold]
+
+      stormtorch demo                                  see it work, in a minute
+
+      stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
+
+      stormtorch train image                           ResNet-20, the same
+
+      stormtorch simulate --workers 64 --loss 0.1      many workers, in one process
+
+      stormtorch theory --workers 64 --loss 0.1        what to expect of it
+
+      stormtorch bench allreduce --hosts 4 --mb 25     beside gloo
+
+      stormtorch bench allreduce --loss 0.1            the same under real loss
+
+      stormtorch bench latency                         small tensors, idling
+
+      stormtorch bench ddp                             training steps
+
+      stormtorch lab run --loss 0.1 -- python train.py a bad network
+
+      stormtorch keygen                                a key that seals a job's datagrams
+
+    `stormtorch COMMAND --help` tells more about each.
+    """
+
+
+@app.command()
+def keygen() -> None:
+    """Print a new job key, which seals the datagrams of a job.
+
+    It has 256 random bits, as hexadecimal digits. Every rank of a job must have the same one.
+
+    [bold]Examples[/bold]
+
+      export STORM_KEY=$(stormtorch keygen)            for dist.init_process_group("storm")
+
+      stormtorch.Options(key=text.encode())            in a program, where text is what was printed
+    """
+    from stormtorch.transport.keys import new_key
+
+    typer.echo(new_key())
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Processes of this machine, each with a replica: 2 to 64.")] = 4,
+    steps: Annotated[int, typer.Option(help="Of each of three trainings.")] = 100,
+    loss: Annotated[float, typer.Option(help="Fraction of the datagrams to lose: 0 to 0.9.")] = 0.1,
+) -> None:
+    """Train a small language model on this machine while a tenth of the datagrams is lost.
+
+    Three times from the same weights: with every loss repaired, with none, and with none but a correction.
+    It takes about a minute on two cores, and needs no root, no network and no other machine.
+    `stormtorch train lm` is the same with all its options.
+
+    [bold]Examples[/bold]
+
+      stormtorch demo
+
+      stormtorch demo --loss 0.3 --steps 30
+    """
+    with friendly_errors():
+        from stormtorch.studies.rank_settings import LmSettings
+
+        train.train(LmSettings(ranks=ranks, steps=steps, loss=loss, policies=("lossless", "plain", "lead")))
+
+
+if __name__ == "__main__":
+    main()

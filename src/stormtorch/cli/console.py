@@ -1,0 +1,95 @@
+"""What all commands share: how errors look and which exit code they get, lists of values, files to be written."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+
+@contextlib.contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Exit code 2 and the option for a bad value, 1 and one message for a rank or a lab that failed, 130 for Ctrl-C."""
+    try:
+        # Here, so that --help answers without them.
+        from stormtorch.jobs.failed import RankFailed
+        from stormtorch.lab.access import LabError
+        from stormtorch.lab.conditions import BadCondition
+
+        try:
+            yield
+        except BadCondition as error:  # and BadSetting, which is one
+            raise typer.BadParameter(error.problem, param_hint=f"--{error.name.replace('_', '-')}") from error
+        except RankFailed as error:
+            _show(str(error), error.details)
+            raise typer.Exit(1) from error
+        except LabError as error:
+            _show(str(error))
+            raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted: all ranks are ended", err=True)
+        raise typer.Exit(130) from error
+
+
+def _show(message: str, details: str = "") -> None:
+    console = Console(stderr=True)
+    if details:
+        console.print(details, style="dim", markup=False, highlight=False, end="")
+    console.print(message, style="bold red", markup=False, highlight=False)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Of what is separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Of what is separated by commas; a `BadSetting` that names the option otherwise."""
+    from stormtorch.checks import BadSetting
+
+    try:
+        return tuple(float(number) for number in names(text))
+    except ValueError as error:
+        raise BadSetting(option, f"must be numbers separated by commas, got {text!r}") from error
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises a `BadSetting` for a file that cannot be written, before minutes of work and not after them.
+
+    A file that exists is opened and left as it is; otherwise its folder must exist and take one. Asking for permissions
+    alone would not do: root has them all, also for a folder that takes no files.
+    """
+    from stormtorch.checks import BadSetting
+
+    if path is None:
+        return
+    try:
+        if path.is_file():
+            with path.open("ab"):
+                pass
+        elif path.is_dir():
+            raise BadSetting(option, f"cannot write {path}: it is a directory")
+        elif path.exists():  # a pipe or a device, which opening may change
+            if not os.access(path, os.W_OK):
+                raise BadSetting(option, f"cannot write {path}: permission denied")
+        elif not path.parent.is_dir():
+            raise BadSetting(option, f"there is no folder {path.parent}: make it first, or name another file")
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise BadSetting(option, f"cannot write {path}: {error.strerror}") from error
+
+
+def save(write: Callable[[Path], None], path: Path | None) -> None:
+    """Writes a result where a file was asked for; a disk that has become full is one message and exit code 1."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        _show(f"cannot write {path}: {error.strerror or error}")
+        raise typer.Exit(1) from error

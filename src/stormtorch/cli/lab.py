@@ -1,0 +1,270 @@
+"""`stormtorch lab`: the command line of the lab. It reads options, shows what was asked and what was measured."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from stormtorch.lab.conditions import Conditions
+    from stormtorch.lab.running import Line
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
+
+Rate = Annotated[
+    str | None, typer.Option(help="Of each host's line, both ways: 400mbit, 1gbit. Default: as fast as it goes.")
+]
+Loss = Annotated[float | None, typer.Option(help="Fraction of the packets to lose on every link: 0 to 1.")]
+Burst = Annotated[float | None, typer.Option(help="Mean length of a run of losses, in packets (Gilbert-Elliott).")]
+TraceFile = Annotated[
+    str | None, typer.Option(help="Replay losses: FILE or FILE:LINE of JSON lines with 'bits', 1 is lost.")
+]
+Delay = Annotated[str | None, typer.Option(help="From host to host, one way: 20ms is 40 ms for the round trip.")]
+Jitter = Annotated[str | None, typer.Option(help="Up to so much more delay, packet by packet; they stay in order.")]
+Queue = Annotated[str | None, typer.Option(help="What may wait at each end of a line: 64kb, 1mb.")]
+Tcp = Annotated[str | None, typer.Option(help="Congestion control of TCP on the hosts: bbr, cubic, ...")]
+LabName = Annotated[str | None, typer.Option("--lab", help="Which, if several run.")]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str], typer.Argument(help="What to run on every host; put -- in front.", metavar="COMMAND")
+    ],
+    hosts: Annotated[int, typer.Option(help="Virtual hosts: 2 to 64.")] = 4,
+    per_node: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    rate: Rate = None,
+    loss: Loss = None,
+    burst: Burst = None,
+    trace: TraceFile = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
+    queue: Queue = None,
+    tcp: Tcp = None,
+    seed: Annotated[int, typer.Option(help="Of the losses: the same packets of each link are lost again.")] = 0,
+    per_link: Annotated[
+        Path | None, typer.Option(help="JSON file of links and hosts that differ from the others.", dir_okay=False)
+    ] = None,
+    management: Annotated[
+        bool, typer.Option("--management", help="Rendezvous over a second network that loses nothing.")
+    ] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="End everything after so many seconds.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write what was asked, measured and returned to this file.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Run a command on virtual hosts whose network loses, limits and delays packets.
+
+    Every host is a network namespace on one switch; packets cross the kernel's real network stack.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, and torchrun itself finds
+    the hosts without further options.
+    The exit status is that of the worst rank. Root is not needed where the kernel allows user namespaces.
+
+    [bold]Examples[/bold]
+
+      stormtorch lab run --hosts 4 --rate 400mbit --loss 0.1 -- python train.py
+
+      stormtorch lab run --rate 100mbit --delay 20ms --burst 8 --loss 0.05 -- python train.py
+
+      stormtorch lab run --hosts 2 --per-node 2 --loss 0.01 --tcp cubic -- python train.py
+
+      stormtorch lab run --trace links.jsonl:7 -- python train.py
+
+      stormtorch lab run --loss 0.1 --management -- torchrun train.py
+
+    In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
+    """
+    from stormtorch.cli.console import check_file, friendly_errors, save
+
+    with friendly_errors(), _ending_signals():
+        from stormtorch.lab.conditions import BadCondition, Conditions
+        from stormtorch.lab.lab import Lab
+        from stormtorch.lab.per_link import read_per_link
+
+        changes = _changes(rate=rate, loss=loss, burst=burst, trace=trace, delay=delay, jitter=jitter, queue=queue)
+        conditions = Conditions(seed=seed, tcp=tcp).changed(**changes)
+        if per_link is not None:
+            conditions = read_per_link(per_link, conditions, hosts)
+        if not 1 <= per_node <= 64:
+            raise BadCondition("per_node", f"must lie in [1, 64], got {per_node}")
+        if timeout_s is not None and not timeout_s > 0:
+            raise BadCondition("timeout_s", f"must be above 0, got {timeout_s:g}")
+        check_file("json", json)
+        console = Console(stderr=True, highlight=False)
+        lab = Lab(hosts, conditions, management=management)
+        with contextlib.ExitStack() as stack:
+            with console.status(f"making {hosts} hosts and measuring their network"):
+                stack.enter_context(lab)
+            from stormtorch.cli.tables.lab import after_text, before_text
+
+            console.print(before_text(lab), soft_wrap=True)
+            statuses = lab.run(command, per_node=per_node, timeout_s=timeout_s, write=_writer(per_node))
+            measured = lab.measured()
+        console.print(after_text(measured, statuses), soft_wrap=True)
+        save(lambda path: _write(path, conditions, measured.to_json(), statuses, command, lab), json)
+    raise typer.Exit(max(statuses))
+
+
+@app.command("set")
+def change(
+    lab: LabName = None,
+    rate: Annotated[str | None, typer.Option(help="As for lab run; 'unlimited' takes the limit away.")] = None,
+    loss: Loss = None,
+    burst: Burst = None,
+    trace: TraceFile = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
+    queue: Queue = None,
+    cut: Annotated[list[int] | None, typer.Option(help="Cut this host off; can be given several times.")] = None,
+    join: Annotated[list[int] | None, typer.Option(help="Let a host that was cut off come back.")] = None,
+) -> None:
+    """Change the network of a running lab; what is not named stays as it is.
+
+    [bold]Examples[/bold]
+
+      stormtorch lab set --loss 0.3
+
+      stormtorch lab set --rate 200mbit
+
+      stormtorch lab set --cut 2
+
+      stormtorch lab set --join 2
+    """
+    from stormtorch.cli.console import friendly_errors
+
+    with friendly_errors():
+        from stormtorch.cli.tables.lab import requested_text
+        from stormtorch.lab.conditions import BadCondition, Conditions
+        from stormtorch.lab.registry import ask
+
+        changes = _changes(rate=rate, loss=loss, burst=burst, trace=None, delay=delay, jitter=jitter, queue=queue)
+        Conditions(delay=1.0).changed(**changes)  # wrong values need no lab to be found out
+        if trace is not None:
+            changes["trace"] = "".join("01"[bit] for bit in _read_trace(trace).bits)
+        if cut:
+            changes["cut"] = cut
+        if join:
+            changes["join"] = join
+        if not changes:
+            raise BadCondition("loss", "or another condition must be given: there is nothing to change")
+        reply = ask(lab, {"set": changes})
+        Console(stderr=True, highlight=False).print("now " + requested_text(reply["requested"]))
+
+
+@app.command()
+def show(lab: LabName = None) -> None:
+    """Show what was asked of a running lab's network, and what it has done so far."""
+    from stormtorch.cli.console import friendly_errors
+
+    with friendly_errors():
+        from stormtorch.cli.tables.lab import shown_text
+        from stormtorch.lab.registry import ask
+
+        Console(highlight=False).print(shown_text(ask(lab, {})))
+
+
+@app.command()
+def clean() -> None:
+    """Remove what labs have left that were killed. Labs that run are not touched."""
+    from stormtorch.cli.console import friendly_errors
+
+    with friendly_errors():
+        from stormtorch.lab.registry import clean as remove
+        from stormtorch.lab.registry import running
+
+        removed = remove()
+        for line in removed:
+            typer.echo(f"removed {line}")
+        if not removed:
+            typer.echo("nothing was left")
+        if names := running():
+            typer.echo(f"still running: {', '.join(names)}")
+
+
+def _changes(**options: Any) -> dict[str, Any]:
+    """The options that were given, as conditions."""
+    from stormtorch.lab.conditions import BadCondition
+
+    changes = {name: value for name, value in options.items() if value is not None}
+    if changes.get("rate") == "unlimited":
+        changes["rate"] = None
+    if "trace" in changes:
+        if "loss" in changes or "burst" in changes:
+            raise BadCondition("trace", "takes the place of loss and burst; only one can hold")
+        changes["loss"] = _read_trace(changes.pop("trace"))
+    return changes
+
+
+def _read_trace(text: str) -> Any:
+    from stormtorch.lab.conditions import BadCondition
+    from stormtorch.network.loss import Trace
+
+    name, colon, line = text.rpartition(":")
+    path, number = (name, line) if colon and line.isdigit() else (text, "0")
+    try:
+        return Trace.from_file(path, line=int(number))
+    except (OSError, ValueError) as error:
+        raise BadCondition("trace", f"cannot be read: {error}") from error
+
+
+def _writer(per_node: int) -> Any:
+    """Writes lines with their origin in front, in the host's colour; standard error stays standard error."""
+    styled = {error: (sys.stderr if error else sys.stdout).isatty() for error in (False, True)}
+
+    def write(line: "Line") -> None:
+        name = f"h{line.host}" + (f".{line.local}" if per_node > 1 else "")
+        if styled[line.error] and "NO_COLOR" not in os.environ:
+            name = typer.style(name, fg=_COLOURS[line.host % len(_COLOURS)], bold=True)
+        stream = sys.stderr if line.error else sys.stdout
+        stream.write(f"{name} | {line.text}\n")
+        stream.flush()
+
+    return write
+
+
+def _write(
+    path: Path,
+    conditions: "Conditions",
+    measured: dict[str, Any],
+    statuses: Sequence[int],
+    command: Sequence[str],
+    lab: Any,
+) -> None:
+    import json
+    import platform
+
+    data = {
+        "command": list(command),
+        "hosts": lab.size,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "architecture": platform.machine(), "kernel": platform.release()},
+        "requested": conditions.to_json(),
+        "measured": measured,
+        "statuses": list(statuses),
+    }
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the lab as tidily as Ctrl-C does."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

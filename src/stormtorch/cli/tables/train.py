@@ -1,0 +1,163 @@
+"""How trainings look in a terminal: a table of the policies, and what it means in words."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stormtorch.cli.tables.bench import network_text
+from stormtorch.jobs.counters import mean, median
+from stormtorch.results.text import crowding_text, loss_text, new_table, ratio_text, share_text, time_text
+from stormtorch.studies.rank_results import Report, TrainReport, TrainResult
+
+MEANINGS = {
+    "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",
+    "plain": "takes loss as it comes: a gradient is the mean of what arrived, and a parameter whose update is lost "
+    "stays as it was until the next one",
+    "lead": "is plain with one correction: parameters are sent a little ahead of themselves, by as much as replicas "
+    "are behind on average",
+    "model-averaging": "has every rank train a model of its own and averages what arrives of the models after "
+    "each step",
+    "gradient-averaging": "has every rank apply the gradients that reached it: nothing brings replicas together again",
+}
+"""What the policies do, each after its name."""
+
+
+def show_training(report: TrainReport, console: Console) -> None:
+    """The table and the sentences."""
+    console.print(policy_table(report))
+    for sentence in sentences(report):
+        console.print(f"- {sentence}", highlight=False)
+
+
+def policy_table(report: TrainReport) -> Table:
+    """One row per policy."""
+    settings = report.settings
+    judged = "perplexity" if report.language else "points of accuracy"
+    title = (
+        f"{report.asked['params'] / 1e6:.2g} M parameters, {report.asked['data']['name']}, {settings.steps} steps on "
+        f"{settings.ranks} ranks, {where_text(report)}"
+    )
+    caption = f"against lossless: {judged}, of the same seed. step: median, by the slowest rank. drift: mean squared "
+    caption += "difference per parameter between two replicas."
+    if settings.seeds > 1:
+        caption += f" Means over {settings.seeds} seeds, ± their standard deviation."
+    if settings.network is None:
+        caption += crowding_text(settings.ranks, report.conditions["machine"]["cores_usable"])
+    if drops := report.measured["kernel_drops"]:
+        caption += f" The kernel dropped {drops} datagrams for want of buffer."
+    table = new_table(title, caption)
+    table.add_column("policy", no_wrap=True)
+    second = "per-\nplexity" if report.language else "accuracy"
+    for heading in ("val\nloss", second, "against\nlossless"):
+        table.add_column(heading, justify="right")  # with ± they may need two lines
+    for heading in ("step", "drift", "arrived"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for policy in settings.policies:
+        results = report.of(policy)
+        against = report.against_lossless(policy)
+        table.add_row(
+            policy,
+            spread_text([result.val_loss for result in results], ".3f"),
+            success_text(results),
+            "-" if against is None or policy == "lossless" else against_text(report, against),
+            time_text(median([result.step_s for result in results])),
+            drift_text(mean([result.drift for result in results])),
+            share_text(mean([result.arrived for result in results])),
+        )
+    return table
+
+
+def sentences(report: TrainReport) -> list[str]:
+    """What was seen, in words; every number is of this run."""
+    settings = report.settings
+    found = [
+        f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} had been asked "
+        "for; every policy began with the same weights and saw the same batches."
+    ]
+    if settings.budget < 1.0:
+        found.append(f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing.")
+    found += [_sentence(report, policy) for policy in settings.policies]
+    return found + chance_sentences(settings.policies, settings.seeds)
+
+
+def _sentence(report: TrainReport, policy: str) -> str:
+    results = report.of(policy)
+    text = f"{policy} {MEANINGS[policy]}. {outcome_text(report, policy)}"
+    if policy != "lossless" and report.of("lossless") and not diverged(results):
+        lossless_s = median([result.step_s for result in report.of("lossless")])
+        ratio = median([result.step_s for result in results]) / lossless_s
+        text += f"; a step took {ratio_text(ratio)} times as long as lossless's"
+    arrived = mean([result.arrived for result in results])
+    return f"{text}. {share_text(arrived)} of its chunks arrived, and its replicas {apart_text(results)}."
+
+
+def outcome_text(report: Report[Any, Any], policy: str) -> str:
+    """What a policy came to, as the beginning of a sentence."""
+    results = report.of(policy)
+    if diverged(results):
+        return "It diverged"
+    text = f"It came to {'a perplexity' if report.language else 'an accuracy'} of {success_text(results)}"
+    against = None if policy == "lossless" else report.against_lossless(policy)
+    return text if against is None else f"{text}, {against_text(report, against)} against lossless"
+
+
+def diverged(results: Sequence[TrainResult]) -> bool:
+    """Whether any of them did."""
+    return not math.isfinite(mean([result.val_loss for result in results]))
+
+
+def apart_text(results: Sequence[TrainResult]) -> str:
+    """How replicas ended."""
+    drift = mean([result.drift for result in results])
+    return "ended the same" if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square)"
+
+
+def chance_sentences(policies: Sequence[str], seeds: int) -> list[str]:
+    """How much a difference between policies says."""
+    if len(policies) == 1:
+        return []
+    if seeds == 1:
+        return ["This is one seed: small differences may be chance, and --seeds 3 shows how much of them is."]
+    if "lossless" in policies:
+        return ["A difference to lossless that is no larger than its ± may be chance; more seeds or steps tell."]
+    return []
+
+
+def success_text(results: Sequence[TrainResult]) -> str:
+    """Perplexity or accuracy."""
+    if results[0].perplexity is not None:
+        return spread_text([result.perplexity or math.nan for result in results], ".2f")
+    return spread_text([100 * (result.accuracy or 0.0) for result in results], ".1f", " %")
+
+
+def against_text(report: Report[Any, Any], against: Sequence[float]) -> str:
+    """Perplexity in percent, or points of accuracy."""
+    return spread_text([100 * each for each in against], "+.2f", " %" if report.language else " points")
+
+
+def where_text(report: TrainReport) -> str:
+    """Which network it was: "10 % loss injected on loopback", "400 Mbit/s, 10 % loss"."""
+    settings = report.settings
+    bursts = f" in bursts of {settings.burst:g}" if settings.burst > 1 else ""
+    loss = f"{100 * settings.loss:g} % loss{bursts}"
+    if settings.network is None:
+        return f"{loss} injected on loopback"
+    return f"{network_text(report.measured['requested'])}, {loss}"
+
+
+def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The mean, and of several values their standard deviation: "10.31 ± 0.07"."""
+    centre = mean(values)
+    text = format(centre, form) if math.isfinite(centre) else "-"
+    if len(values) > 1 and math.isfinite(centre):
+        spread = math.sqrt(sum((each - centre) ** 2 for each in values) / (len(values) - 1))
+        text += f" ± {format(spread, form.lstrip('+'))}"
+    return text + unit if math.isfinite(centre) else text
+
+
+def drift_text(drift: float) -> str:
+    """Two digits; nothing but nothing is 0."""
+    return "0" if drift == 0.0 else f"{drift:.1e}"

@@ -1,0 +1,1 @@
+"""Processes that work together, here or on the hosts of a lab."""

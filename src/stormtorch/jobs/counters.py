@@ -1,0 +1,130 @@
+"""What was measured: single calls, the log of a rank or of a whole job, and statistics of times."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
+
+from stormtorch.transport.exchange import Arrival
+from stormtorch.transport.udp import UdpTransport
+
+
+class Delivery(NamedTuple):
+    """What a call brought."""
+
+    arrived: float = 1.0
+    """Fraction of the chunks that arrived."""
+    repaired: int = 0
+    """Chunks sent again."""
+
+    @classmethod
+    def of(cls, arrivals: Sequence[Arrival]) -> "Delivery":
+        """The mean of what arrived over all exchanges of a call, and all that was sent again."""
+        if not arrivals:
+            return cls()
+        arrived = sum(arrival.arrived for arrival in arrivals) / len(arrivals)
+        return cls(arrived, sum(arrival.repaired for arrival in arrivals))
+
+
+class Sample(NamedTuple):
+    """One call, on one rank or, merged, on all."""
+
+    backend: str
+    bytes: int
+    round: int
+    seconds: float
+    cpu_s: float
+    """CPU time of the process, engine threads included, until all ranks were done."""
+    arrived: float
+    """Fraction of the chunks that arrived."""
+    repaired: int
+    """Chunks sent again."""
+    gave_up: bool = False
+    """The call did not end; `seconds` is how long it was waited for."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Datagrams, as the engine counts them."""
+
+    lost: int = 0
+    """Lost by fault injection."""
+    seen: int = 0
+    """That fault injection had in its hands."""
+    kernel_drops: int = 0
+    """That the kernel threw away because a socket's buffer was full."""
+    sent_bytes: int = 0
+    """Of all that were sent, with the engine's headers but without those of UDP."""
+
+    @classmethod
+    def of(cls, transport: UdpTransport) -> "Counters":
+        """What the engine has counted so far."""
+        health = transport.health()
+        faults = health["faults"]
+        return cls(
+            lost=faults["lost"],
+            seen=faults["seen"],
+            kernel_drops=health["overflow"],
+            sent_bytes=health["bytes_sent"],
+        )
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(*(own + theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return Counters(*(own - theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def loss(self) -> float:
+        """The fraction that fault injection lost; 0 of nothing."""
+        return self.lost / self.seen if self.seen else 0.0
+
+
+@dataclass(frozen=True)
+class Log:
+    """What one rank, or all of them together, saw."""
+
+    samples: list[Sample]
+    """In the order of the calls."""
+    counters: dict[tuple[str, int], Counters] = field(default_factory=dict)
+    """Of each storm backend and size, over its timed rounds."""
+    chunk_bytes: int | None = None
+    tcp: dict[str, str] = field(default_factory=dict)
+    """Of each backend over TCP, the congestion control of its connections."""
+
+
+def merge(logs: Sequence[Log]) -> Log:
+    """The log of the whole job: the slowest rank's time, the sum of CPU time and repairs, the mean of what arrived."""
+    samples: list[Sample] = []
+    for calls in zip(*(log.samples for log in logs), strict=True):
+        first = calls[0]
+        if any(call[:3] != first[:3] for call in calls):
+            raise RuntimeError(f"ranks disagree on the order of calls: {sorted({call[:3] for call in calls})}")
+        samples.append(
+            first._replace(
+                seconds=max(call.seconds for call in calls),
+                cpu_s=sum(call.cpu_s for call in calls),
+                arrived=sum(call.arrived for call in calls) / len(calls),
+                repaired=sum(call.repaired for call in calls),
+            )
+        )
+    counters = {key: sum((log.counters[key] for log in logs), Counters()) for key in logs[0].counters}
+    return Log(samples, counters, logs[0].chunk_bytes, logs[0].tcp)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of one value at least; without an end, or no number, where one of them is."""
+    return sum(values) / len(values)
+
+
+def median(times_s: Sequence[float]) -> float:
+    """The middle one, or the mean of the two in the middle."""
+    ordered = sorted(times_s)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def percentile(times_s: Sequence[float], percent: float) -> float:
+    """The smallest time that `percent` of all do not exceed; of few times, a high one is simply the worst."""
+    ordered = sorted(times_s)
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]

@@ -1,0 +1,92 @@
+"""Where the ranks run: beside this process, or on hosts of a lab whose loss begins when all results were checked."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from stormtorch.bench.backends import BACKENDS, BY_TCP
+from stormtorch.checks import BadSetting, check_subset
+from stormtorch.jobs.control import Cue
+from stormtorch.jobs.ranks import run_ranks
+from stormtorch.lab.access import checked_tcp
+from stormtorch.lab.conditions import Conditions
+from stormtorch.lab.lab import Lab
+from stormtorch.lab.measured import Measured
+from stormtorch.results.text import Advance
+
+Result = TypeVar("Result")
+
+
+def check_backends(backends: tuple[str, ...], network: Conditions | None, known: tuple[str, ...] = BACKENDS) -> None:
+    """Raises `BadSetting` unless all of them can be compared there; None is loopback, where there are those known."""
+    check_subset("backends", backends, (*known, *BY_TCP))
+    for name in backends:
+        if network is None and name not in known:
+            raise BadSetting("backends", f"knows {name} only in a lab; here {', '.join(known)}")
+
+
+def open_lab(hosts: int, network: Conditions, backends: tuple[str, ...]) -> Lab:
+    """The lab for that, without loss at first; for a `with` statement."""
+    for name in backends:
+        if name in BY_TCP:
+            checked_tcp(name.removeprefix("gloo-"))
+    return Lab(hosts, network.changed(loss=0.0), management=True)
+
+
+def run_here(
+    work: Callable[..., Result], hosts: int, args: tuple[Any, ...], *, timeout_s: float, advance: Advance
+) -> tuple[list[Result], dict[str, Any]]:
+    """What the ranks return, and where that was; they tell at the end of a round what it measured."""
+    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=_rounds(advance, f"{hosts} ranks"))
+    return results, {"network": "loopback"}
+
+
+def run_in_lab(
+    work: Callable[..., Result],
+    lab: Lab,
+    network: Conditions,
+    hosts: int,
+    args: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    advance: Advance,
+) -> tuple[list[Result], dict[str, Any]]:
+    """The same in a lab whose conditions are as asked for; its loss follows the cues of the ranks."""
+    lab.set(loss=0.0)
+    counts: list[Measured] = []
+    told = _rounds(advance, f"{hosts} hosts")
+
+    def listen(rank: int, what: object) -> None:
+        if what is Cue.LOSE:
+            lab.set(loss=network.loss)
+        elif what is Cue.COUNT:
+            if not counts:
+                lab.reset()
+        elif what is Cue.READ:
+            counts.append(lab.measured())
+        else:
+            told(rank, what)
+
+    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=listen, lab=lab)
+    measured = counts[-1]
+    conditions = {
+        "network": f"lab: {lab.kind}",
+        "lab_made_by": lab.access.name,
+        "requested": lab.conditions.to_json(),
+        "measured": measured.to_json(),
+        "loss_measured": measured.loss,
+        "overflow_measured": measured.overflow,
+    }
+    if lab.conditions.tcp is not None:
+        conditions["tcp_congestion_control"] = lab.conditions.tcp
+    return results, conditions
+
+
+def _rounds(advance: Advance, where: str) -> Callable[[int, object], None]:
+    done = 0
+
+    def told(_rank: int, what: object) -> None:
+        nonlocal done
+        done += 1
+        advance(f"{what} on {where}", done)
+
+    return told

@@ -1,0 +1,296 @@
+"""Fault injection: a bad network on demand, without root and without leaving the machine.
+
+    from stormtorch.faults import faults
+
+    with faults(loss=0.1):                        # a tenth of the datagrams is lost
+        train_one_epoch()
+    with faults(loss=0.1, burst=8, delay_ms=20):  # the same, in runs of 8 on average, 20 ms late
+        train_one_epoch()
+    with faults(loss=GilbertElliott(p=0.1, burst=8), links={(0, 1): 0.5, (1, 0): {"delay_ms": 100}}):
+        train_one_epoch()                         # one pair of ranks fares worse than the others
+
+What to know before trusting a result:
+
+- Faults strike where datagrams are **received**. The link (source, target) is governed by the process of `target`, so
+  run the same `faults(...)` on every rank to make the whole network bad, or on one rank to spoil only what it hears.
+- They apply to every transport of this process, those that exist and those made later.
+- They are reproducible: the fate of the n-th datagram of a link depends on `seed`, source, target and n alone. Each
+  knob has random numbers of its own, so adding `duplicate` does not change which datagrams are lost. (How many are sent
+  may still depend on timing.) Links are independent under one seed, but for what `Shared` takes from all receivers.
+- Blocks nest: the inner one replaces the outer one entirely, and its end brings the outer one back, which then begins
+  its fates anew. Datagrams held back at a change are delivered, not lost.
+- An endpoint holds back at most 4,096 datagrams or 64 MiB. A long delay at a high rate exceeds that, and the rest is
+  dropped: the counter `dropped` in the transport's health tells.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TypeAlias, TypedDict
+
+from stormtorch.network.loss import (
+    LinkFaults,
+    LinkModel,
+    LossModel,
+    PerLink,
+    Shared,
+    Stragglers,
+    Trace,
+    checked_burst,
+    checked_chance,
+    checked_link,
+    checked_number,
+)
+
+__all__ = ["FaultSettings", "Faults", "LinkOptions", "LinkSettings", "faults"]
+
+MAX_DELAY_MS = 3_600_000.0
+"""An hour, as in engine/faults.hpp."""
+
+Bits: TypeAlias = Trace | str | bytes | Sequence[int]
+
+
+class LinkOptions(TypedDict, total=False):
+    """What one link does otherwise than the rest; see `faults` for the knobs."""
+
+    loss: float | LinkModel
+    burst: float
+    duplicate: float
+    reorder: float
+    corrupt: float
+    delay_ms: float
+    jitter_ms: float
+    trace: Bits
+
+
+class LinkSettings(TypedDict):
+    """One link in the engine's words."""
+
+    loss: float
+    burst: float
+    shared: float
+    duplicate: float
+    reorder: float
+    corrupt: float
+    delay_ns: int
+    jitter_ns: int
+    trace: bytes
+
+
+class FaultSettings(TypedDict):
+    """Everything the engine is told."""
+
+    seed: int
+    default: LinkSettings
+    links: dict[tuple[int, int], LinkSettings]
+
+
+def faults(
+    *,
+    loss: float | LossModel = 0.0,
+    burst: float = 1.0,
+    duplicate: float = 0.0,
+    reorder: float = 0.0,
+    corrupt: float = 0.0,
+    delay_ms: float = 0.0,
+    jitter_ms: float = 0.0,
+    seed: int = 0,
+    links: Mapping[tuple[int, int], LinkOptions | LinkModel | float] | None = None,
+    trace: Bits | None = None,
+) -> Faults:
+    """Faults for all transports of this process, as a context manager or by `start()` and `stop()`.
+
+    Args:
+        loss: Fraction of the datagrams that is lost, in [0, 1], or a loss model, which then says everything about loss.
+        burst: Mean number of datagrams lost in a row. 1 is independent loss; more needs `burst >= loss / (1 - loss)`.
+        duplicate: Chance that a datagram arrives twice.
+        reorder: Chance that a datagram is held back behind 1 to 8 later ones of its link, for at most 5 ms.
+        corrupt: Chance that one bit of a datagram is flipped.
+        delay_ms: Added to the time every datagram takes.
+        jitter_ms: Up to this much more, uniformly, for each datagram by itself; so it reorders, too.
+        seed: Where the random numbers start. The same seed on all ranks still gives every link losses of its own.
+        links: What single links, keyed by (source, target), do otherwise: a loss rate, a loss model, or a dict of the
+            knobs above and `trace`. A rate or a model replaces loss, burst and trace; whatever an entry does not name
+            is as for the other links.
+        trace: Recorded losses (1 is lost), replayed in a loop instead of `loss` and `burst`.
+
+    `Shared` strikes a chunk at all its receivers, where all of them run these faults with the same seed.
+
+    Raises:
+        ValueError: A knob has no sensible value; the message names it, and the link.
+    """
+    options: dict[str, object] = {
+        "duplicate": duplicate,
+        "reorder": reorder,
+        "corrupt": corrupt,
+        "delay_ms": delay_ms,
+        "jitter_ms": jitter_ms,
+    }
+    if isinstance(loss, Stragglers):
+        raise ValueError(
+            "loss cannot be Stragglers, which are for virtual workers: on a transport, end exchanges by "
+            "Reliability(deadline_s=...) and make a rank late by faults(delay_ms=...) in it, or by links"
+        )
+    # Left at their defaults they name nothing: `trace` or a model alone is no conflict.
+    if loss != 0.0:
+        options["loss"] = loss.default if isinstance(loss, PerLink) else loss
+    if burst != 1.0:
+        options["burst"] = burst
+    if trace is not None:
+        options["trace"] = trace
+    default = _changed(_NO_FAULTS, options)
+    chosen = FaultSettings(seed=_checked_seed(seed), default=default, links={})
+    if isinstance(loss, PerLink):
+        for link, model in loss.links.items():
+            chosen["links"][link] = _changed(default, {"loss": model})
+    for key, entry in _checked_mapping(links).items():
+        link = checked_link("links", key)
+        try:
+            chosen["links"][link] = _changed(chosen["links"].get(link, default), _options(entry))
+        except ValueError as error:
+            raise ValueError(f"links[{link}]: {error}") from error
+    return Faults(chosen)
+
+
+class Faults:
+    """Faults that can be started and stopped, as often as wanted; made by `faults`."""
+
+    def __init__(self, settings: FaultSettings) -> None:
+        self._settings = settings
+
+    @property
+    def settings(self) -> FaultSettings:
+        """What the engine is told; the simulated network takes the same."""
+        return self._settings
+
+    def start(self) -> None:
+        """Apply these faults, in place of those started before."""
+        with _lock:
+            if any(active is self for active in _active):
+                raise RuntimeError("these faults are already active: stop them first, or make others with faults(...)")
+            _apply(self)
+            _active.append(self)
+
+    def stop(self) -> None:
+        """End these faults and bring back those they replaced. Without effect when they are not active."""
+        with _lock:
+            if not any(active is self for active in _active):
+                return
+            was_on_top = _active[-1] is self
+            _active[:] = [active for active in _active if active is not self]
+            # Blocks may end in any order: those below the top are only forgotten.
+            if was_on_top:
+                _apply(_active[-1] if _active else None)
+
+    def __enter__(self) -> Faults:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Faults({self._settings!r})"
+
+
+# Of this process, as the engine's faults are. The last one started rules.
+_active: list[Faults] = []
+_lock = threading.Lock()
+
+_NO_FAULTS = LinkSettings(
+    loss=0.0, burst=1.0, shared=0.0, duplicate=0.0, reorder=0.0, corrupt=0.0, delay_ns=0, jitter_ns=0, trace=b""
+)
+
+
+def _apply(chosen: Faults | None) -> None:
+    # Here and not above: settings can be made and checked where the native module is not built.
+    from stormtorch import _engine
+
+    _engine.set_faults(None if chosen is None else dict(chosen.settings))
+
+
+def _checked_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an integer in [0, 2**64), got {seed!r}")
+    return seed
+
+
+def _checked_mapping(links: object) -> Mapping[object, object]:
+    if links is None:
+        return {}
+    if not isinstance(links, Mapping):
+        raise ValueError(f"links must map (source, target) to a rate, a model or a dict, got {links!r}")
+    return links
+
+
+def _options(entry: object) -> Mapping[str, object]:
+    if isinstance(entry, Mapping):
+        return entry
+    if isinstance(entry, LinkModel):
+        return {"loss": entry}
+    if isinstance(entry, PerLink | Shared | Stragglers):
+        raise ValueError(f"a link takes the model of one link, not a {type(entry).__name__}")
+    # A bare rate says everything about the link's loss, so the others' burst is not inherited.
+    return {"loss": entry, "burst": 1.0}
+
+
+def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
+    """`base` with the knobs that `options` names; a ValueError names the knob that is wrong."""
+    unknown = sorted(str(knob) for knob in options if knob not in LinkOptions.__annotations__)
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no knob: there are {', '.join(LinkOptions.__annotations__)}")
+    loss = _loss(base, options)
+    return LinkSettings(
+        loss=loss.loss,
+        burst=loss.burst,
+        shared=loss.shared,
+        duplicate=checked_chance("duplicate", options.get("duplicate", base["duplicate"])),
+        reorder=checked_chance("reorder", options.get("reorder", base["reorder"])),
+        corrupt=checked_chance("corrupt", options.get("corrupt", base["corrupt"])),
+        delay_ns=_nanoseconds("delay_ms", options, base["delay_ns"]),
+        jitter_ns=_nanoseconds("jitter_ms", options, base["jitter_ns"]),
+        trace=loss.trace,
+    )
+
+
+def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
+    if "trace" in options:
+        if "loss" in options or "burst" in options:
+            raise ValueError("trace replaces loss and burst: give one or the other")
+        trace = options["trace"]
+        if isinstance(trace, Trace):
+            return trace.link_faults()
+        if not isinstance(trace, Sequence):
+            raise ValueError(f"trace must be a Trace, text, bytes or a sequence of 0 and 1, got {trace!r}")
+        try:
+            return Trace(bits=trace).link_faults()
+        except ValueError as error:
+            raise ValueError(f"trace: {error}") from error
+    loss = options.get("loss", base["loss"])
+    if isinstance(loss, LinkModel | Shared):
+        if "burst" in options:
+            raise ValueError(f"burst goes with a loss rate; {loss!r} says by itself how losses cluster")
+        return loss.link_faults()
+    if "loss" not in options and base["trace"]:
+        if "burst" in options:
+            raise ValueError("burst has no effect on a trace: give a loss rate with it")
+        return LinkFaults(trace=base["trace"])
+    if "loss" not in options and base["shared"]:
+        if "burst" in options:
+            raise ValueError("burst has no effect on shared loss: give a loss rate with it")
+        return LinkFaults(loss=base["loss"], shared=base["shared"])
+    chance = checked_chance("loss", loss)
+    return LinkFaults(loss=chance, burst=checked_burst("loss", chance, options.get("burst", base["burst"])))
+
+
+def _nanoseconds(knob: str, options: Mapping[str, object], otherwise_ns: int) -> int:
+    if knob not in options:
+        return otherwise_ns
+    milliseconds = checked_number(knob, options[knob])
+    if not 0.0 <= milliseconds <= MAX_DELAY_MS:
+        raise ValueError(f"{knob} must lie in [0, {MAX_DELAY_MS:.0f}], got {milliseconds}")
+    return round(milliseconds * 1e6)

@@ -1,0 +1,117 @@
+"""Files that say what single links do, for the lab, for faults and for virtual workers alike.
+
+{"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
+           {"from": 2, "to": "*", "loss": 0.05},
+           {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}]}
+
+A link is a direction: name both where both are meant. Of several entries that fit a link, the last one counts. A
+trace's file is looked for beside the file that names it. The lab reads delays and the lines of hosts, too; see
+`stormtorch.lab.per_link`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace, checked_burst, checked_chance, loss_in_bursts
+
+__all__ = ["LinkEntry", "entries", "link_entries", "ranks_of", "read_file", "read_links"]
+
+_LINK_KEYS = {"from", "to", "loss", "burst", "delay", "trace"}
+
+
+class LinkEntry(NamedTuple):
+    """One entry of the list of links."""
+
+    where: str
+    """Its name in messages."""
+    links: list[tuple[int, int]]
+    """The links that it speaks of."""
+    model: LinkModel | None
+    """Their loss; None where it says nothing about that."""
+    given: dict[str, Any]
+    """All of it."""
+
+
+def read_links(path: str | PathLike[str], world: int, *, default: LinkModel | None = None) -> PerLink:
+    """The loss of the links among `world` ranks; those not named follow `default`, which is to lose nothing.
+
+    What a file says of delays and hosts is for the lab, and left out here. A ValueError names what is wrong.
+    """
+    models: dict[tuple[int, int], LinkModel] = {}
+    for entry in link_entries(read_file(Path(path)), Path(path).parent, world):
+        if entry.model is not None:
+            models.update(dict.fromkeys(entry.links, entry.model))
+    return PerLink(default=default or Bernoulli(p=0.0), links=models)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The file's two lists, not checked any further."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot be read: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"must be JSON: {path}: {error}") from error
+    if not isinstance(data, dict) or set(data) - {"links", "hosts"}:
+        raise ValueError(f'must be an object with "links" and "hosts": {path}')
+    return data
+
+
+def link_entries(data: dict[str, Any], folder: Path, world: int) -> Iterator[LinkEntry]:
+    """The entries under "links", in their order; `folder` is where traces are."""
+    for number, entry in enumerate(entries(data, "links", _LINK_KEYS)):
+        where = f"links[{number}]"
+        try:
+            model = _model(entry, folder)
+        except KeyError as error:
+            raise ValueError(f"{where}: trace must name a {error}") from error
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        sources = ranks_of(f"{where}.from", entry.get("from"), world)
+        targets = ranks_of(f"{where}.to", entry.get("to"), world)
+        links = [(source, target) for source in sources for target in targets if source != target]
+        yield LinkEntry(where, links, model, entry)
+
+
+def entries(data: dict[str, Any], key: str, known: set[str]) -> list[dict[str, Any]]:
+    """The objects in the list `key`; a ValueError where they have other fields than `known`."""
+    found = data.get(key, [])
+    if not isinstance(found, list):
+        raise ValueError(f'must have a list under "{key}"')
+    for number, entry in enumerate(found):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{key}[{number}] must be an object")
+        if strange := set(entry) - known:
+            raise ValueError(f"{key}[{number}] has {', '.join(sorted(strange))}; there are {', '.join(sorted(known))}")
+    return found
+
+
+def ranks_of(where: str, value: object, world: int) -> range | tuple[int, ...]:
+    """The one rank or host that an entry names, or all of them."""
+    if value == "*":
+        return range(world)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world:
+        return (value,)
+    raise ValueError(f'{where} must be "*" or one of 0 to {world - 1}, got {value!r}')
+
+
+def _model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
+    if "trace" in entry:
+        if "loss" in entry:
+            raise ValueError("has a loss and a trace; only one can hold")
+        trace = entry["trace"]
+        if isinstance(trace, str):
+            return Trace(bits=trace)
+        return Trace.from_file(folder / trace["file"], line=trace.get("line", 0))
+    if "loss" in entry:
+        p = checked_chance("loss", entry["loss"])
+        burst = checked_burst("loss", p, entry.get("burst", 1.0))
+        return loss_in_bursts(p, burst)
+    if "burst" in entry:
+        raise ValueError("has a burst without a loss")
+    return None

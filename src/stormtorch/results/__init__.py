@@ -1,0 +1,1 @@
+"""What results have in common: statistics, texts, surroundings, progress."""

@@ -1,0 +1,1 @@
+"""A policy on real ranks: what `stormtorch.prepare` builds around a model and its optimizer."""

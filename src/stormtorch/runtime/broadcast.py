@@ -1,0 +1,242 @@
+"""Stage 2: an owner's parameters to everyone, ahead of themselves; what is lost stays as it was and grows older."""
+
+import contextlib
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Pending
+from stormtorch.collectives.wire import Wire
+from stormtorch.policies import rules
+from stormtorch.reliability import Reliability
+from stormtorch.runtime.arrivals import Links
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.profiling import shown
+from stormtorch.staging.order import Order
+from stormtorch.transport.exchange import Arrival
+
+
+class Broadcast:
+    """The all-gathers of one training, and how old each copy is.
+
+    Args:
+        groups: One per bucket.
+        wire: What parameters travel as, at most.
+        buckets: Whose parameters.
+        order: Starts exchanges when data has left the GPU.
+    """
+
+    def __init__(self, groups: Sequence[Group], wire: torch.dtype, buckets: Sequence[Bucket], order: Order) -> None:
+        self.links = Links(groups[0].size)
+        """What arrived of whom, last time."""
+        self.fetched = 0
+        """Chunks that were fetched exactly, last time."""
+        self._repaired = 0
+        self.groups = groups
+        self._buckets = buckets
+        self._order = order
+        self._size, self._rank = groups[0].size, groups[0].rank
+        chunk_bytes = groups[0].transport.chunk_bytes
+        self._wires = [
+            Wire(wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes) for bucket in buckets
+        ]
+        self.ages = [
+            [
+                torch.zeros(self._wires[bucket.index].chunks(count), dtype=torch.int32, device="cpu")
+                for _, count in bucket.layout.spans
+            ]
+            for bucket in buckets
+        ]
+        """Of each bucket and owner: how many steps old the copy of each chunk is."""
+        self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
+        self._rooms: dict[int, list[torch.Tensor]] = {}
+        self._fetches: dict[int, list[tuple[int, torch.Tensor, torch.Tensor, Pending]]] = {}
+        self._serves: dict[int, list[Pending]] = {}
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Begins to count anew."""
+        self.links.clear()
+        self.fetched = 0
+        self._repaired = 0
+
+    def send(
+        self,
+        bucket: Bucket,
+        lead: float,
+        reliability: Reliability,
+        seed: int,
+        serve: Sequence[torch.Tensor | None] = (),
+        fetch: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        """Begins to send a bucket's owned parameters and to receive the others.
+
+        Args:
+            bucket: Whose.
+            lead: How many updates ahead.
+            reliability: How much may be missing.
+            seed: Of int8's grids.
+            serve: Of each rank, which of this bucket's owned chunks it is sent exactly in addition.
+            fetch: Of each rank, which chunks of its shard it sends us so.
+        """
+        with self._shown("all_gather", bucket):
+            self._begun[bucket.index] = self._send(bucket, lead, reliability, seed, serve, fetch)
+
+    def _send(
+        self,
+        bucket: Bucket,
+        lead: float,
+        reliability: Reliability,
+        seed: int,
+        serve: Sequence[torch.Tensor | None],
+        fetch: Sequence[torch.Tensor | None],
+    ) -> Future[Sequence[Pending]] | Sequence[Pending]:
+        wire = self._wires[bucket.index]
+        ahead = bucket.ahead(lead)
+        bucket.settle()
+        moments = []
+        if bucket.on_gpu:
+            ahead, device_ahead = torch.empty(ahead.shape, pin_memory=True, device="cpu"), ahead
+            moments = bucket.fetch(ahead, device_ahead)
+
+        def begin() -> list[Pending]:
+            message = wire.encode(ahead, seed)
+            rooms = bucket.shards(bucket.host_flat)
+            if wire.dtype != bucket.dtype:
+                rooms = [wire.room(room.numel()) for room in rooms]
+            # Where the owner's message would land is taken by the message itself: owners keep what they have.
+            rooms[self._rank] = message
+            self._rooms[bucket.index] = rooms
+            group = self.groups[bucket.index]
+            pending = collectives.all_gather(group, rooms, message, reliability=reliability)
+            self._begin_exact(bucket, ahead, serve, fetch, reliability)
+            return [pending]
+
+        return self._order.begin(begin, moments)  # type: ignore[return-value]  # as in Reduction
+
+    def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        return shown(what, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype)
+
+    def _begin_exact(
+        self,
+        bucket: Bucket,
+        ahead: torch.Tensor,
+        serve: Sequence[torch.Tensor | None],
+        fetch: Sequence[torch.Tensor | None],
+        reliability: Reliability,
+    ) -> None:
+        group, wire = self.groups[bucket.index], self._wires[bucket.index]
+        # Where one side knows of it and the other does not, as a report was lost with its rank, nobody waits for long.
+        silence_s = getattr(group.transport, "silence_s", None)
+        certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
+        self._serves[bucket.index], self._fetches[bucket.index] = [], []
+        for peer, chunks_C in enumerate(serve):
+            if chunks_C is not None and bool(chunks_C.any()):
+                message = ahead[_elements(chunks_C, wire.per_chunk, ahead.numel())]
+                self._serves[bucket.index].append(
+                    collectives.send(group, message, peer, tag=bucket.index, reliability=certain)
+                )
+        for owner, chunks_C in enumerate(fetch):
+            if chunks_C is not None and bool(chunks_C.any()):
+                where = _elements(chunks_C, wire.per_chunk, bucket.layout.spans[owner][1])
+                message = torch.empty(where.numel(), dtype=torch.float32, device="cpu")
+                pending = collectives.receive(group, message, owner, tag=bucket.index, reliability=certain)
+                self._fetches[bucket.index].append((owner, where, message, pending))
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def receive(self, bucket: Bucket) -> None:
+        """Waits until a bucket's parameters are here, or lost."""
+        begun = self._begun.pop(bucket.index)
+        with self._shown("all_gather wait", bucket):
+            (pending,) = begun.result() if isinstance(begun, Future) else begun
+            arrivals = pending.wait()
+        rooms = self._rooms.pop(bucket.index)
+        for arrival in arrivals:
+            self._repaired += arrival.repaired
+            self.links.add(self.groups[bucket.index], arrival)
+            self._place(bucket, rooms, arrival)
+        for owner, where, message, fetching in self._fetches.pop(bucket.index):
+            (arrival,) = fetching.wait()
+            if arrival.arrived == 1.0:
+                bucket.shard(bucket.host_flat, owner)[where] = message.to(bucket.dtype)
+                chunks_C = torch.unique(where // self._wires[bucket.index].per_chunk)
+                self.ages[bucket.index][owner][chunks_C] = 0
+                self.fetched += chunks_C.numel()
+        for serving in self._serves.pop(bucket.index):
+            serving.wait()
+        if bucket.on_gpu:
+            first, count = bucket.layout.spans[self._rank]
+            bucket.bring(bucket.flat[:first], bucket.host_flat[:first])
+            bucket.bring(bucket.flat[first + count :], bucket.host_flat[first + count :])
+
+    def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:
+        group, wire = self.groups[bucket.index], self._wires[bucket.index]
+        links = arrival.links()
+        for owner in range(self._size):
+            if owner == self._rank:
+                continue
+            chunks, arrived = links[group.ranks[owner]]
+            ages_C = self.ages[bucket.index][owner]
+            if arrived == chunks:
+                ages_C.zero_()
+                arrived_C = torch.ones(chunks, dtype=torch.bool, device="cpu")
+            else:
+                arrived_C = arrival.mask(group.ranks[owner])
+                rules.grow_older(ages_C, arrived_C)
+            if wire.dtype != bucket.dtype:
+                wire.place(rooms[owner], bucket.shard(bucket.host_flat, owner), arrived_C)
+
+    def resent(self, missing: Collection[int]) -> tuple[int, int]:
+        """What must have been lost of what this rank sent last time, as it had to send so many chunks again; of how
+        many. A report that was lost makes it send again, too, so that this is rather too much. Where a rank is missing,
+        nothing can be said: what was sent to that one says nothing of the network.
+        """
+        if missing:
+            return 0, 0
+        return self._repaired, self.chunks_of(self._rank) * (self._size - 1) + self._repaired
+
+    # --- ages -------------------------------------------------------------------------------------------------------
+
+    def chunks_of(self, owner: int) -> int:
+        """Of all its shards."""
+        return sum(ages[owner].numel() for ages in self.ages)
+
+    def too_old(self, owner: int, most: int) -> torch.Tensor:
+        """Which chunks of an owner's shards would be older than that after another loss, over all buckets."""
+        return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
+
+    def split(self, chunks_C: torch.Tensor, owner: int) -> list[torch.Tensor]:
+        """Flags of all an owner's chunks, bucket by bucket."""
+        return list(torch.split(chunks_C, [ages[owner].numel() for ages in self.ages]))
+
+    def lag(self) -> dict[int, int]:
+        """How many chunks of others' parameters are so many steps old."""
+        others = [age for ages in self.ages for owner, age in enumerate(ages) if owner != self._rank]
+        if not others:
+            return {}
+        counts = torch.bincount(torch.cat(others))
+        return {age: count for age, count in enumerate(counts.tolist()) if count}
+
+    def oldest(self, without: Collection[int]) -> int:
+        """Age of the oldest copy, but for those of some owners."""
+        spared = {*without, self._rank}
+        return max(
+            (int(age.max()) for ages in self.ages for owner, age in enumerate(ages) if owner not in spared), default=0
+        )
+
+    def refresh(self, bucket: Bucket, group: Group, arrival: Arrival) -> None:
+        """All copies that an exact exchange has brought are new."""
+        for rank, (chunks, arrived) in arrival.links().items():
+            if arrived == chunks:
+                self.ages[bucket.index][group.ranks.index(rank)].zero_()
+
+
+def _elements(chunks_C: torch.Tensor, per_chunk: int, count: int) -> torch.Tensor:
+    """Numbers of the elements in some chunks of a shard of `count`."""
+    first = chunks_C.nonzero() * per_chunk
+    each = (first + torch.arange(per_chunk, device="cpu")).flatten()
+    return each[each < count]

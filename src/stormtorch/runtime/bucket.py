@@ -1,0 +1,168 @@
+"""The memory of some parameters: one flat vector of them, one of their gradients, and what this rank owns of both."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from stormtorch.policies import rules
+from stormtorch.runtime.layout import Layout, Piece
+from stormtorch.staging.copies import Visit
+from stormtorch.staging.order import Moment
+
+
+class Bucket:
+    """Parameters that travel together. They become views of `flat`; their gradients become views of `grads`.
+
+    Args:
+        index: Its number. Gradients of low numbers are complete first; parameters of high ones are needed first.
+        layout: What lies where.
+        parameters: All parameters, by number; of one dtype and device where they are in this bucket.
+        rank: Whose shard this process owns.
+    """
+
+    def __init__(self, index: int, layout: Layout, parameters: Sequence[nn.Parameter], rank: int) -> None:
+        self.index = index
+        self.layout = layout
+        self.rank = rank
+        first = parameters[layout.slots[0].parameter]
+        self.dtype, self.device = first.dtype, first.device
+        self.flat = torch.zeros(layout.elements, dtype=self.dtype, device=self.device)
+        self.grads = torch.zeros_like(self.flat)
+        self.parameters = [parameters[slot.parameter] for slot in layout.slots]
+        self.grad_views: list[torch.Tensor] = []
+        with torch.no_grad():
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True):
+                view = self.flat[slot.first : slot.first + slot.count].view(parameter.shape)
+                view.copy_(parameter)
+                parameter.data = view
+                self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
+        self.own = self.shard(self.flat, rank)
+        # Owners compute in float32. A float32 bucket is its own master.
+        wide = self.dtype == torch.float32
+        self.masters = self.own if wide else self.own.float()
+        self.own_grads = self.shard(self.grads, rank) if wide else torch.zeros_like(self.masters)
+        self._previous: torch.Tensor | None = None
+        on_gpu = self.device.type == "cuda"
+        # What the network reads and writes is in main memory; on the CPU it is the vectors themselves.
+        self.host_flat = self._pinned(self.flat) if on_gpu else self.flat
+        self.host_grads = self._pinned(self.grads) if on_gpu else self.grads
+        self.host_own_grads = self._pinned(self.own_grads) if on_gpu else self.own_grads
+        if on_gpu:
+            self.host_flat.copy_(self.flat)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether main memory is not where the parameters are."""
+        return self.device.type == "cuda"
+
+    def shard(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
+        """An owner's part of a vector like `flat`."""
+        return vector.narrow(0, *self.layout.spans[owner])
+
+    def shards(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """All owners' parts."""
+        return [self.shard(vector, owner) for owner in range(len(self.layout.spans))]
+
+    def pieces(self) -> list[Piece]:
+        """What this rank owns."""
+        return self.layout.pieces(self.rank)
+
+    def within_own(self, piece: Piece, vector: torch.Tensor) -> torch.Tensor:
+        """A piece's part of a vector like `masters`."""
+        return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
+
+    def bring_home(self, *, arriving: bool = False) -> None:
+        """Puts parameters back that were copied and stayed what they were, as by `model.to("cpu:0")` on the CPU.
+
+        Args:
+            arriving: Parameters are on their way to their homes, and copies made meanwhile are worth nothing.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, device or shape, so that it has no home any more.
+        """
+        first, size = self.flat.data_ptr(), self.dtype.itemsize
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if not slot.count or (parameter.data_ptr() == first + slot.first * size and parameter.dtype == self.dtype):
+                continue
+            home = self.flat[slot.first : slot.first + slot.count]
+            same = parameter.dtype == self.dtype and parameter.numel() == slot.count and self._is_here(parameter.device)
+            if arriving or not same:
+                raise RuntimeError(
+                    f"parameter {slot.parameter} of shape {tuple(parameter.shape)} was moved after prepare(), as "
+                    f"model.to(), model.half() and flatten_parameters() do, and is {parameter.dtype} on "
+                    f"{parameter.device} now: do that before"
+                )
+            with torch.no_grad():
+                home = home.view(parameter.shape)
+                home.copy_(parameter)
+                parameter.data = home
+
+    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> None:
+        """The same for a gradient: `view` stands for that of the parameter at a place. Its numbers may be kept."""
+        slot = self.layout.slots[place]
+        home = self.grads[slot.first : slot.first + slot.count]
+        if slot.count and view.data_ptr() != home.data_ptr():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                home = home.view(view.shape)
+                if keep:
+                    home.copy_(view)
+                view.data = home
+
+    def _is_here(self, device: torch.device) -> bool:
+        """Whether a device is this bucket's: there is only one CPU, whatever its number."""
+        return device == self.device or (device.type == "cpu" and self.device.type == "cpu")
+
+    # --- the lead ---------------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Keeps the parameters from before the step."""
+        if self._previous is None:
+            self._previous = torch.empty_like(self.masters)
+        self._previous.copy_(self.masters)
+
+    def ahead(self, lead: float) -> torch.Tensor:
+        """The owned parameters, ahead of what they are by `lead` times the last update.
+
+        The memory is the same at every step: it belongs to the broadcast until that has ended.
+        """
+        if lead == 0.0 or self._previous is None:
+            return self.masters
+        return rules.ahead(self._previous, self.masters, lead)
+
+    def settle(self) -> None:
+        """After a step: the parameters of this rank follow their masters."""
+        if self.masters is not self.own:
+            self.own.copy_(self.masters)
+
+    def follow(self) -> None:
+        """Masters follow the parameters of this rank where those were changed by hand: they say the same elsewhere."""
+        if self.masters is not self.own:
+            self.masters.copy_(torch.where(self.masters.to(self.dtype) == self.own, self.masters, self.own.float()))
+
+    def adopt(self) -> None:
+        """After values were loaded: masters follow the parameters, unless they say the same in more bits."""
+        self.follow()
+        if self.on_gpu:
+            self.host_flat.copy_(self.flat)
+
+    def release_gradients(self) -> None:
+        """For policies under which gradients stay where torch puts them."""
+        self.grads = self.host_grads = self.own_grads = self.host_own_grads = self.grads.new_empty(0)
+        self.grad_views = []
+
+    # --- to and from a GPU ------------------------------------------------------------------------------------------
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Moment]:
+        """Copies to main memory; it is there when the moments have happened."""
+        visit = Visit(self.device)
+        visit.fetch_into(target, source)
+        return [event for event in (visit.fetched(),) if event is not None]
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies to the GPU, after all that its current stream was given."""
+        target.copy_(source, non_blocking=True)
+
+    @staticmethod
+    def _pinned(like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

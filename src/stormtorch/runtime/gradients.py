@@ -1,0 +1,232 @@
+"""When gradients are complete: hooks on the parameters fill buckets, and each starts as soon as it is full."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.norms import Norms
+from stormtorch.transport.waiting import BACKWARD, doing
+
+
+class Gradients:
+    """Collects gradients into buckets.
+
+    Every backward that is to be synchronised starts each bucket exactly once, so that all ranks make the same
+    exchanges, also where some of them do not use a parameter.
+
+    Args:
+        buckets: To be filled.
+        start: Called with a bucket whose local gradients are complete.
+        finish: Called when all were started, at the end of backward; everything is reduced when it returns.
+        norms: What the gradients ask for norms over all ranks; None where each rank has all of them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        start: Callable[[Bucket], None],
+        finish: Callable[[], None],
+        norms: Norms | None = None,
+    ) -> None:
+        self._allowed = True
+        self.wanted: Callable[[], bool] = lambda: True
+        """Whether the user wants backward to exchange anything."""
+        self.reduced = False
+        """Whether the gradients that are there now were exchanged."""
+        self.end: Callable[[], None] = self.complete
+        """Called when a backward that has brought gradients is over."""
+        self._buckets = buckets
+        self._start = start
+        self._finish = finish
+        self._sharded = norms is not None
+        self._running = False
+        self._task = -1
+        """The backward that calls `_end` when it is over."""
+        self._awaited: list[set[int]] = [set() for _ in buckets]
+        self._started = [False for _ in buckets]
+        self._carried: dict[int, torch.Tensor] = {}
+        self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
+        self._views: list[list[torch.Tensor]] = []
+        for bucket in buckets:
+            views = list(bucket.grad_views)
+            if norms is not None:
+                views = [norms.gradient(bucket, place) for place in range(len(views))]
+            self._views.append(views)
+            for place, parameter in enumerate(bucket.parameters):
+                before, after = self._hooks(bucket.index, place)
+                parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
+                parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    @property
+    def syncing(self) -> bool:
+        """Whether a backward exchanges its gradients at its end."""
+        return self._allowed and self.wanted()
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _hooks(self, index: int, place: int) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+        # Python does not see that parameters hold their hooks, so these must not hold the parameters.
+        found = weakref.ref(self)
+
+        def before(_gradient: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None and (gradients.reduced or gradients._running):
+                gradients._expect(gradients._buckets[index])
+
+        def after(parameter: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None:
+                gradients._take(gradients._buckets[index], place, parameter)
+
+        return before, after
+
+    def _expect(self, bucket: Bucket) -> None:
+        if self._running and self._started[bucket.index]:
+            # A second gradient of one backward, as of a parameter in two parts that are recomputed: what is on its way
+            # must not change, so it goes first and the rest follows.
+            self.complete()
+        if self.reduced:
+            # The first gradient that comes may be of a parameter that had none, and others follow that had.
+            self._carry()
+
+    def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        if parameter.dtype != bucket.dtype:
+            bucket.bring_home()
+        if parameter.grad is not self._views[bucket.index][place]:
+            self._place(bucket, place, parameter)
+        if not self.syncing:
+            return
+        if not self._running:
+            self._begin()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        awaited = self._awaited[bucket.index]
+        awaited.discard(place)
+        if not awaited and not self._started[bucket.index]:
+            self._launch(bucket)
+
+    def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        given, view = parameter.grad, self._views[bucket.index][place]
+        assert given is not None
+        bucket.bring_gradient_home(place, view, keep=False)
+        with torch.no_grad():  # backward(create_graph=True) has it on
+            bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+        parameter.grad = view
+
+    def _begin(self) -> None:
+        self._running = True
+        self.reduced = False
+        for bucket in self._buckets:
+            self._awaited[bucket.index] = set(range(len(bucket.parameters)))
+            self._started[bucket.index] = False
+
+    def _end(self) -> None:
+        # Of a backward within a backward, as checkpointing does: the outer one goes on, and may bring what is awaited.
+        within = torch._C._current_autograd_node() is not None
+        if self._running and not within:
+            self.end()
+        elif self._running and all(self._started):
+            self.complete()
+
+    def complete(self) -> None:
+        """Starts what was not started and ends the exchange of gradients, unless that has been done."""
+        if self.reduced:
+            return
+        if not self._running:
+            # No gradient on this rank: the others count on its part all the same.
+            for bucket in self._buckets:
+                self._started[bucket.index] = False
+        for bucket in self._buckets:
+            if not self._started[bucket.index]:
+                self._launch(bucket)
+        self._running = False
+        with doing(BACKWARD):
+            self._finish()
+        for index, carried in self._carried.items():
+            self._buckets[index].own_grads.add_(carried)
+        self._carried.clear()
+        self.reduced = True
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._started[bucket.index] = True
+        bucket.bring_home()
+        used = self._used[bucket.index]
+        for place, parameter in enumerate(bucket.parameters):
+            used[place] = parameter.grad is not None
+            view = self._views[bucket.index][place]
+            bucket.bring_gradient_home(place, view, keep=parameter.grad is view)
+            if not used[place]:
+                bucket.grad_views[place].zero_()
+            elif parameter.grad is not view:
+                self._place(bucket, place, parameter)  # it was given by hand
+        self._start(bucket)
+
+    def _carry(self) -> None:
+        """Gradients that were exchanged are about to be added to: the result is kept apart, and what comes is new."""
+        self.reduced = False
+        if not self._sharded:
+            return  # every rank has all of the mean, and the mean of that is the same
+        for bucket in self._buckets:
+            if all(parameter.grad is None for parameter in bucket.parameters):
+                continue
+            carried = bucket.own_grads.clone()
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is None:
+                    for piece in bucket.pieces():
+                        if piece.parameter == bucket.layout.slots[place].parameter:
+                            bucket.within_own(piece, carried).zero_()
+            earlier = self._carried.get(bucket.index)
+            self._carried[bucket.index] = carried if earlier is None else carried.add_(earlier)
+            bucket.grads.zero_()
+
+    # --- for the user -----------------------------------------------------------------------------------------------
+
+    def used(self) -> dict[int, bool]:
+        """Whether each parameter, by number, has a gradient on this rank."""
+        return {
+            slot.parameter: used
+            for bucket in self._buckets
+            for slot, used in zip(bucket.layout.slots, self._used[bucket.index], strict=True)
+        }
+
+    def came(self, bucket: Bucket) -> bool:
+        """Whether this backward has brought a gradient of one of a bucket's parameters."""
+        return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Parameters that any rank has used have a gradient on every rank, as they do without us."""
+        for bucket in self._buckets:
+            for place, slot in enumerate(bucket.layout.slots):
+                if used[slot.parameter] and bucket.parameters[place].grad is None:
+                    bucket.parameters[place].grad = self._views[bucket.index][place]
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        if self._running:
+            # Backward has failed, and some of it is on its way: it ends here, as on the other ranks, so that the next
+            # one's gradients are not taken for its rest.
+            self.complete()
+        self.reduced = False
+        self._carried.clear()
+        for bucket in self._buckets:
+            if not set_to_none:
+                bucket.grads.zero_()
+            for parameter in bucket.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients are only added up on each rank; the first backward after it exchanges the sum."""
+        before, self._allowed = self._allowed, False
+        try:
+            yield
+        finally:
+            self._allowed = before

@@ -1,0 +1,204 @@
+"""Norms of gradients that no rank has all of.
+
+After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `Gradient`: a
+tensor like any other, but `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, is the norm
+of the averaged gradient over all ranks. So every rank must ask for it, as every rank must call `clip_grad_norm_`.
+What changes it in place, as clipping does, also changes what the optimizer is given, where that is in other memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group
+from stormtorch.reliability import Reliability
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.layout import Piece
+from stormtorch.transport.waiting import doing
+
+# In place as well, yet not about the numbers.
+_HARMLESS = ("requires_grad_", "detach_")
+
+
+class Gradient(torch.Tensor):
+    """A parameter's gradient on this rank: right where the rank owns it, and its norm is right altogether."""
+
+    home: weakref.ref[Norms]
+    parameter: int
+
+    @property
+    def norms(self) -> Norms:
+        """Who knows the norm. Weak, as Python does not see that a parameter holds its gradient."""
+        norms = self.home()
+        assert norms is not None, "the optimizer of this model is gone"
+        return norms
+
+    def plain(self) -> torch.Tensor:
+        """The same numbers as a tensor like any other."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.linalg.vector_norm and isinstance(args[0], Gradient):
+            order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+            if len(args) < 3 and not set(kwargs) - {"ord"}:
+                return args[0].norms.of(args[0].parameter, order)
+        if func is torch._foreach_norm and all(isinstance(each, Gradient) for each in args[0]):
+            order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+            return tuple(each.norms.of(each.parameter, order) for each in args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
+                for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                    if isinstance(each, Gradient):
+                        each.norms.change_own(each, func, args, kwargs)
+            return func(*args, **kwargs)
+
+
+class Norms:
+    """The norms of all parameters' gradients, asked of all ranks at once.
+
+    Args:
+        group: Who takes part.
+        reliability: Of the exchange.
+        buckets: Whose gradients.
+        parameters: How many there are.
+        complete: Called first; gradients are averaged when it returns.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        reliability: Reliability,
+        buckets: Sequence[Bucket],
+        parameters: int,
+        complete: Callable[[], None],
+    ) -> None:
+        self.group = group
+        self._reliability = reliability
+        self._buckets = buckets
+        self._parameters = parameters
+        self._complete = complete
+        self._norms: list[torch.Tensor] = []
+        self._order = math.nan
+        self._served: set[int] = set()
+
+    def gradient(self, bucket: Bucket, place: int) -> Gradient:
+        """A parameter's gradient as a tensor that asks here for its norm."""
+        gradient = bucket.grad_views[place].as_subclass(Gradient)
+        gradient.home, gradient.parameter = weakref.ref(self), bucket.layout.slots[place].parameter
+        return gradient
+
+    def of(self, parameter: int, order: float) -> torch.Tensor:
+        """The norm of one; all are asked for together, and again when one is asked for twice."""
+        if order != self._order or parameter in self._served:
+            self._norms, self._order = list(self._ask(order).unbind()), order
+            self._served.clear()
+        self._served.add(parameter)
+        return self._norms[parameter]
+
+    def forget(self) -> None:
+        """Gradients are other ones now."""
+        self._order = math.nan
+
+    def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
+        """Multiplies what this rank owns of some parameters' gradients."""
+        self.forget()
+        for bucket in self._buckets:
+            for piece in bucket.pieces():
+                if piece.parameter in parameters:
+                    bucket.within_own(piece, bucket.own_grads).mul_(factor)
+
+    def change_own(
+        self, gradient: Gradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Does to what the optimizer is given of a gradient what is done to the gradient, alone or in a list."""
+        self.forget()
+        several = isinstance(args[0], list | tuple)
+        place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
+        for bucket in self._buckets:
+            if bucket.masters is bucket.own:
+                continue  # it is given the gradient itself
+            for piece in bucket.pieces():
+                if piece.parameter != gradient.parameter:
+                    continue
+
+                def part(value: Any, piece: Piece = piece) -> Any:
+                    if several and isinstance(value, list | tuple):
+                        return [part(value[place])]
+                    if not isinstance(value, torch.Tensor) or value.shape != gradient.shape:
+                        return value
+                    return value.reshape(-1)[piece.offset : piece.offset + piece.count]
+
+                own = bucket.within_own(piece, bucket.own_grads)
+                rest = {name: part(value) for name, value in kwargs.items()}
+                func([own] if several else own, *(part(value) for value in args[1:]), **rest)
+
+    @torch.no_grad()
+    def _ask(self, order: float) -> torch.Tensor:
+        self._complete()
+        group, finite = self.group, math.isfinite(order)
+        device = self._buckets[0].device
+        own_P = torch.zeros(self._parameters, device=device)
+        for bucket in self._buckets:
+            for piece in bucket.pieces():
+                norm = torch.linalg.vector_norm(bucket.within_own(piece, bucket.own_grads), order)
+                own_P[piece.parameter] = norm**order if finite else norm
+        all_NP = [torch.zeros(self._parameters, device="cpu") for _ in range(group.size)]
+        all_NP[group.rank].copy_(own_P)
+        with doing("clip_grad_norm_()"):
+            collectives.all_gather(group, all_NP, all_NP[group.rank], reliability=self._reliability).wait()
+        together = torch.stack(all_NP).to(device)
+        return together.sum(0) ** (1.0 / order) if finite else together.amax(0)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for a prepared model: the norm over all ranks' shards, the same on every rank.
+
+    torch's own gives the same result; this one touches only what the rank owns. Every rank must call it. Gradients of
+    anything but a prepared model under `BoundedDrift` are left to torch.
+
+    Args:
+        parameters: Whose gradients.
+        max_norm: Gradients are scaled down to it if their norm is larger.
+        norm_type: 2 is the length, `math.inf` the largest element.
+        error_if_nonfinite: Raise if the norm is not finite.
+        foreach: For torch's own.
+
+    Returns:
+        The norm before.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [each.grad for each in given if isinstance(each.grad, Gradient)]
+    if not gradients or len(gradients) < sum(each.grad is not None for each in given):
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    # A model with several optimizers has gradients of several kinds.
+    for norms in {id(each.norms): each.norms for each in gradients}.values():
+        norms.scale_own({each.parameter for each in gradients if each.norms is norms}, factor)
+    return total

@@ -1,0 +1,118 @@
+"""`prepare`, `exact` and `no_sync`: all that a training script has to call."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stormtorch.collectives import Group
+from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.runtime.replicated import GradientAveragingTraining, ModelAveragingTraining
+from stormtorch.runtime.session import Training, together, trainings_of
+from stormtorch.runtime.sharded import BoundedDriftTraining
+from stormtorch.runtime.unwrapped import unwrap
+from stormtorch.transport.leaving import say_goodbye_on_error
+from stormtorch.transport.waiting import doing
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+# How many trainings a transport has seen: their channels must differ, in the same way on every rank.
+_prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any = None) -> tuple[M, O]:
+    """Makes a model and its optimizer train together with those of the other ranks, over a network that may lose.
+
+    The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
+    the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
+    optimizer gets an attribute `ledger` that tells what happened at every step.
+
+    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one
+    between its step and its next backward: the others take part while they wait for it.
+
+    A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
+    the other, on all ranks in the same order.
+
+    Args:
+        model: Any module whose parameters are float32, bfloat16 or float16, on the CPU or on CUDA.
+        optimizer: Any optimizer of torch's or yours. Under `BoundedDrift` it works on this rank's shard, and its state
+            exists once in the world.
+        policy: How ranks train together; None is `BoundedDrift()`.
+        group: A group of the backend storm, or a `stormtorch.collectives.Group`; None is torch.distributed's default
+            group.
+
+    Raises:
+        TypeError: The group is on another backend, or the model and the optimizer are in the wrong order.
+        ValueError: The model or the optimizer cannot be prepared; the message says why.
+    """
+    given: tuple[Any, Any] = (model, optimizer)  # whatever its type says
+    if not isinstance(given[0], nn.Module) or not isinstance(given[1], torch.optim.Optimizer):
+        raise TypeError(
+            "prepare(model, optimizer): the model comes first, then its optimizer, got "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
+    policy = BoundedDrift() if policy is None else policy
+    known = {id(parameter) for training in trainings_of(model) for parameter in training.parameters}
+    if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("a parameter of this optimizer is prepared already, with another one")
+    if "training" in optimizer.__dict__:
+        raise ValueError("the optimizer is prepared already")
+    ranks = _group(group)
+    number = _prepared.get(ranks.transport, 0)
+    _prepared[ranks.transport] = number + 1
+    name = f"{ranks.name}/training/{number}"
+    say_goodbye_on_error(ranks.transport)
+    with doing("prepare()"):
+        _training(model, optimizer, ranks, name, policy).take_over()
+    unwrap(model)
+    return model, optimizer
+
+
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Training:
+    if isinstance(policy, BoundedDrift):
+        return BoundedDriftTraining(model, optimizer, group, name, policy)
+    if isinstance(policy, ModelAveraging):
+        return ModelAveragingTraining(model, optimizer, group, name, policy)
+    if isinstance(policy, GradientAveraging):
+        return GradientAveragingTraining(model, optimizer, group, name, policy)
+    raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
+
+
+def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, a prepared model has the values that count: use it to evaluate. All ranks enter it, or one between its
+    step and its next backward: the others take part while they wait for it.
+
+    Under `BoundedDrift` these are the owners' parameters; copies that were stale are so no longer when it ends. Under
+    `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
+    `GradientAveraging` there is no common value: every rank keeps its own.
+    """
+    return together([each.exact() for each in _trainings(model)])
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, backward only adds gradients up; the first one after it exchanges the sum. Also `model.no_sync()`."""
+    return together([each.no_sync() for each in _trainings(model)])
+
+
+def _trainings(model: nn.Module) -> list[Training]:
+    found = trainings_of(model)
+    if not found:
+        raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")
+    return found
+
+
+def _group(group: Any) -> Group:
+    if isinstance(group, Group):
+        return group
+    given = dist.distributed_c10d._get_default_group() if group is None else group
+    from stormtorch.backend.process_group import StormProcessGroup
+
+    if not isinstance(given, StormProcessGroup):
+        raise TypeError('prepare needs a group of the backend "storm": dist.init_process_group("storm")')
+    return given.group

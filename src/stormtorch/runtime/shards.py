@@ -1,0 +1,284 @@
+"""The user's own optimizer, made to work on what this rank owns; its state in ordinary torch format, in and out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.layout import Piece
+
+if TYPE_CHECKING:
+    from stormtorch.runtime.session import Training
+
+MASTER = "master"
+"""Under this name, the float32 value of a parameter of fewer bits stands in the optimizer's state."""
+_BY_ELEMENTS = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
+    *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
+    torch.optim.Rprop,
+)
+
+
+def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
+    """Whether shards must not cut through parameters.
+
+    Raises:
+        ValueError: The optimizer cannot work on shards at all.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the model in the middle of a step, when no rank has all parameters: use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam needs sparse gradients, which do not travel here: use Adam, and Embedding(sparse=False)"
+        )
+    if ownership != "auto":
+        return ownership == "parameters"
+    return type(optimizer) not in _BY_ELEMENTS
+
+
+class Shards:
+    """The optimizer's parameters on this rank: pieces of the user's.
+
+    Args:
+        optimizer: The user's. From now on its parameter groups hold pieces.
+        parameters: All of its parameters, by number, in the order of its groups.
+        buckets: Where those are that are trained.
+        whole: Pieces are whole parameters and have their shape.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        *,
+        whole: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._groups: list[list[int]] = []
+        self._whole = whole
+        self.pieces: list[tuple[Bucket, Piece, nn.Parameter]] = []
+        by_parameter: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
+        for bucket in buckets:
+            for piece in bucket.pieces():
+                values = bucket.within_own(piece, bucket.masters)
+                shape = parameters[piece.parameter].shape
+                stand_in = nn.Parameter(values.view(shape) if whole else values)
+                self.pieces.append((bucket, piece, stand_in))
+                by_parameter.setdefault(piece.parameter, []).append((piece, stand_in))
+        # GradScaler asks gradients whether all are finite. A rank that owns none must know it too, so that all skip the
+        # same steps: it is told by this one, which no step ever sees.
+        self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
+        self._stepping = False
+        self._versions: list[int] = []
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            members = [numbers[id(parameter)] for parameter in group["params"]]
+            self._groups.append(members)
+            group["params"] = [stand_in for number in members for _, stand_in in by_parameter.get(number, [])]
+        optimizer.param_groups[0]["params"].append(self._spare)
+        for number, pieces in by_parameter.items():
+            for piece, stand_in in pieces:
+                if parameters[number] in state:
+                    cut = self._cut(state[parameters[number]], piece)
+                    optimizer.state[stand_in] = {name: _widened(value, stand_in) for name, value in cut.items()}
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def give_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
+        """Every piece of a parameter that was used anywhere gets the gradient of its owner's; the others have none.
+
+        Args:
+            used: Of each parameter, whether it was.
+            finite: Whether all ranks' gradients are. If not, every rank finds a NaN in its own.
+        """
+        given: torch.Tensor | None = None
+        for bucket, piece, stand_in in self.pieces:
+            if not bool(used[piece.parameter]):
+                stand_in.grad = None
+                continue
+            if stand_in.grad is None:
+                stand_in.grad = bucket.within_own(piece, bucket.own_grads).view(stand_in.shape)
+            given = stand_in.grad
+        if given is None and not self._stepping:
+            given = self._spare.grad = torch.zeros_like(self._spare)
+        if given is not None and not finite:
+            given.view(-1)[0] = torch.nan
+
+    def begin_step(self) -> None:
+        """The optimizer is about to look for gradients."""
+        self._spare.grad = None
+        self._stepping = True
+        self._versions = self._now()
+
+    @property
+    def settled(self) -> bool:
+        """Whether pieces have the values of the last whole step: a closure runs before the optimizer changes them."""
+        return not self._stepping or self._now() == self._versions
+
+    def _now(self) -> list[int]:
+        return [stand_in._version for _, _, stand_in in self.pieces]
+
+    def end_step(self) -> None:
+        """It has."""
+        self._stepping = False
+
+    def clear_gradients(self) -> None:
+        """Takes them away."""
+        for _, _, stand_in in self.pieces:
+            stand_in.grad = None
+        self._spare.grad = None
+
+    # --- state in torch's format ------------------------------------------------------------------------------------
+
+    def gather(self, local: dict[str, Any], group: Group) -> dict[str, Any]:
+        """The state dict of the whole optimizer, from the local one of every rank. All ranks must call it."""
+        stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
+        order = {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
+        own: list[tuple[int, int, int, dict[str, Any]]] = []
+        for bucket, piece, stand_in in self.pieces:
+            state = dict(local["state"].get(order[id(stand_in)], {}))
+            if bucket.masters is not bucket.own:
+                state[MASTER] = stand_in.detach().clone()
+            own.append((piece.parameter, piece.offset, piece.count, state))
+        state_of: dict[int, dict[str, Any]] = {}
+        for pieces in _gather_objects(own, group):
+            for number, offset, count, state in pieces:
+                self._join(state_of.setdefault(number, {}), state, number, offset, count)
+        return {
+            **local,
+            "state": {number: state for number, state in sorted(state_of.items()) if state},
+            "param_groups": [
+                {**each, "params": members} for each, members in zip(local["param_groups"], self._groups, strict=True)
+            ],
+        }
+
+    def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """A local state dict out of one of the whole optimizer; masters are set at once."""
+        groups = whole["param_groups"]
+        if [len(each["params"]) for each in groups] != [len(members) for members in self._groups]:
+            raise ValueError("the state dict has other parameter groups than the optimizer")
+        number_of = {
+            saved: number
+            for each, members in zip(groups, self._groups, strict=True)
+            for saved, number in zip(each["params"], members, strict=True)
+        }
+        saved_of = {number: saved for saved, number in number_of.items()}
+        local: dict[int, dict[str, Any]] = {}
+        params: list[list[int]] = [[] for _ in groups]
+        at = {id(stand_in): (place, piece) for place, (_, piece, stand_in) in enumerate(self.pieces)}
+        index = 0
+        for place, each in enumerate(self._optimizer.param_groups):
+            for stand_in in each["params"]:
+                params[place].append(index)
+                index += 1
+                if stand_in is self._spare:
+                    continue
+                _, piece = at[id(stand_in)]
+                state = self._cut(whole["state"].get(saved_of[piece.parameter], {}), piece)
+                master = state.pop(MASTER, None)
+                if master is not None:
+                    with torch.no_grad():
+                        stand_in.copy_(master.view(stand_in.shape))
+                if state:
+                    local[index - 1] = state
+        return {
+            **whole,
+            "state": local,
+            "param_groups": [{**each, "params": ids} for each, ids in zip(groups, params, strict=True)],
+        }
+
+    def _cut(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        """A piece's part of a parameter's state. What does not have the parameter's shape belongs to every piece."""
+        shape = self._parameters[piece.parameter].shape
+        cut: dict[str, Any] = {}
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                cut[name] = value
+            elif self._whole or value.shape != shape or (value.dim() == 0 and name == "step"):
+                cut[name] = value.clone()
+            else:
+                cut[name] = value.reshape(-1)[piece.offset : piece.offset + piece.count].clone()
+        return cut
+
+    def _join(self, into: dict[str, Any], state: dict[str, Any], number: int, offset: int, count: int) -> None:
+        parameter = self._parameters[number]
+        for name, value in state.items():
+            if self._whole or not isinstance(value, torch.Tensor) or value.shape != (count,) or name == "step":
+                into.setdefault(name, value)
+                continue
+            if name not in into:
+                into[name] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+            into[name].view(-1)[offset : offset + count] = value
+
+
+def _widened(value: Any, stand_in: nn.Parameter) -> Any:
+    """State as long as a parameter of fewer bits gets the bits of its master, as if it had been made for that."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
+        return value.to(stand_in.dtype)
+    return value
+
+
+def _gather_objects(own: object, group: Group) -> list[Any]:
+    """What every rank gives. It is read as data, never as code."""
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
+    sizes[group.rank].fill_(mine.numel())
+    collectives.all_gather(group, sizes, sizes[group.rank]).wait()
+    memory = [bytearray(int(size)) for size in sizes]
+    parts = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
+    collectives.all_gather(group, parts, mine).wait()
+    return [torch.load(io.BytesIO(each), weights_only=True) for each in memory]
+
+
+class Prepared:
+    """What a prepared optimizer does otherwise than before; the rest is the user's class."""
+
+    training: Training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the model and of what this rank owns."""
+        self.training.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the whole optimizer, in torch's format, on every rank that calls it: one, or all."""
+        return self.training.optimizer_state(super().state_dict())  # type: ignore[misc]  # of the user's class
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the whole optimizer, from a job of any size or from none."""
+        super().load_state_dict(self.training.local_state(state_dict))  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what was prepared has its place."""
+        if "training" in self.__dict__:
+            raise RuntimeError("add_param_group after prepare(): give the optimizer all its parameters before")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+
+def adopt(optimizer: torch.optim.Optimizer, training: Training) -> None:
+    """Makes an optimizer a prepared one; it stays the same object, of a class derived from its own."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(
+        kind.__name__, (Prepared, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    optimizer.__dict__["training"] = training
+
+
+def trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, in the order of its groups."""
+    groups: Iterable[dict[str, Any]] = optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]

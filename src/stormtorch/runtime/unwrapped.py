@@ -1,0 +1,50 @@
+"""What a prepared model says to code that looks for a wrapper: `model.module` is where DDP keeps the user's model."""
+
+import contextlib
+import weakref
+from typing import Any
+
+from torch import nn
+
+from stormtorch.runtime.session import trainings_of
+
+
+class Unwrapped:
+    """Mixed into the class of a prepared model, as only a class can answer for attributes that are not there."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Keeps a registry of the user's from hearing of a class that is only ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "module":
+            return super().__getattr__(name)  # type: ignore[misc]  # of nn.Module
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]  # a submodule may be called so
+        except AttributeError:
+            if not trainings_of(self):  # type: ignore[arg-type]  # a copy is not prepared
+                raise
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute 'module': stormtorch.prepare() wraps nothing, the "
+                "model is itself. Use model where a script for DDP has model.module",
+                name=name,
+                obj=self,
+            ) from None
+
+
+# By the class it is derived from; a derived class lives as long as a model has it.
+_derived: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
+def unwrap(model: nn.Module) -> None:
+    """Makes a model tell that it is not wrapped. It stays the same object, of a class derived from its own."""
+    kind = type(model)
+    if isinstance(model, Unwrapped):
+        return
+    # A class may have a metaclass or a layout of its own that refuses this. Then torch's words must do.
+    with contextlib.suppress(Exception):
+        found = _derived.get(kind, lambda: None)()
+        if found is None:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            found = type(kind.__name__, (Unwrapped, kind), names)
+            _derived[kind] = weakref.ref(found)
+        model.__class__ = found

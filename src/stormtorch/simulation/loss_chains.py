@@ -1,0 +1,183 @@
+"""What becomes of the datagrams of many links at once, on one device.
+
+The models are those of the engine's `faults.cpp`, with its meaning of `burst` and of a trace's start, but not its
+random numbers. B workers of a block, S shards, C chunks; a column of C is a place in the order of sending.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stormtorch.network.loss import Trace
+
+_LEAST, _SPAN = -(2**31), 2**32
+
+
+def random_bits(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Uniform int32, without the largest: below `threshold(p)` with probability p, never for 0 and always for 1."""
+    count = 1
+    for size in shape:
+        count *= size
+    # Two numbers from each draw: several times as fast as a float each, and finer.
+    pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device=generator.device)
+    bits = pairs.random_(_LEAST * _SPAN, None, generator=generator).view(torch.int32)[:count]
+    return bits.clamp_(max=-_LEAST - 2).view(*shape)
+
+
+def threshold(p: float) -> int:
+    """Of `random_bits`."""
+    return min(round(p * _SPAN) + _LEAST, -_LEAST - 1)
+
+
+def thresholds(p: Tensor) -> Tensor:
+    """Of `random_bits`, for many chances in float64."""
+    return (p * _SPAN).round_().add_(_LEAST).clamp_(max=-_LEAST - 1).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Where messages begin and end in a row of chunks."""
+
+    shard_C: Tensor
+    """The shard of each chunk, from 0."""
+    first_S: Tensor
+    """The first chunk of each shard."""
+    size_S: Tensor
+    """Chunks of each shard, at least 1."""
+    place_C: Tensor
+    """The place of each chunk in its shard."""
+
+    @classmethod
+    def of(cls, owner_C: Tensor) -> "Shards":
+        """A shard is a run of chunks with one owner."""
+        begins_C = owner_C.diff(prepend=owner_C[:1] - 1) != 0
+        shard_C = begins_C.cumsum(0) - 1
+        size_S = shard_C.bincount()
+        first_S = size_S.cumsum(0) - size_S
+        place_C = torch.arange(owner_C.numel(), device=owner_C.device) - first_S[shard_C]
+        return cls(shard_C, first_S, size_S, place_C)
+
+    def rotated(self, turn_S: Tensor, *, back: bool = False) -> Tensor:
+        """The chunk at each place when a shard is sent from its chunk `turn_S` on; `back`: the place of each chunk."""
+        turn_C = turn_S[self.shard_C]
+        shifted = self.place_C - turn_C if back else self.place_C + turn_C
+        return self.first_S[self.shard_C] + shifted.remainder_(self.size_S[self.shard_C])
+
+
+class Chains:
+    """Chains of two states, good and bad, one per entry of a matrix; what is sent in the bad state is lost.
+
+    A random number of each step lies low, high or between. Low sets the state to bad, high to good, whatever it was;
+    between the two it stays, or flips where the chain changes more often than chance. So the state is that of the last
+    number that set it, which is found without going step by step. Where nothing lies between, steps are independent.
+    """
+
+    def __init__(self, p: Tensor, burst: Tensor, generator: torch.Generator) -> None:
+        """`p` and `burst` in float64, as of `GilbertElliott`, are checked already."""
+        enter = torch.where(burst > 1.0, p / ((1.0 - p) * burst).clamp_(min=1e-300), p).clamp_(max=1.0)
+        stay = torch.where(burst > 1.0, 1.0 - 1.0 / burst, p)
+        self._low, self._high = thresholds(torch.minimum(enter, stay)), thresholds(torch.maximum(enter, stay))
+        self._flips = enter > stay
+        self.independent = bool((enter == stay).all())
+        self._may_flip = bool(self._flips.any())
+        self._alike = bool(((p == p[0, 0]) & (burst == burst[0, 0])).all())
+        self.only_p = float(p[0, 0]) if self._alike and self.independent else None
+        """The loss of all links, where there is nothing else to know."""
+        self._generator = generator
+        self.bad = random_bits(tuple(p.shape), generator) < thresholds(p)
+        """The state of the next datagram; at first bad as often as at any time."""
+
+    def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
+        """The next fates of the links (rows, columns_S), or of (columns_S, rows) where not `up`; moves them on."""
+        was_bad_BS = _part(self.bad, rows, columns_S, up)
+        chunks = shards.shard_C.numel()
+        bits_BC = random_bits((was_bad_BS.shape[0], chunks), self._generator)
+        bad_BC = bits_BC < self._spread(self._low, rows, columns_S, shards, up)
+        if self.independent:
+            return bad_BC
+        good_BC = bits_BC >= self._spread(self._high, rows, columns_S, shards, up)
+        del bits_BC
+        first_S, last_S = shards.first_S, shards.first_S + shards.size_S - 1
+        if sent_BC is not None:
+            # A link moves on by what it is sent: after a place that is left out nothing happens.
+            before = torch.arange(-1, chunks - 1, device=sent_BC.device)
+            before[first_S] = last_S
+            moves_BC = sent_BC.index_select(1, before)
+            bad_BC &= moves_BC
+            good_BC &= moves_BC
+        # Column c moves the chain from place c - 1 to c. At the first place of a message nothing moves: the state there
+        # is what it was, and the column serves to move the chain on behind the last place.
+        set_BC = bad_BC | good_BC
+        end_bad, end_good = bad_BC.index_select(1, first_S), good_BC.index_select(1, first_S)
+        end_flip = torch.zeros_like(end_bad)
+        if self._may_flip:
+            flip_BC = ~set_BC & self._spread(self._flips, rows, columns_S, shards, up)
+            if sent_BC is not None:
+                flip_BC &= moves_BC
+            end_flip = flip_BC.index_select(1, first_S)
+            flip_BC.index_fill_(1, first_S, False)
+            odd_BC = flip_BC.cumsum(1, dtype=torch.int32).bitwise_and_(1).bool()
+        set_BC.index_fill_(1, first_S, True)
+        bad_BC.index_copy_(1, first_S, was_bad_BS)
+        if self._may_flip:
+            bad_BC ^= odd_BC
+        code = torch.int16 if 2 * chunks < 2**15 else torch.int32
+        when_C = torch.arange(0, 2 * chunks, 2, dtype=code, device=bad_BC.device)
+        last_set_BC = (when_C + bad_BC).masked_fill_(set_BC.logical_not_(), -1).cummax(1).values
+        bad_BC = last_set_BC.bitwise_and_(1).bool()
+        if self._may_flip:
+            bad_BC ^= odd_BC
+        end_BS = bad_BC.index_select(1, last_S) ^ end_flip
+        _whole(self.bad, up)[rows, columns_S] = (end_BS | end_bad) & ~end_good
+        return bad_BC
+
+    def _spread(self, matrix: Tensor, rows: slice, columns_S: Tensor, shards: Shards, up: bool) -> Tensor:
+        """A property of links for each of their chunks; one for all where links are alike."""
+        if self._alike:
+            return matrix[0, 0]
+        return _part(matrix, rows, columns_S, up).index_select(1, shards.shard_C)
+
+
+class Traces:
+    """Recorded losses of many links, each replayed in a loop from a place of its own."""
+
+    def __init__(self, traces: Sequence[Trace], which: Tensor, generator: torch.Generator) -> None:
+        """`which` of the traces each link has, -1 for none."""
+        device = which.device
+        self._bits = torch.frombuffer(bytearray(b"".join(each.bits for each in traces)), dtype=torch.uint8).to(device)
+        size = torch.tensor([len(each.bits) for each in traces], device=device)
+        first = size.cumsum(0) - size
+        self.here = which >= 0
+        """Which links have a trace."""
+        at = which.clamp(min=0)
+        self._first, self._size = first[at].int(), size[at].int()
+        at_random = torch.rand(which.shape, dtype=torch.float64, device=device, generator=generator)
+        self.next = (at_random * self._size).int()
+        """Of each link, where in its trace the next datagram is."""
+
+    def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
+        """As of `Chains`. What it says of links without a trace means nothing."""
+        first_BS, size_BS, next_BS = (_part(each, rows, columns_S, up) for each in (self._first, self._size, self.next))
+        if sent_BC is None:
+            place_BC = shards.place_C.int().expand(next_BS.shape[0], -1)
+            count_BS = shards.size_S.int().expand_as(next_BS)
+        else:
+            upto_BC = sent_BC.cumsum(1, dtype=torch.int32)
+            base_BS = (upto_BC - sent_BC.int()).index_select(1, shards.first_S)
+            count_BS = upto_BC.index_select(1, shards.first_S + shards.size_S - 1) - base_BS
+            place_BC = upto_BC - sent_BC.int() - base_BS.index_select(1, shards.shard_C)
+        at_BC = next_BS.index_select(1, shards.shard_C) + place_BC
+        at_BC.remainder_(size_BS.index_select(1, shards.shard_C)).add_(first_BS.index_select(1, shards.shard_C))
+        _whole(self.next, up)[rows, columns_S] = (next_BS + count_BS).remainder_(size_BS)
+        return self._bits.index_select(0, at_BC.view(-1)).view_as(at_BC).bool()
+
+
+def _whole(matrix: Tensor, up: bool) -> Tensor:
+    """(source, target) seen from the workers: rows send on the way up and receive on the way down."""
+    return matrix if up else matrix.t()
+
+
+def _part(matrix: Tensor, rows: slice, columns_S: Tensor, up: bool) -> Tensor:
+    return _whole(matrix, up)[rows].index_select(1, columns_S)

@@ -1,0 +1,1 @@
+"""Trainings run side by side and compared, on real ranks or on virtual workers."""

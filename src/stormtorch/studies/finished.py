@@ -1,0 +1,100 @@
+"""Trainings that are done: their results in a folder, so that the same command again need not repeat them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stormtorch.checks import BadSetting
+from stormtorch.policies.ledger import Ledger
+from stormtorch.simulation.checkpoints import replacing
+from stormtorch.simulation.processes import Together
+from stormtorch.studies.worker_results import SimResult
+
+# What may change from one run to the next: which trainings are asked for, and how fast they are computed.
+_FREE = ("policies", "seeds", "first_seed", "how", "at_once", "fuse")
+
+
+class Finished:
+    """Results by policy and seed. Only the first process reads and writes; all hear of it.
+
+    Args:
+        folder: Where they are kept; None keeps nothing.
+        ledger: A file for the lines of all trainings, in their order; None writes none.
+        together: The processes.
+        asked: What all trainings share, as plain data: what is in the folder must be of the same.
+
+    Raises:
+        BadSetting: It is of other settings, or cannot be read.
+    """
+
+    def __init__(self, folder: Path | None, ledger: Path | None, together: Together, asked: dict[str, Any]) -> None:
+        self._folder, self._ledger, self._together = folder, ledger, together
+        self._first = together.rank == 0
+        problem = together.from_first(None if folder is None or not self._first else _compare(folder, asked))
+        if problem is not None:
+            raise BadSetting("checkpoint", problem)
+        # Only now: whoever names the wrong folder keeps the file of before.
+        if ledger is not None and self._first:
+            ledger.write_text("")
+
+    def find(self, policy: str, seed: int) -> SimResult | None:
+        """A result from an earlier run."""
+        if self._folder is None:
+            return None
+        found, problem = None, None
+        path = self._folder / f"{policy}-{seed}.json"
+        if self._first and path.exists():
+            try:
+                kept = json.loads(path.read_text(encoding="utf-8"))
+                found = SimResult.from_json(kept["result"])
+                if self._ledger is not None and kept["ledger"] is None:
+                    problem = f"holds {path.name} without its steps: --ledger must be asked for from the beginning"
+                else:
+                    self._write(policy, seed, kept["ledger"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = f"holds {path.name}, which cannot be read: {error}"
+        found, problem = self._together.from_first((found, problem))
+        if problem is not None:
+            raise BadSetting("checkpoint", problem)
+        return found
+
+    def keep(self, result: SimResult, ledger: Ledger) -> None:
+        """One that was just computed."""
+        if not self._first:
+            return
+        # Large with many workers, so only where it is wanted.
+        rows = None if self._ledger is None else ledger.to_json()
+        self._write(result.policy, result.seed, rows)
+        if self._folder is not None:
+            path = self._folder / f"{result.policy}-{result.seed}.json"
+            with replacing(path) as beside:
+                beside.write_text(json.dumps({"result": result.to_json(), "ledger": rows}), encoding="utf-8")
+
+    def _write(self, policy: str, seed: int, rows: list[dict[str, Any]] | None) -> None:
+        if self._ledger is not None and rows is not None:
+            with self._ledger.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"policy": policy, "seed": seed, **row}) + "\n" for row in rows)
+
+
+def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
+    """What is wrong with a folder, if anything; a new one gets these settings."""
+    plain = json.loads(json.dumps({name: value for name, value in asked.items() if name not in _FREE}))
+    path = folder / "settings.json"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as beside:
+                beside.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+            return None
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"cannot be used: {path}: {error}"
+    for name in sorted(known.keys() | plain.keys()):
+        if known.get(name) != plain.get(name):
+            return (
+                f"{folder} is of other settings: its {name} is {known.get(name)!r}, not {plain.get(name)!r}; "
+                "name another folder, or remove it"
+            )
+    return None

@@ -1,0 +1,1 @@
+"""What is trained: models, data, and tasks made of both."""

@@ -1,0 +1,1 @@
+"""Data sets, read from files or made here."""

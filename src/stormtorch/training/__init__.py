@@ -1,1 +1,0 @@
-"""Training of real models over networks that lose, policies side by side: `stormtorch train`."""

@@ -1,0 +1,1 @@
+"""Exchanges between ranks: the seam, its two transports, and how ranks find each other."""

@@ -1,0 +1,16 @@
+"""Where the examples are, and what their last line says."""
+
+import re
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAST_LINE = re.compile(
+    r"backend storm, (\d+) ranks: loss ([0-9.]+), accuracy ([0-9.]+)%, replicas (identical|DIFFERENT)"
+)
+
+
+def verdict(output: str) -> tuple[int, float, str]:
+    """Ranks, accuracy in percent, and how the replicas compare, from an example's last line."""
+    (found,) = LAST_LINE.findall(output)
+    ranks, _loss, accuracy, replicas = found
+    return int(ranks), float(accuracy), replicas

@@ -1,0 +1,100 @@
+# mypy: disable-error-code="no-untyped-call"
+"""A prepared model on a GPU, with several ranks on the same one. Skipped without a GPU, as on most machines."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stormtorch
+from stormtorch import EXACT, BoundedDrift, Options
+from stormtorch.collectives import Group
+from stormtorch.jobs.ranks import Member, run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+WORLD = 4
+LOSSLESS = BoundedDrift(gradients=EXACT, broadcast=EXACT, bucket_mb=0.05)
+
+
+def new_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.LayerNorm(128), nn.Tanh(), nn.Linear(128, 4)]
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 32, generator=random)
+    return x.to("cuda", dtype), x[:, :4].argmax(1).to("cuda")
+
+
+def train(member: Member, policy: BoundedDrift, loss: float, steps: int, how: str = "plain") -> dict[str, Any]:
+    torch.cuda.set_device(0)
+    options = Options(datagram_bytes=1472, interface="lo")
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    with stormtorch.connect(member.store, member.rank, member.world, options) as transport:
+        model = new_model(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        scaler = torch.amp.GradScaler("cuda", enabled=how == "scaled", init_scale=2.0**10)
+        model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=Group(transport))
+        losses = []
+        with stormtorch.faults(loss=loss, seed=2):
+            for step in range(steps):
+                x, y = batch(member.rank, step, dtype)
+                with torch.autocast("cuda", torch.float16, enabled=how == "scaled"):
+                    value = nn.functional.cross_entropy(model(x).float(), y)
+                scaler.scale(value).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(float(value.detach()))
+        with stormtorch.exact(model):
+            state = {name: value.detach().cpu().tolist() for name, value in model.state_dict().items()}
+        saved = optimizer.state_dict()
+        return {"losses": losses, "state": state, "arrived": optimizer.ledger.summary()["arrived"], "saved": len(saved)}  # type: ignore[attr-defined]
+
+
+def reference(steps: int) -> dict[str, torch.Tensor]:
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank in range(WORLD):
+            x, y = batch(rank, step)
+            gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+            for each, gradient in zip(total, gradients, strict=True):
+                each += gradient
+        for parameter, each in zip(model.parameters(), total, strict=True):
+            parameter.grad = each / WORLD
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return copy.deepcopy({name: value.cpu() for name, value in model.state_dict().items()})
+
+
+def test_without_loss_it_equals_one_process() -> None:
+    expected = reference(20)
+    for result in run_ranks(train, WORLD, (LOSSLESS, 0.0, 20), timeout_s=120):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(result["state"][name]), value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        (BoundedDrift(bucket_mb=0.05), "plain"),
+        (BoundedDrift(bucket_mb=0.05, wire=torch.bfloat16, max_lag=3), "plain"),
+        (BoundedDrift(bucket_mb=0.05, wire=torch.int8, weights="horvitz-thompson"), "plain"),
+        (BoundedDrift(bucket_mb=0.05), "bfloat16"),
+        (BoundedDrift(bucket_mb=0.05), "scaled"),
+    ],
+)
+def test_under_loss_it_learns_and_replicas_agree_when_exact(policy: BoundedDrift, how: str) -> None:
+    results = run_ranks(train, WORLD, (policy, 0.1, 120, how), timeout_s=200)
+    for result in results:
+        assert sum(result["losses"][-20:]) < 0.5 * sum(result["losses"][:20])
+        assert 0.85 < result["arrived"] < 0.95
+        assert result["state"] == results[0]["state"]

@@ -1,0 +1,124 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Ranks that leave: they stay as long as another may save what they own, and no longer."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from conftest import local_world
+from torch import nn
+
+from stormtorch import BoundedDrift, ModelAveraging, Options, StormError, prepare
+from stormtorch.collectives import Group
+from stormtorch.policies.policy import Policy
+from stormtorch.transport.udp import UdpTransport
+from training import perceptron
+
+OPTIONS = Options(datagram_bytes=400, silence_s=4.0, timeout_s=30.0)
+LATE_S = 0.8
+
+
+def trained(transport: UdpTransport, steps: int, policy: Policy | None = None) -> tuple[nn.Module, Any]:
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(model, optimizer, policy=policy, group=Group(transport))
+    step(transport, model, optimizer, steps)
+    return model, optimizer
+
+
+def step(transport: UdpTransport, model: nn.Module, optimizer: Any, steps: int) -> None:
+    for number in range(steps):
+        torch.manual_seed(10 * number + transport.rank)
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
+def test_a_rank_that_leaves_stays_until_another_has_saved(policy: Policy) -> None:
+    def work(transport: UdpTransport) -> tuple[Any, Any]:
+        model, optimizer = trained(transport, 3, policy)
+        if transport.rank != 0:
+            return None, None  # closes the transport
+        time.sleep(LATE_S)
+        return model.state_dict(), optimizer.state_dict()
+
+    (state, of_optimizer), *_ = local_world(3, work, options=OPTIONS)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert len(of_optimizer["state"]) == len(list(perceptron().parameters()))
+
+
+def test_a_rank_that_leaves_early_is_not_waited_for_by_those_that_go_on() -> None:
+    took: list[float] = []
+
+    def work(transport: UdpTransport) -> int:
+        model, optimizer = trained(transport, 3)
+        if transport.rank == 1:
+            return 0
+        begin = time.monotonic()
+        step(transport, model, optimizer, 5)
+        took.append(time.monotonic() - begin)
+        return len(optimizer.ledger)
+
+    assert local_world(3, work, options=OPTIONS) == [8, 0, 8]
+    assert max(took) < 2.0
+
+
+@pytest.mark.parametrize(
+    "policy", [ModelAveraging(), ModelAveraging(overlap=True), BoundedDrift()], ids=["averaging", "overlap", "drift"]
+)
+def test_a_rank_that_leaves_early_does_not_hold_up_any_policy(policy: Policy) -> None:
+    def work(transport: UdpTransport) -> float:
+        model, optimizer = trained(transport, 3, policy)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            step(transport, model, optimizer, 3)
+        transport.part()
+        return time.monotonic() - begin
+
+    assert max(local_world(2, work, options=OPTIONS)) < 3.0
+
+
+def test_a_rank_that_leaves_early_does_not_hold_up_one_without_gradients() -> None:
+    def work(transport: UdpTransport) -> float:
+        _, optimizer = trained(transport, 3)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            optimizer.step()  # gradients are exchanged here, as no backward has done so
+        transport.part()
+        return time.monotonic() - begin
+
+    assert max(local_world(2, work, options=OPTIONS)) < 3.0
+
+
+def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -> None:
+    def work(transport: UdpTransport) -> Any:
+        model, optimizer = trained(transport, 2, BoundedDrift(overlap=True))
+        torch.manual_seed(transport.rank)
+        model(torch.randn(4, 8)).square().mean().backward()
+        if transport.rank == 2:
+            time.sleep(LATE_S)
+        optimizer.step()
+        if transport.rank == 1:
+            return None  # without what rank 2 sends so late, which the others wait for
+        optimizer.training.wait()
+        return optimizer.state_dict() if transport.rank == 0 else None
+
+    found, *_ = local_world(3, work, options=OPTIONS)
+    assert len(found["state"]) == len(list(perceptron().parameters()))
+
+
+def test_what_has_left_before_is_named_by_who_saves_the_optimizer() -> None:
+    def work(transport: UdpTransport) -> str:
+        model, optimizer = trained(transport, 3)
+        if transport.rank == 1:
+            transport.close()
+            return ""
+        time.sleep(LATE_S)
+        assert model.state_dict().keys() == perceptron().state_dict().keys()
+        with pytest.raises(StormError, match="needs what rank 1 owns") as caught:
+            optimizer.state_dict()
+        return str(caught.value)
+
+    assert local_world(2, work, options=OPTIONS)[0].startswith("rank 0: optimizer.state_dict()")

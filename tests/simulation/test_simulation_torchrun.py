@@ -1,0 +1,107 @@
+"""Virtual workers split over the processes of torchrun: the same results as of one process, told once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import ENVIRONMENT, STORMTORCH
+
+pytestmark = pytest.mark.pure
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+SMALL = ("--batch", "1", "--width", "16", "--layers", "1", "--context", "8", "--device", "cpu")
+ONE_THREAD = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: str, processes: bool = True) -> "subprocess.CompletedProcess[str]":
+    launcher = (*TORCHRUN, "stormtorch.cli") if processes else STORMTORCH
+    return subprocess.run(
+        [*launcher, "simulate", *SMALL, *arguments],
+        env=ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+    return found
+
+
+def numbers(curve: list[list[float]], column: int) -> list[float]:
+    return [row[column] for row in curve]
+
+
+def test_two_processes_find_what_one_finds_and_tell_it_once(tmp_path: Path) -> None:
+    # An odd number of workers, so that one process has more; lags, repair and fetching included.
+    policies = ("--policy", "lossless,lead,model-averaging,gradient-averaging")
+    asked = ("--workers", "7", "--steps", "6", "--loss", "0.3", "--burst", "4", "--max-lag", "2", *policies)
+    together, alone = tmp_path / "two.json", tmp_path / "one.json"
+    lines = tmp_path / "steps.jsonl"
+    done = run(*asked, "--json", str(together), "--ledger", str(lines), "--checkpoint", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("7 virtual workers") == 1
+    assert len(lines.read_text().splitlines()) == 4 * 6
+    assert run(*asked, "--json", str(alone), processes=False).returncode == 0
+    for own, other in zip(results(together), results(alone), strict=True):
+        for name in ("policy", "lag", "arrived", "fetched", "lead", "broadcast_lost"):
+            assert own[name] == other[name]
+        assert own["val_loss"] == pytest.approx(other["val_loss"], rel=1e-5)
+        assert own["drift"] == pytest.approx(other["drift"], rel=1e-3)
+        assert numbers(own["curve"], 1) == pytest.approx(numbers(other["curve"], 1), rel=1e-4)
+        assert numbers(own["drift_curve"], 1) == pytest.approx(numbers(other["drift_curve"], 1), rel=1e-3)
+    assert sum(each["fetched"] for each in results(alone)) > 0
+
+
+@pytest.mark.slow
+def test_more_processes_than_workers_are_refused_once() -> None:
+    done = subprocess.run(
+        [*TORCHRUN[:-2], "3", "-m", "stormtorch.cli", "simulate", *SMALL, "--workers", "2"],
+        env=ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("must be at least the 3 processes, got 2") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
+    asked = ("--workers", "4", "--policy", "lead", "--burst", "4", "--checkpoint", str(tmp_path / "run"))
+    process = subprocess.Popen(
+        [*TORCHRUN, "stormtorch.cli", "simulate", *SMALL, "--steps", "400", *asked],
+        env=ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    give_up_at = time.monotonic() + 60
+    while not (tmp_path / "run" / "settings.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert errors.count("interrupted: the same command goes on from here") == 1
+    kept = sorted(each.name for each in (tmp_path / "run").iterdir())
+    assert kept == ["lead-0.pt.0", "lead-0.pt.1", "settings.json"]
+    out = tmp_path / "resumed.json"
+    done = run("--steps", "400", *asked, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    (result,) = results(out)
+    assert numbers(result["curve"], 0) == list(range(1, 401))
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["lead-0.json", "settings.json"]
