@@ -1,0 +1,130 @@
+"""Policies by name, as commands take them: those of the library with their usual settings, or a class from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.reliability import EXACT, Reliability
+
+PRESETS = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
+"""Names of the library's policies, from the most careful to the least."""
+WIRES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+"""Number formats that gradients and parameters may travel in, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Settings of policies that commands offer. A policy takes those that it has."""
+
+    wire: str = "float32"
+    """Number format on the network: a key of `WIRES`."""
+    budget: float = 1.0
+    """Fraction of each lossy message that may be missing; 1 never sends anything again."""
+    gradient_budget: float | None = None
+    """Fraction of each message of gradients that may be missing; None is `budget`."""
+    lead: float = 1.0
+    """How far ahead "lead" sends parameters, in multiples of their mean lag p/(1-p)."""
+    weights: Literal["mean", "horvitz-thompson"] = "mean"
+    """How gradients that arrived are weighed."""
+    max_lag: int | None = None
+    """Steps that a parameter may be out of date before it is fetched exactly; None sets no bound."""
+    guard: float | None = 0.5
+    """Measured loss above which the broadcast becomes exact; None never does that."""
+    every: int = 1
+    """Steps between two averagings of models."""
+
+
+def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
+    """Makes the policy that a command names.
+
+    Args:
+        name: One of `PRESETS`, or a class in a file: `my.py:MyPolicy`.
+        settings: What the user chose. A class from a file is given those of its fields that differ from their usual
+            values.
+
+    Raises:
+        ValueError: There is no such policy, or the file, the class or a setting is not valid.
+    """
+    settings = settings or PolicySettings()
+    if ":" in name or name.endswith(".py"):
+        return _from_file(name, settings)
+    if settings.wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {settings.wire!r}")
+    wire = WIRES[settings.wire]
+    lossy = Reliability(budget=settings.budget)
+    if name == "model-averaging":
+        return ModelAveraging(every=settings.every, reliability=lossy)
+    if name == "gradient-averaging":
+        return GradientAveraging(reliability=lossy)
+    if name == "lossless":
+        return BoundedDrift(gradients=EXACT, broadcast=EXACT, wire=wire)
+    if name not in PRESETS:
+        raise ValueError(
+            f"policy must be one of {', '.join(PRESETS)}, or a class in a file as in my.py:MyPolicy, got {name!r}"
+        )
+    gradients = settings.budget if settings.gradient_budget is None else settings.gradient_budget
+    return BoundedDrift(
+        gradients=Reliability(budget=gradients),
+        broadcast=lossy,
+        lead=settings.lead if name == "lead" else 0.0,
+        weights=settings.weights,
+        max_lag=settings.max_lag,
+        guard=settings.guard,
+        wire=wire,
+    )
+
+
+def _from_file(name: str, settings: PolicySettings) -> Policy:
+    path, _, class_name = name.rpartition(":")
+    if not path or not class_name.isidentifier():
+        raise ValueError(f"policy must name a class in a file, as in my.py:MyPolicy, got {name!r}")
+    kind = getattr(_module(Path(path)), class_name, None)
+    if kind is None:
+        raise ValueError(f"policy: {path} has no class {class_name}")
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ValueError(f"policy: {class_name} in {path} is not a subclass of stormtorch.Policy")
+    usual = PolicySettings()
+    chosen = {
+        each.name: getattr(settings, each.name)
+        for each in dataclasses.fields(settings)
+        if getattr(settings, each.name) != getattr(usual, each.name)
+    }
+    known = {each.name for each in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    given = {knob: WIRES.get(value, value) if knob == "wire" else value for knob, value in chosen.items()}
+    if "budget" in given and "budget" not in known and "reliability" in known:
+        given["reliability"] = Reliability(budget=given.pop("budget"))
+    try:
+        return kind(**{knob: value for knob, value in given.items() if knob in known})
+    except TypeError as error:
+        raise ValueError(f"policy: {class_name}() in {path} could not be made: {error}") from error
+
+
+def _module(path: Path) -> object:
+    """The module in a file, imported once: a policy must be the same class wherever it is asked for."""
+    name = f"stormtorch_policy_{path.stem}_{abs(hash(path.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"policy: there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
