@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stormtorch.simulation import Simulated, run, simulate
-from stormtorch.simulation.averaging import Averaging
+from stormtorch.simulation.replicated import Replicated
 from training import Loss, MakeOptimizer, regression, values, vectors
 
 Data = Callable[[int, int], torch.Tensor]
@@ -61,21 +61,21 @@ def outcome(
 
 
 def keep_trainings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Where the inner state of all simulations to come is found: a `Drifting` or an `Averaging` each."""
+    """Where the inner state of all simulations to come is found: a `Sharded` or a `Replicated` each."""
     made: list[Any] = []
 
     def keep(kind: type, *arguments: Any) -> Any:
         made.append(kind(*arguments))
         return made[-1]
 
-    for name in ("Drifting", "Averaging"):
+    for name in ("Sharded", "Replicated"):
         monkeypatch.setattr(run, name, functools.partial(keep, getattr(run, name)))
     return made
 
 
 def replicas_of(training: Any) -> torch.Tensor:
     """(W, C, E): what each worker of such a simulation has."""
-    if isinstance(training, Averaging):
+    if isinstance(training, Replicated):
         return training._models
     replicas: torch.Tensor = training.setting.cut.empty(training.setting.workers, device=torch.device("cpu"))
     training._replicas.put(0, training.setting.workers, replicas)

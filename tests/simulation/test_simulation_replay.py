@@ -13,7 +13,7 @@ from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.arrivals import Links
-from stormtorch.simulation import averaging, drifting
+from stormtorch.simulation import replicated, sharded
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.transport.exchange import Arrival
 from training import WORLD, MakeOptimizer, Optimizer, Rank, on_ranks, sgd
@@ -121,7 +121,7 @@ def replay(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What owners have in the end, and what each worker has."""
     made = keep_trainings(monkeypatch)
-    for module in (drifting, averaging):
+    for module in (sharded, replicated):
         monkeypatch.setattr(module, "Masks", functools.partial(Replayed, seen))
     task: dict[str, Any] = {"objective": distance, "data": targets, "policy": policy, "at_once": 3}
     _, judged = outcome(Distance(), make, STEPS, network=0.5, **task)

@@ -60,7 +60,7 @@ def test_versions_and_ages_are_the_replicas_that_real_workers_would_hold(
         room, before = replicas.next_room(), replicas.owned.clone()
         room.copy_(before)
         replicas.owned.add_(torch.randn(cut.chunks, PER_CHUNK, generator=random))
-        rules.ahead(room, replicas.owned, lead)
+        room.lerp_(replicas.owned, 1.0 + lead)
         if max_lag is not None:
             arrived_WC |= rules.overdue(replicas.ages, max_lag)
         replicas.broadcast(arrived_WC)

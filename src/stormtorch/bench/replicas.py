@@ -23,8 +23,8 @@ from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
 from stormtorch.policies import BoundedDrift
 from stormtorch.runtime.prepare import prepare
-from stormtorch.runtime.session import trainings_of
-from stormtorch.runtime.sharded import BoundedDriftTraining
+from stormtorch.runtime.session import sessions_of
+from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.transport.options import Options
 from stormtorch.transport.udp import UdpTransport
 
@@ -198,8 +198,8 @@ class DriftReplica(StormReplica):
         policy = BoundedDrift(wire=WIRES[DRIFT[name]])
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
-        (training,) = trainings_of(model)
-        assert isinstance(training, BoundedDriftTraining)
+        (training,) = sessions_of(model)
+        assert isinstance(training, ShardedSession)
         self._training = training
 
     def turn(self, steps: int) -> Delivery:

@@ -1,5 +1,8 @@
-"""What ranks exchange and what they make of what arrives: one policy, one idea."""
+"""What ranks exchange and what they make of what arrives: one file per policy, plain tensors, no network."""
 
-from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging
+from stormtorch.policies.bounded_drift import BoundedDrift
+from stormtorch.policies.gradient_averaging import GradientAveraging
+from stormtorch.policies.model_averaging import ModelAveraging
+from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
 
-__all__ = ["BoundedDrift", "GradientAveraging", "ModelAveraging"]
+__all__ = ["BoundedDrift", "GradientAveraging", "ModelAveraging", "OwnerPolicy", "Policy", "RankPolicy"]

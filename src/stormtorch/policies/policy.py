@@ -1,142 +1,232 @@
-"""What `prepare` is told: which policy, with which settings. Valid from birth."""
+"""The seam of a policy: what ranks send, what owners make of what arrived, and what ranks make of what comes back.
 
+A policy is arithmetic on plain tensors, written once: `stormtorch.prepare` applies it to real ranks, the simulator to
+virtual workers. Every parameter has one owner among the ranks. In an exchange each rank sends something to the owners
+(stage 1, up), an owner combines what arrived of its shard, and sends a result to all ranks (stage 2, down).
+
+Tensors of values are (..., C, E): C chunks, each of which arrives whole or not at all, of E elements. What is known of
+chunks (flags, counts, losses) is (..., C, 1) and broadcasts against them, or is one number for all of them. The last
+chunk of a shard may come in a call of its own, as it has fewer elements. A function may return the very tensor that it
+was given; it writes only into tensors where its description allows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal
 
 import torch
 
 from stormtorch.reliability import LOSSY, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-"""What gradients and parameters may travel as."""
+"""Number formats in which gradients and parameters may travel."""
+
+Numbers = float | torch.Tensor
+"""One number for all chunks, or one for each: (..., C, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedDrift:
-    """Each rank owns a shard of the parameters: it averages what arrived of that shard's gradient, runs the optimizer
-    on it and sends the new parameters to everyone. Where those are lost, a replica keeps its stale copy until the next
-    arrival, so that replicas differ by a bounded amount.
-    """
+class Policy:
+    """Base of all policies; subclass `OwnerPolicy` or `RankPolicy`, which say who runs the optimizer."""
 
-    gradients: Reliability = LOSSY
-    """Of stage 1, gradients to their owner. The default never sends anything twice: what arrived is averaged."""
-    broadcast: Reliability = LOSSY
-    """Of stage 2, parameters to everyone. A budget below 1 repairs until at most that fraction is missing, or until
-    the deadline."""
-    lead: float = 1.0
-    """Owners send parameters ahead of their own by this times p/(1-p) updates, p the measured loss of the broadcast:
-    by how much replicas lag on average (less, where `max_lag` is set). 0 (or False) is the protocol without a lead."""
-    weights: Literal["mean", "horvitz-thompson"] = "mean"
-    """How gradients that arrived are weighed: their mean, in which the owner's own counts for more where others are
-    lost; or each by the inverse of its link's chance to arrive, right also where ranks' data or links differ, at the
-    cost of more noise and of one copy of the gradients."""
-    max_lag: int | None = None
-    """No copy is ever more steps old than this: one that would be is fetched exactly. None sets no bound."""
+    reliability: Reliability = LOSSY
+    """How much of a message may be missing, in both stages. The default never sends anything twice."""
     wire: torch.dtype = torch.float32
-    """What travels: bfloat16 halves the bytes, int8 quarters them. Owners keep float32 all the same."""
-    ownership: Literal["auto", "elements", "parameters"] = "auto"
-    """Whether shards may cut through a parameter. Optimizers that look at single elements allow it; others, such as
-    Muon, need whole parameters. "auto" knows torch's own, and gives an optimizer it does not know whole ones."""
+    """Number format on the network: bfloat16 halves the bytes, int8 quarters them. Sums are float32 all the same."""
     bucket_mb: float = 8.0
-    """Gradients travel in buckets of this size, each as soon as it is complete. Smaller ones start earlier and cost
-    more exchanges."""
+    """Size of the buckets in which parameters travel, each as soon as it is complete. Smaller ones start earlier and
+    cost more exchanges."""
     overlap: bool = False
     """Whether `step` returns while parameters arrive, so that they travel during the next forward: each module then
     waits for its own before it runs. Code that reads parameters elsewhere, as a moving average does, would read some
     that are still on their way, and must do so under `exact(model)`."""
-    guard: float | None = 0.5
-    """While the measured loss of the broadcast is above this anywhere, or a copy is older than `max_lag`, the broadcast
-    is exact. None never does that."""
     settings: Literal["same", "rank 0", "any"] = "same"
-    """What becomes of the optimizer's settings (learning rate, weight decay, betas, ...) where they differ between
-    ranks, at `prepare` or at any step: an error that names them; or rank 0's are set on all ranks, before the step that
-    would use others; or each rank uses its own."""
+    """What happens where the optimizer's settings (learning rate, weight decay, betas, ...) differ between ranks, at
+    `prepare` or at any step: "same" is an error that names them; "rank 0" sets rank 0's on all ranks before the step
+    that would use others; "any" lets each rank use its own."""
     warn_every: int = 100
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
-    """A rank missing for longer ends the job with an error that names it."""
+    """Seconds after which a missing rank ends the job with an error that names it."""
     collective_wait_s: float = 600.0
-    """A call that all ranks must make, such as `model.state_dict()`, raises an error when it has waited for so long for
-    a rank that neither makes it nor waits for the others elsewhere."""
+    """Seconds after which a call that all ranks must make, such as `model.state_dict()`, raises an error because a rank
+    neither makes it nor waits for the others elsewhere."""
     drift_samples: int = 256
-    """Numbers of the parameters that all ranks compare at every step, to measure the drift."""
+    """Numbers of the parameters that all ranks compare at every exchange, to measure how far replicas are apart."""
 
     def __post_init__(self) -> None:
-        _check_wire(self.wire)
-        _check_bucket(self.bucket_mb)
-        _check(0.0 <= self.lead <= 10.0, "lead", "lie in [0, 10]", self.lead)
-        _check(self.weights in ("mean", "horvitz-thompson"), "weights", 'be "mean" or "horvitz-thompson"', self.weights)
-        _check(
+        if not isinstance(self, OwnerPolicy | RankPolicy):
+            raise TypeError(f"{type(self).__name__} must derive from OwnerPolicy or RankPolicy")
+        check(self.wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", self.wire)
+        check(self.bucket_mb > 0.0, "bucket_mb", "be above 0", self.bucket_mb)
+        check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
+        check(self.warn_every >= 1, "warn_every", "be at least 1", self.warn_every)
+        check(self.give_up_s > 0.0, "give_up_s", "be above 0", self.give_up_s)
+        check(self.collective_wait_s > 0.0, "collective_wait_s", "be above 0", self.collective_wait_s)
+        check(self.drift_samples >= 0, "drift_samples", "not be negative", self.drift_samples)
+
+    @property
+    def up(self) -> Reliability:
+        """Reliability of stage 1, from ranks to owners."""
+        return self.reliability
+
+    @property
+    def down(self) -> Reliability:
+        """Reliability of stage 2, from owners to ranks."""
+        return self.reliability
+
+    @property
+    def weighs(self) -> bool:
+        """Whether `send` changes what it is given. Only then is the loss of single links measured for it."""
+        return overrides(self, "send")
+
+    def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:
+        """What a rank sends to the owner of some chunks; by default its own values.
+
+        Args:
+            own: The rank's gradients or parameters of these chunks.
+            loss: Measured fraction of this rank's chunks that the owner lost lately; 0 for what the rank itself owns.
+        """
+        return own
+
+    def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
+        """What an owner makes of what arrived; by default its mean. May write into `mean`.
+
+        Args:
+            mean: Mean over the copies that arrived, the owner's own always among them.
+            count: How many copies arrived.
+            present: Ranks that take part, as far as is known.
+        """
+        return mean
+
+    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        """What a rank goes on with; by default what came, and its own where that was lost.
+
+        Args:
+            own: What the rank has: a stale copy, or its own gradients or parameters.
+            came: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
+                `torch.where`, never multiply by zero.
+            arrived: Whether each chunk arrived.
+        """
+        return torch.where(arrived, came, own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerPolicy(Policy):
+    """Base of policies under which owners run the user's optimizer, each on its own shard.
+
+    Gradients go up, parameters come down. The optimizer's state exists once in the world. Other ranks have copies of an
+    owner's parameters, which become stale where the broadcast is lost and are healed by the next one that arrives.
+    """
+
+    gradients: Reliability | None = None
+    """Reliability of stage 1, gradients to their owners; None is `reliability`."""
+    broadcast: Reliability | None = None
+    """Reliability of stage 2, parameters to everyone; None is `reliability`. A budget below 1 repairs until at most
+    that fraction is missing, or until the deadline."""
+    max_lag: int | None = None
+    """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
+    guard: float | None = 0.5
+    """Measured loss of the broadcast above which the broadcast becomes exact until the network is better; it does so
+    too while a copy is older than `max_lag`. None never does that."""
+    ownership: Literal["auto", "elements", "parameters"] = "auto"
+    """Whether shards may cut through a parameter. Optimizers that look at single elements allow it; others, such as
+    Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
             self.ownership in ("auto", "elements", "parameters"),
             "ownership",
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
-        _check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
-        _check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
-        _check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
-        _check(self.warn_every >= 1, "warn_every", "be at least 1", self.warn_every)
-        _check(self.give_up_s > 0.0, "give_up_s", "be above 0", self.give_up_s)
-        _check_wait(self.collective_wait_s)
-        _check(self.drift_samples >= 0, "drift_samples", "not be negative", self.drift_samples)
+        check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
+        check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
+
+    @property
+    def up(self) -> Reliability:
+        """Reliability of stage 1, gradients to their owners."""
+        return self.reliability if self.gradients is None else self.gradients
+
+    @property
+    def down(self) -> Reliability:
+        """Reliability of stage 2, parameters to everyone."""
+        return self.reliability if self.broadcast is None else self.broadcast
+
+    def ahead(self, loss: float) -> float:
+        """By how many updates owners send parameters ahead of their own; by default 0.
+
+        Args:
+            loss: Measured fraction of this owner's broadcasts that others lost lately.
+        """
+        return 0.0
+
+    def publish(self, before: torch.Tensor, now: torch.Tensor, ahead: Numbers) -> torch.Tensor:
+        """What an owner sends after the optimizer's step; by default its parameters, `ahead` updates further.
+
+        Not called where `ahead` is 0 and this function is the default: then `now` is sent. May write into `before`.
+
+        Args:
+            before: The owner's parameters before the step.
+            now: Its parameters after it.
+            ahead: What `ahead` returned.
+        """
+        return before.lerp_(now, 1.0 + ahead)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelAveraging:
-    """RPS: every rank trains a model of its own with its own optimizer. Every so often, models are averaged block by
-    block over the copies that arrive at a block's rank; where the average is lost, a rank keeps its own block.
+class RankPolicy(Policy):
+    """Base of policies under which every rank runs the user's optimizer on a model of its own.
+
+    What the ranks exchange is `sends`: "parameters" after every `every`-th step, or "gradients" before each step.
     """
+
+    sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
 
     every: int = 1
-    """Optimizer steps between two averagings."""
-    reliability: Reliability = LOSSY
-    """Of both directions."""
-    bucket_mb: float = 8.0
-    """Parameters travel in buckets of this size."""
+    """Optimizer steps between two exchanges of parameters."""
     seed: int = 0
-    """Of which rank averages which block, drawn anew every round; the same on all ranks."""
-    overlap: bool = False
-    """As of `BoundedDrift`."""
-    collective_wait_s: float = 600.0
-    """As of `BoundedDrift`."""
+    """Seed of what `order` draws; the same on all ranks."""
 
     def __post_init__(self) -> None:
-        _check(self.every >= 1, "every", "be at least 1", self.every)
-        _check_wait(self.collective_wait_s)
-        _check_bucket(self.bucket_mb)
+        super().__post_init__()
+        check(self.every >= 1, "every", "be at least 1", self.every)
+        if self.sends == "gradients":
+            check(self.every == 1, "every", "be 1 where gradients are exchanged", self.every)
+
+    def order(self, ranks: int, random: torch.Generator) -> list[int]:
+        """Which rank owns each of the shards in the next exchange; by default always the same one.
+
+        Args:
+            ranks: How many there are.
+            random: Draws the same on all ranks.
+        """
+        return list(range(ranks))
+
+    def update(self, owner: MutableMapping[str, torch.Tensor], combined: torch.Tensor) -> torch.Tensor:
+        """What an owner sends to all ranks; by default what `combine` returned.
+
+        Args:
+            owner: Memory of the owner for these chunks, empty at first: an anchor, a momentum. It stays with the shard,
+                so only policies with a fixed `order` can use it.
+            combined: What `combine` returned.
+        """
+        return combined
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientAveraging:
-    """For comparison only: gradients are averaged lossily in both directions, and every rank applies what it got.
-
-    Replicas differ by every gradient that any of them lost, for ever: they drift apart without bound.
-    """
-
-    reliability: Reliability = LOSSY
-    """Of both directions."""
-    bucket_mb: float = 8.0
-    """Gradients travel in buckets of this size."""
-
-    def __post_init__(self) -> None:
-        _check_bucket(self.bucket_mb)
+def overrides(policy: Policy, name: str) -> bool:
+    """Whether a policy has a function of its own instead of the default of that name."""
+    kinds: tuple[type[Policy], ...] = (OwnerPolicy, RankPolicy, Policy)
+    for kind in kinds:
+        if isinstance(policy, kind) and hasattr(kind, name):
+            return getattr(type(policy), name) is not getattr(kind, name)
+    raise AttributeError(f"policies have no function {name!r}")
 
 
-Policy: TypeAlias = BoundedDrift | ModelAveraging | GradientAveraging
-
-
-def _check(right: bool, knob: str, demand: str, got: object) -> None:
+def check(right: bool, knob: str, demand: str, got: object) -> None:
+    """Raises a ValueError that names a setting, unless its value is right."""
     if not right:
         raise ValueError(f"{knob} must {demand}, got {got!r}")
-
-
-def _check_wire(wire: torch.dtype) -> None:
-    _check(wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", wire)
-
-
-def _check_wait(collective_wait_s: float) -> None:
-    _check(collective_wait_s > 0.0, "collective_wait_s", "be above 0", collective_wait_s)
-
-
-def _check_bucket(bucket_mb: float) -> None:
-    _check(bucket_mb > 0.0, "bucket_mb", "be above 0", bucket_mb)

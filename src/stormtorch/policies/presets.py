@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
 
 PRESETS = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
@@ -66,11 +67,11 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     wire = WIRES[settings.wire]
     lossy = Reliability(budget=settings.budget)
     if name == "model-averaging":
-        return ModelAveraging(every=settings.every, reliability=lossy)
+        return ModelAveraging(every=settings.every, reliability=lossy, wire=wire)
     if name == "gradient-averaging":
-        return GradientAveraging(reliability=lossy)
+        return GradientAveraging(reliability=lossy, wire=wire)
     if name == "lossless":
-        return BoundedDrift(gradients=EXACT, broadcast=EXACT, wire=wire)
+        return BoundedDrift(reliability=EXACT, wire=wire)
     if name not in PRESETS:
         raise ValueError(
             f"policy must be one of {', '.join(PRESETS)}, or a class in a file as in my.py:MyPolicy, got {name!r}"
@@ -91,18 +92,18 @@ def _from_file(name: str, settings: PolicySettings) -> Policy:
     path, _, class_name = name.rpartition(":")
     if not path or not class_name.isidentifier():
         raise ValueError(f"policy must name a class in a file, as in my.py:MyPolicy, got {name!r}")
-    kind = getattr(_module(Path(path)), class_name, None)
+    kind: object = getattr(_module(Path(path)), class_name, None)
     if kind is None:
         raise ValueError(f"policy: {path} has no class {class_name}")
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
-        raise ValueError(f"policy: {class_name} in {path} is not a subclass of stormtorch.Policy")
+        raise ValueError(f"policy: derive {class_name} in {path} from stormtorch.OwnerPolicy or stormtorch.RankPolicy")
     usual = PolicySettings()
     chosen = {
         each.name: getattr(settings, each.name)
         for each in dataclasses.fields(settings)
         if getattr(settings, each.name) != getattr(usual, each.name)
     }
-    known = {each.name for each in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    known = {each.name for each in dataclasses.fields(kind)}  # whoever derives from a dataclass is one
     given = {knob: WIRES.get(value, value) if knob == "wire" else value for knob, value in chosen.items()}
     if "budget" in given and "budget" not in known and "reliability" in known:
         given["reliability"] = Reliability(budget=given.pop("budget"))

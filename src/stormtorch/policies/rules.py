@@ -3,6 +3,8 @@
 W workers, C chunks, E elements of a chunk. Nothing here sends or waits.
 """
 
+from typing import Any
+
 import torch
 
 from stormtorch import theory
@@ -16,19 +18,14 @@ def mean_of_arrived(sums_CE: torch.Tensor, count_C: torch.Tensor) -> torch.Tenso
     return sums_CE.div_(count_C.clamp(min=1).unsqueeze(-1))
 
 
-def chance_weight(loss: float) -> float:
-    """What a sender multiplies by where its copies are lost so often, so that their sum is right on average."""
-    return 1.0 / (1.0 - min(loss, MOST_LOSS))
+def chance_weight(loss: float | torch.Tensor) -> Any:
+    """Factor that makes the sum of what arrives right on average, for a sender that loses this fraction."""
+    return 1.0 / (1.0 - (loss.clamp(max=MOST_LOSS) if isinstance(loss, torch.Tensor) else min(loss, MOST_LOSS)))
 
 
-def chance_weights(losses: torch.Tensor) -> torch.Tensor:
-    """The same of many links."""
-    return 1.0 / (1.0 - losses.clamp(max=MOST_LOSS))
-
-
-def share_of_all(count_C: torch.Tensor, present: int) -> torch.Tensor:
-    """Makes of a mean over those that arrived one over all that are present: what is missing counts as zero."""
-    return count_C.float() / present
+def share_of_all(count: float | torch.Tensor, present: int) -> Any:
+    """Factor that makes of a mean over what arrived one over all ranks present: what is missing counts as zero."""
+    return (count.float() if isinstance(count, torch.Tensor) else count) / present
 
 
 def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
@@ -36,11 +33,6 @@ def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
     replicas lag less.
     """
     return factor * theory.lead(min(loss, MOST_LOSS), max_lag)
-
-
-def ahead(previous: torch.Tensor, current: torch.Tensor, lead: float | torch.Tensor) -> torch.Tensor:
-    """Parameters ahead of what they are by `lead` times their last update; in the memory of the previous ones."""
-    return previous.lerp_(current, 1.0 + lead)
 
 
 def grow_older(ages: torch.Tensor, arrived: torch.Tensor) -> None:
@@ -57,8 +49,3 @@ def block_order(ranks: int, random: torch.Generator) -> list[int]:
     """Which rank averages which block in a round of RPS: drawn anew, so that no block depends on one rank's links."""
     order: list[int] = torch.randperm(ranks, generator=random, device="cpu").tolist()
     return order
-
-
-def keep_where_lost(own: torch.Tensor, mean: torch.Tensor, arrived: torch.Tensor) -> None:
-    """Where the mean of a block arrived it takes the place of one's own; in place. A flag for each element or row."""
-    own.copy_(torch.where(arrived, mean, own))

@@ -10,9 +10,11 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.wire import Wire
 from stormtorch.policies import rules
+from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.chunked import chunked
 from stormtorch.runtime.profiling import shown
 from stormtorch.staging.order import Order
 from stormtorch.transport.exchange import Arrival
@@ -23,22 +25,24 @@ class Broadcast:
 
     Args:
         groups: One per bucket.
-        wire: What parameters travel as, at most.
+        policy: What is sent of parameters, and what is made of what comes.
         buckets: Whose parameters.
         order: Starts exchanges when data has left the GPU.
     """
 
-    def __init__(self, groups: Sequence[Group], wire: torch.dtype, buckets: Sequence[Bucket], order: Order) -> None:
+    def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
         self.links = Links(groups[0].size)
         """What arrived of whom, last time."""
         self.fetched = 0
         """Chunks that were fetched exactly, last time."""
         self._repaired = 0
         self.groups = groups
+        self._policy = policy
+        self._publishes, self._accepts = overrides(policy, "publish"), overrides(policy, "accept")
         self._buckets = buckets
         self._order = order
         self._size, self._rank = groups[0].size, groups[0].rank
-        chunk_bytes = groups[0].transport.chunk_bytes
+        wire, chunk_bytes = policy.wire, groups[0].transport.chunk_bytes
         self._wires = [
             Wire(wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes) for bucket in buckets
         ]
@@ -95,7 +99,7 @@ class Broadcast:
         fetch: Sequence[torch.Tensor | None],
     ) -> Future[Sequence[Pending]] | Sequence[Pending]:
         wire = self._wires[bucket.index]
-        ahead = bucket.ahead(lead)
+        ahead = self._published(bucket, lead)
         bucket.settle()
         moments = []
         if bucket.on_gpu:
@@ -105,7 +109,7 @@ class Broadcast:
         def begin() -> list[Pending]:
             message = wire.encode(ahead, seed)
             rooms = bucket.shards(bucket.host_flat)
-            if wire.dtype != bucket.dtype:
+            if wire.dtype != bucket.dtype or self._accepts:
                 rooms = [wire.room(room.numel()) for room in rooms]
             # Where the owner's message would land is taken by the message itself: owners keep what they have.
             rooms[self._rank] = message
@@ -116,6 +120,18 @@ class Broadcast:
             return [pending]
 
         return self._order.begin(begin, moments)  # type: ignore[return-value]  # as in Reduction
+
+    def _published(self, bucket: Bucket, lead: float) -> torch.Tensor:
+        """What this rank sends of its own parameters, in memory that is the broadcast's until it has ended."""
+        before = bucket.previous
+        if before is None or (lead == 0.0 and not self._publishes):
+            return bucket.masters
+        per_chunk = self._wires[bucket.index].per_chunk
+        return chunked(self._policy.publish, per_chunk, [before, bucket.masters], [lead])
+
+    def looks_back(self, lead: float) -> bool:
+        """Whether what is sent depends on the parameters from before the step."""
+        return lead != 0.0 or self._publishes
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
         return shown(what, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype)
@@ -187,8 +203,13 @@ class Broadcast:
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
                 rules.grow_older(ages_C, arrived_C)
-            if wire.dtype != bucket.dtype:
-                wire.place(rooms[owner], bucket.shard(bucket.host_flat, owner), arrived_C)
+            own = bucket.shard(bucket.host_flat, owner)
+            if self._accepts:
+                came = own.clone()
+                wire.place(rooms[owner], came, arrived_C)
+                own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
+            elif wire.dtype != bucket.dtype:
+                wire.place(rooms[owner], own, arrived_C)
 
     def resent(self, missing: Collection[int]) -> tuple[int, int]:
         """What must have been lost of what this rank sent last time, as it had to send so many chunks again; of how

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from stormtorch.policies import rules
 from stormtorch.runtime.layout import Layout, Piece
 from stormtorch.staging.copies import Visit
 from stormtorch.staging.order import Moment
@@ -42,7 +41,8 @@ class Bucket:
         wide = self.dtype == torch.float32
         self.masters = self.own if wide else self.own.float()
         self.own_grads = self.shard(self.grads, rank) if wide else torch.zeros_like(self.masters)
-        self._previous: torch.Tensor | None = None
+        self.previous: torch.Tensor | None = None
+        """The owned parameters from before the last step, where anybody asked to remember them."""
         on_gpu = self.device.type == "cuda"
         # What the network reads and writes is in main memory; on the CPU it is the vectors themselves.
         self.host_flat = self._pinned(self.flat) if on_gpu else self.flat
@@ -113,22 +113,13 @@ class Bucket:
         """Whether a device is this bucket's: there is only one CPU, whatever its number."""
         return device == self.device or (device.type == "cpu" and self.device.type == "cpu")
 
-    # --- the lead ---------------------------------------------------------------------------------------------------
+    # --- owned parameters ---------------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Keeps the parameters from before the step."""
-        if self._previous is None:
-            self._previous = torch.empty_like(self.masters)
-        self._previous.copy_(self.masters)
-
-    def ahead(self, lead: float) -> torch.Tensor:
-        """The owned parameters, ahead of what they are by `lead` times the last update.
-
-        The memory is the same at every step: it belongs to the broadcast until that has ended.
-        """
-        if lead == 0.0 or self._previous is None:
-            return self.masters
-        return rules.ahead(self._previous, self.masters, lead)
+        """Keeps the owned parameters from before the step, in memory that is the same at every step."""
+        if self.previous is None:
+            self.previous = torch.empty_like(self.masters)
+        self.previous.copy_(self.masters)
 
     def settle(self) -> None:
         """After a step: the parameters of this rank follow their masters."""

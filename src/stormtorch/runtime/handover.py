@@ -10,12 +10,12 @@ from stormtorch.errors import StormError
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.members import Epoch
-from stormtorch.runtime.session import Training
+from stormtorch.runtime.session import Session
 
 
 @torch.no_grad()
 def hand_over(
-    training: Training, buckets: Sequence[Bucket], epoch: Epoch, new: Sequence[int], reliability: Reliability
+    training: Session, buckets: Sequence[Bucket], epoch: Epoch, new: Sequence[int], reliability: Reliability
 ) -> None:
     """New processes get what the root has: their own shards and those of ranks that are still missing, as others last
     heard of them, and all that has no owner. Everyone takes the same, so that no two copies differ.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
-from stormtorch.policies.policy import BoundedDrift
+from stormtorch.policies.policy import Policy
 from stormtorch.runtime.reports import Report
 
 
@@ -18,7 +18,7 @@ class Losses:
         chunks: Of each owner's shards; gradients and parameters travel as the same number of them.
     """
 
-    def __init__(self, policy: BoundedDrift, rank: int, chunks: Sequence[int]) -> None:
+    def __init__(self, policy: Policy, rank: int, chunks: Sequence[int]) -> None:
         self.broadcast = LossMeter(0.0)
         """Of this rank's parameters, over all receivers."""
         self.gradients = [LossMeter(0.0) for _ in chunks]
@@ -64,11 +64,11 @@ class Losses:
     def _first_pass(self, reports: Mapping[int, Report], resent: tuple[float, float]) -> None:
         """What would have been lost. Gradients on the same links tell, unless they are repaired, too."""
         lost, sent = resent
-        if self._policy.gradients.budget == 1.0:
+        if self._policy.up.budget == 1.0:
             told = [(peer, each.gradients_missing) for peer, each in reports.items() if each.gradients_missing >= 0.0]
             lost = sum(missing * self._chunks[peer] for peer, missing in told)
             sent = sum(self._chunks[peer] for peer, _ in told)
-        allowed = self._policy.broadcast
+        allowed = self._policy.down
         if allowed.deadline_s is None:
             lost = min(lost, allowed.budget * sent)  # as without the guard, it would be repaired down to that
         self._count(lost, sent)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from stormtorch.collectives import Group
-from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+from stormtorch.policies.policy import Policy
 from stormtorch.runtime.replicated import GradientAveragingTraining, ModelAveragingTraining
-from stormtorch.runtime.session import Training, together, trainings_of
-from stormtorch.runtime.sharded import BoundedDriftTraining
+from stormtorch.runtime.session import Session, sessions_of, together
+from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.unwrapped import unwrap
 from stormtorch.transport.leaving import say_goodbye_on_error
 from stormtorch.transport.waiting import doing
@@ -58,7 +59,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
             f"{type(model).__name__} and {type(optimizer).__name__}"
         )
     policy = BoundedDrift() if policy is None else policy
-    known = {id(parameter) for training in trainings_of(model) for parameter in training.parameters}
+    known = {id(parameter) for training in sessions_of(model) for parameter in training.parameters}
     if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("a parameter of this optimizer is prepared already, with another one")
     if "training" in optimizer.__dict__:
@@ -74,9 +75,9 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     return model, optimizer
 
 
-def _training(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Training:
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Session:
     if isinstance(policy, BoundedDrift):
-        return BoundedDriftTraining(model, optimizer, group, name, policy)
+        return ShardedSession(model, optimizer, group, name, policy)
     if isinstance(policy, ModelAveraging):
         return ModelAveragingTraining(model, optimizer, group, name, policy)
     if isinstance(policy, GradientAveraging):
@@ -100,8 +101,8 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return together([each.no_sync() for each in _trainings(model)])
 
 
-def _trainings(model: nn.Module) -> list[Training]:
-    found = trainings_of(model)
+def _trainings(model: nn.Module) -> list[Session]:
+    found = sessions_of(model)
     if not found:
         raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")
     return found

@@ -9,11 +9,11 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.wire import Wire
-from stormtorch.policies import rules
-from stormtorch.policies.policy import BoundedDrift
+from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.chunked import chunked
 from stormtorch.runtime.profiling import shown
 from stormtorch.staging.order import Order
 
@@ -28,7 +28,7 @@ class Reduction:
         order: Starts exchanges when data has left the GPU.
     """
 
-    def __init__(self, groups: Sequence[Group], policy: BoundedDrift, buckets: Sequence[Bucket], order: Order) -> None:
+    def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
         self.links = Links(groups[0].size)
         """What arrived of whom, last time."""
         self.effective_batch = 1.0
@@ -47,7 +47,7 @@ class Reduction:
         """Begins to send a bucket's gradients."""
         with self._shown("reduce_scatter", bucket):
             moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
-            begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.gradients)], moments)
+            begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.up)], moments)
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # of what our own function returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
@@ -70,7 +70,7 @@ class Reduction:
                     copies += float(counts.sum())
                     inverse += float(counts.reciprocal().sum())
                     chunks += counts.numel()
-                    self._weigh(bucket, counts)
+                    self._combine(bucket, counts)
             if bucket.on_gpu:
                 bucket.bring(bucket.own_grads, bucket.host_own_grads)
         n = self.groups[0].size
@@ -78,19 +78,15 @@ class Reduction:
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
 
     def finite(self, bucket: Bucket) -> bool:
-        """Whether this rank's gradients are, also as they are sent: float16 ends early."""
+        """Whether this rank's gradients are finite, also after conversion to the wire's number format."""
         grads = bucket.grads
         if self._wire(bucket) == torch.float16 and grads.numel():
             largest = float(torch.linalg.vector_norm(grads, torch.inf))
-            weight = rules.chance_weight(max(self.losses)) if self._by_chance else 1.0
-            return largest * weight <= torch.finfo(torch.float16).max
+            sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
+            return float(sent) <= torch.finfo(torch.float16).max
         # One number that is not finite makes the sum so, and a sum is twenty times as fast as looking at each. Finite
         # ones may overflow it: then each is looked at.
         return bool(grads.sum(dtype=torch.float32).isfinite()) or bool(grads.isfinite().all())
-
-    @property
-    def _by_chance(self) -> bool:
-        return self._policy.weights == "horvitz-thompson" and not self._policy.gradients.exact
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
         wire = self._policy.wire
@@ -98,24 +94,25 @@ class Reduction:
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
-        grads = bucket.host_grads
-        if self._by_chance:
-            grads = grads.clone()
-            for owner, loss in enumerate(self.losses):
-                if owner != group.rank:
-                    bucket.shard(grads, owner).mul_(rules.chance_weight(loss))
-        if wire == torch.int8:
-            parts = bucket.shards(grads.float())
-            return collectives.reduce_scatter_int8(group, out, parts, Op.AVG, reliability=reliability)
-        parts = bucket.shards(grads.to(wire))
-        return collectives.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
+        # Converted as a whole: buckets have many small shards where ranks are many.
+        travels = torch.float32 if wire == torch.int8 else wire
+        if self._policy.weighs:
+            per_chunk = self._per_chunk(bucket)
+            parts = [
+                chunked(self._policy.send, per_chunk, [part], [0.0 if owner == group.rank else loss]).to(travels)
+                for owner, (part, loss) in enumerate(zip(bucket.shards(bucket.host_grads), self.losses, strict=True))
+            ]
+        else:
+            parts = bucket.shards(bucket.host_grads.to(travels))
+        reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
+        return reduce(group, out, parts, Op.AVG, reliability=reliability)
 
-    def _weigh(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
-        """Senders have scaled by the inverse chance, so what counts is the sum over all ranks, lost parts as zero."""
-        if not self._by_chance:
-            return
-        group = self.groups[bucket.index]
-        wire = Wire(self._wire(bucket), group.transport.chunk_bytes)
+    def _per_chunk(self, bucket: Bucket) -> int:
+        return Wire(self._wire(bucket), self.groups[bucket.index].transport.chunk_bytes).per_chunk
+
+    def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
+        """Makes of the mean of what arrived what the policy makes of it."""
         out = bucket.host_own_grads
-        factor_C = rules.share_of_all(counts_C, self.present)
-        out.mul_(factor_C.repeat_interleave(wire.per_chunk)[: out.numel()])
+        combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present])
+        if combined is not out:
+            out.copy_(combined)

@@ -11,9 +11,8 @@ from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.policies import rules
+from stormtorch.policies import GradientAveraging, ModelAveraging, rules
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import GradientAveraging, ModelAveraging
 from stormtorch.reliability import EXACT
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
@@ -23,11 +22,11 @@ from stormtorch.runtime.gate import Gate
 from stormtorch.runtime.gradients import Gradients
 from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.profiling import shown
-from stormtorch.runtime.session import Training
+from stormtorch.runtime.session import Session
 from stormtorch.transport.waiting import doing
 
 
-class _Averaging(Training):
+class _Averaging(Session):
     """What both have in common: buckets that are averaged in place, over what arrives."""
 
     def __init__(
@@ -83,7 +82,7 @@ class _Averaging(Training):
 
 
 class ModelAveragingTraining(_Averaging):
-    """RPS; arguments as of `Training`, and the policy."""
+    """RPS; arguments as of `Session`, and the policy."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: ModelAveraging
@@ -205,7 +204,7 @@ class ModelAveragingTraining(_Averaging):
 
 
 class GradientAveragingTraining(_Averaging):
-    """What RPS warns of; arguments as of `Training`, and the policy."""
+    """What RPS warns of; arguments as of `Session`, and the policy."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: GradientAveraging

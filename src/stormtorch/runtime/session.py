@@ -22,7 +22,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.calls import EXACT_MODEL, MODEL_STATE
 from stormtorch.runtime.layout import Layout, Slot, plan
-from stormtorch.runtime.shards import adopt, trained
+from stormtorch.runtime.prepared import adopt, trained
 from stormtorch.runtime.wrappers import Kept, refuse_active_wrapper, refuse_wrapped, refuse_wrappers
 from stormtorch.transport.exchange import WIRE_DTYPES
 from stormtorch.transport.waiting import doing
@@ -30,10 +30,10 @@ from stormtorch.transport.waiting import doing
 _log = logging.getLogger("stormtorch")
 
 # Weak on both sides: the optimizer and the model's hooks keep a training alive, and it keeps the model.
-_trainings: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Training]]] = weakref.WeakKeyDictionary()
+_trainings: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
 
 
-class Training(ABC):
+class Session(ABC):
     """A prepared model and optimizer. Its policy's part is in the subclasses.
 
     Args:
@@ -133,7 +133,7 @@ class Training(ABC):
 
         def no_sync() -> contextlib.AbstractContextManager[None]:
             model = model_of()
-            return together(each.no_sync() for each in ([] if model is None else trainings_of(model)))
+            return together(each.no_sync() for each in ([] if model is None else sessions_of(model)))
 
         self.model.__dict__["no_sync"] = no_sync
         # By setattr, not in __dict__: a compiled model hands attributes on to the one that it was made of.
@@ -144,7 +144,7 @@ class Training(ABC):
 
         A backward may have brought gradients for one of them here and for another one elsewhere.
         """
-        for training in trainings_of(self.model):
+        for training in sessions_of(self.model):
             training.complete_gradients()
 
     def wants_exchange(self) -> bool:
@@ -280,7 +280,7 @@ class Training(ABC):
         """Warns of parameters that no optimizer has. Another one may have been prepared since; now it is too late."""
         if self._looked:
             return
-        trainings = trainings_of(self.model)
+        trainings = sessions_of(self.model)
         for training in trainings:
             training._looked = True
         known = {id(parameter) for training in trainings for parameter in training.parameters}
@@ -322,7 +322,7 @@ class Training(ABC):
             raise ValueError(f"parameters must be on the CPU or on CUDA, got {', '.join(sorted(devices))}")
 
 
-def trainings_of(model: nn.Module) -> list[Training]:
+def sessions_of(model: nn.Module) -> list[Session]:
     """The trainings that a model was prepared for, one per optimizer; none if it was not."""
     return [training for found in _trainings.get(model, ()) if (training := found()) is not None]
 
@@ -332,7 +332,7 @@ def _any_prepared(parameters: Iterable[nn.Parameter]) -> bool:
     return any(
         id(parameter) in given
         for model in list(_trainings)
-        for training in trainings_of(model)
+        for training in sessions_of(model)
         for parameter in training.parameters
     )
 

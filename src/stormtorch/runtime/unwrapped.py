@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from stormtorch.runtime.session import trainings_of
+from stormtorch.runtime.session import sessions_of
 
 
 class Unwrapped:
@@ -21,7 +21,7 @@ class Unwrapped:
         try:
             return super().__getattr__(name)  # type: ignore[misc]  # a submodule may be called so
         except AttributeError:
-            if not trainings_of(self):  # type: ignore[arg-type]  # a copy is not prepared
+            if not sessions_of(self):  # type: ignore[arg-type]  # a copy is not prepared
                 raise
             raise AttributeError(
                 f"'{type(self).__name__}' object has no attribute 'module': stormtorch.prepare() wraps nothing, the "

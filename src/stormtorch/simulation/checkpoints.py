@@ -12,18 +12,15 @@ from collections.abc import Iterator
 from numbers import Number
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from stormtorch.network.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
+from stormtorch.simulation.outcome import Simulated
 from stormtorch.simulation.processes import Together
-
-if TYPE_CHECKING:
-    from stormtorch.simulation.averaging import Averaging
-    from stormtorch.simulation.drifting import Drifting
-    from stormtorch.simulation.run import Simulated
+from stormtorch.simulation.workers import Workers
 
 
 class Checkpoint:
@@ -69,7 +66,7 @@ class Checkpoint:
         """As Ctrl-C: the next `tick` saves and ends."""
         self._interrupted = True
 
-    def resume(self, training: Drifting | Averaging, found: Simulated) -> int:
+    def resume(self, training: Workers, found: Simulated) -> int:
         """Goes on from the file, if it is there. How many steps are done.
 
         Raises:
@@ -84,7 +81,7 @@ class Checkpoint:
             )
         return done
 
-    def tick(self, training: Drifting | Averaging, found: Simulated, *, last: bool) -> None:
+    def tick(self, training: Workers, found: Simulated, *, last: bool) -> None:
         """After every step: saves if it is time to. All processes do so after the same step.
 
         Raises:
@@ -102,7 +99,7 @@ class Checkpoint:
         """In the end."""
         self._path.unlink(missing_ok=True)
 
-    def _save(self, training: Drifting | Averaging, found: Simulated) -> None:
+    def _save(self, training: Workers, found: Simulated) -> None:
         state: dict[str, Any] = {
             "identity": self._identity,
             "training": training.state_dict(),
@@ -115,7 +112,7 @@ class Checkpoint:
         with replacing(self._path) as beside:
             torch.save(state, beside)
 
-    def _load(self, training: Drifting | Averaging, found: Simulated) -> int:
+    def _load(self, training: Workers, found: Simulated) -> int:
         path = self._path
         try:
             # Tensors and plain data alone: a file from somewhere else cannot run anything.

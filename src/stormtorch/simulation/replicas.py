@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,3 +100,57 @@ class Replicas:
         self._versions = state["versions"].to(self._versions.device)
         self.ages.copy_(state["ages"])
         self.steps = state["steps"]
+
+
+class Copies(Replicas):
+    """Replicas that are stored, for policies that make something else of a broadcast than a stale or a new copy.
+
+    Args:
+        cut: How the vector is cut.
+        first: The first of the workers that this process simulates.
+        last: The one after the last.
+        device: Where.
+        accept: What a worker makes of what it has, of what came, and of which chunks arrived.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        first: int,
+        last: int,
+        device: torch.device,
+        accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(cut, first, last, device)
+        self._copies = cut.empty(last - first, device=device)
+        self._accept = accept
+
+    def begin(self) -> None:
+        """Makes all copies what the owners have."""
+        super().begin()
+        self._copies.copy_(self.owned.expand_as(self._copies))
+
+    def broadcast(self, arrived_WC: torch.Tensor) -> None:
+        """Lets every worker take what arrived of `next_room`."""
+        came_CE = self.next_room()
+        super().broadcast(arrived_WC)
+        for own_CE, arrived_C in zip(self._copies, arrived_WC, strict=True):
+            own_CE.copy_(self._accept(own_CE, came_CE, arrived_C.unsqueeze(-1)))
+
+    def put(self, first: int, last: int, replicas_WCE: torch.Tensor) -> None:
+        """Writes the replicas of some of this process's workers."""
+        replicas_WCE.copy_(torch.where(self.own[first:last].unsqueeze(-1), self.owned, self._copies[first:last]))
+
+    def look(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(W, S): everyone's copies of some elements, and which of them are owners' own."""
+        own_WS = self.own[:, chunk_S]
+        return torch.where(own_WS, self.owned[chunk_S, element_S], self._copies[:, chunk_S, element_S]), own_WS
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return super().state_dict() | {"copies": self._copies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        super().load_state_dict(state)
+        self._copies.copy_(state["copies"])

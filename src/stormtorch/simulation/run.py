@@ -8,7 +8,6 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
@@ -18,16 +17,21 @@ from torch import nn
 from stormtorch import _engine
 from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
-from stormtorch.policies.ledger import Ledger, Row
-from stormtorch.policies.policy import BoundedDrift, Policy
-from stormtorch.simulation.averaging import Averaging
+from stormtorch.policies import BoundedDrift
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy, check
 from stormtorch.simulation.checkpoints import Checkpoint, digest
 from stormtorch.simulation.chunks import Cut
-from stormtorch.simulation.drifting import Drifting
 from stormtorch.simulation.fit import fitting
 from stormtorch.simulation.gradients import How, Loss
+from stormtorch.simulation.outcome import Simulated, Spot
 from stormtorch.simulation.processes import Together
+from stormtorch.simulation.replicated import Replicated
 from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
+from stormtorch.simulation.sharded import Sharded
+from stormtorch.simulation.workers import Evaluate, Workers
+
+__all__ = ["DATAGRAM_BYTES", "Batches", "Evaluate", "Simulated", "Spot", "simulate"]
 
 P = ParamSpec("P")
 
@@ -36,41 +40,6 @@ DATAGRAM_BYTES = 1472
 
 Batches = Callable[[int, int, int], Any]
 """The stacked batches of a step and of workers from the second to before the third argument."""
-Evaluate = Callable[[nn.Module], tuple[float, float]]
-"""The loss and the fraction of right answers on what is held out."""
-
-
-@dataclass(frozen=True)
-class Spot:
-    """How a simulation fares."""
-
-    step: int
-    """Steps done."""
-    loss: float
-    """Mean of all workers in the last one."""
-
-
-@dataclass
-class Simulated:
-    """What came out."""
-
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    """Step, counted from 1, and training loss, mean over the workers."""
-    validations: list[tuple[int, float, float]] = field(default_factory=list)
-    """After how many steps, the loss and the fraction of right answers on what is held out."""
-    times_s: list[float] = field(default_factory=list)
-    """Of each step."""
-    drift: float = 0.0
-    """Mean squared difference per parameter between two replicas after the last step."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """What happened, step by step: links are summed up, {worker: what arrived of it at all owners, or of it as an owner
-    at all workers}."""
-    how: str = ""
-    """Whether workers were computed "batched" or in a "loop"."""
-    at_once: int = 0
-    """Workers computed at a time."""
-    peak_bytes: int | None = None
-    """The most memory of the GPU that was in use; None on the CPU."""
 
 
 def _alone(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
@@ -159,24 +128,23 @@ def simulate(
     first_policy: Policy = policy(0) if callable(policy) else policy or BoundedDrift()
     if isinstance(network, float | int):
         network = Bernoulli(p=float(network))
-    _check(isinstance(network, LossModel), "network", "be a loss model or a loss rate", network)
-    # Whatever else it is, it would be taken for a policy without a broadcast.
-    known = isinstance(first_policy, Policy)
-    _check(known, "policy", "be one of stormtorch's, or a function of the step", first_policy)
-    _check(how in ("auto", "batched", "loop"), "how", "be auto, batched or loop", how)
-    _check(precision in ("float32", "tf32", "bfloat16"), "precision", "be float32, tf32 or bfloat16", precision)
-    _check(workers >= 1, "workers", "be at least 1", workers)
-    _check(steps >= 1, "steps", "be at least 1", steps)
-    _check(clip is None or clip > 0, "clip", "be above 0", clip)
-    _check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
-    wire = first_policy.wire if isinstance(first_policy, BoundedDrift) else torch.float32
-    _check(wire != torch.int8, "wire", "be float32, bfloat16 or float16 in a simulation", wire)
-    _check(evaluate_every is None or evaluate_every >= 1, "evaluate_every", "be at least 1", evaluate_every)
+    check(isinstance(network, LossModel), "network", "be a loss model or a loss rate", network)
+    known = isinstance(first_policy, OwnerPolicy | RankPolicy)
+    check(known, "policy", "be an OwnerPolicy or a RankPolicy, or a function of the step", first_policy)
+    check(how in ("auto", "batched", "loop"), "how", "be auto, batched or loop", how)
+    check(precision in ("float32", "tf32", "bfloat16"), "precision", "be float32, tf32 or bfloat16", precision)
+    check(workers >= 1, "workers", "be at least 1", workers)
+    check(steps >= 1, "steps", "be at least 1", steps)
+    check(clip is None or clip > 0, "clip", "be above 0", clip)
+    check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
+    wire = first_policy.wire
+    check(wire != torch.int8, "wire", "be float32, bfloat16 or float16 in a simulation", wire)
+    check(evaluate_every is None or evaluate_every >= 1, "evaluate_every", "be at least 1", evaluate_every)
     device = torch.device(device)
     if precision == "tf32":
         torch.set_float32_matmul_precision("high")
     together = Together()
-    _check(workers >= together.world, "workers", f"be at least the {together.world} processes", workers)
+    check(workers >= together.world, "workers", f"be at least the {together.world} processes", workers)
     exact = copy.deepcopy(model).to(device)
     trained = _trained(exact)
     per_chunk = Wire(wire, _engine.chunk_bytes(DATAGRAM_BYTES, False)).per_chunk
@@ -201,11 +169,12 @@ def simulate(
         reuse=reuse,
     )
     setting = fitting(setting, exact, batches, last - first) if at_once is None else setting.with_at_once(at_once)
-    training: Drifting | Averaging
-    if isinstance(first_policy, BoundedDrift):
-        training = Drifting(setting, first_policy, exact, optimizer)
+    training: Workers
+    if isinstance(first_policy, OwnerPolicy):
+        training = Sharded(setting, first_policy, exact, optimizer)
     else:
-        training = Averaging(setting, first_policy, exact, optimizer)
+        assert isinstance(first_policy, RankPolicy)
+        training = Replicated(setting, first_policy, exact, optimizer)
     found = Simulated(at_once=min(setting.at_once, last - first))
     every = max(steps // 10, 1) if evaluate_every is None else evaluate_every
 
@@ -270,18 +239,11 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def _next_policy(first: Policy, policy: Policy) -> Any:
     """A later policy, of the kind of the first."""
-    _check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
-    if isinstance(first, BoundedDrift) and isinstance(policy, BoundedDrift):
-        _check(policy.wire == first.wire, "wire", "be the same in all steps", policy.wire)
-        for knob in ("guard", "weights", "max_lag"):
-            given = getattr(policy, knob)
-            _check(given == getattr(first, knob), knob, "be the same in all steps", given)
+    check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
+    for knob in ("wire", "guard", "weights", "max_lag"):
+        given = getattr(policy, knob, None)
+        check(given == getattr(first, knob, None), knob, "be the same in all steps", given)
     return policy
-
-
-def _check(right: bool, knob: str, demand: str, got: object) -> None:
-    if not right:
-        raise ValueError(f"{knob} must {demand}, got {got!r}")
 
 
 def _identity(

@@ -76,6 +76,10 @@ class Setting:
         """The same for one worker and a single step."""
         return replace(self, at_once=1, capture=False, fuse=False, reuse=None)
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """What is left of values that travelled; the values themselves where nothing is lost by it."""
+        return values if self.wire == torch.float32 else values.to(self.wire).float()
+
     def round_(self, values: torch.Tensor) -> None:
         """What is left of values that travelled; in place."""
         if self.wire != torch.float32:

@@ -10,7 +10,8 @@ import torch
 
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Stragglers, Trace, in_time, loss_in_bursts
-from stormtorch.policies.policy import BoundedDrift, GradientAveraging, ModelAveraging, Policy
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch.studies.rank_settings import POLICIES
 from stormtorch.tasks.kinds import TASKS

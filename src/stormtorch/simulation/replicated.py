@@ -1,4 +1,4 @@
-"""Policies under which every virtual worker has a model and an optimizer of its own: RPS, and what it warns of."""
+"""Policies under which every virtual worker has a model and an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from torch import nn
 
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import GradientAveraging, ModelAveraging
+from stormtorch.policies.policy import RankPolicy
+from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.setting import MakeOptimizer, Setting
+from stormtorch.simulation.workers import Workers
 
 # Workers whose own models are judged where there is no common one.
 _JUDGED = 4
 _DRIFT_SAMPLES = 256
 
 
-class Averaging:
-    """A simulated training under `ModelAveraging` or `GradientAveraging`.
+class Replicated(Workers):
+    """A simulated training under a `RankPolicy`.
 
     Args:
         setting: What all policies share.
@@ -33,7 +35,7 @@ class Averaging:
     def __init__(
         self,
         setting: Setting,
-        policy: ModelAveraging | GradientAveraging,
+        policy: RankPolicy,
         model: nn.Module,
         optimizer: MakeOptimizer,
     ) -> None:
@@ -51,7 +53,10 @@ class Averaging:
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
         self.optimizers = [optimizer(each) for each in self._own]
         self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
-        self._order = torch.Generator().manual_seed(policy.seed if isinstance(policy, ModelAveraging) else 0)
+        self._order = torch.Generator().manual_seed(policy.seed)
+        self._link_losses = LinkLosses(n if policy.weighs else 0, device)
+        self._memory: dict[str, torch.Tensor] = {}
+        """Memory of the owners, for the policy's `update`."""
         self._samples = torch.Generator().manual_seed(setting.seed)
         self._steps = 0
 
@@ -75,17 +80,17 @@ class Averaging:
         """
         row = Row(number)
         losses = self._compute(batches)
-        if isinstance(self.policy, GradientAveraging):
-            self._average(self._grads, row, self.setting.cut.owner_C)
+        gradients = self.policy.sends == "gradients"
+        if gradients:
+            self._exchange(self._grads, row)
         self._clip()
         for optimizer in self.optimizers:
             optimizer.step()
         self._steps += 1
-        if isinstance(self.policy, ModelAveraging):
+        if not gradients:
             if self._steps % self.policy.every:
                 return losses, None
-            turned = torch.tensor(rules.block_order(self.setting.workers, self._order))
-            self._average(self._models, row, turned[self.setting.cut.owner_C])
+            self._exchange(self._models, row)
         row.pair_drift = self._sampled_drift()
         return losses, row
 
@@ -116,28 +121,35 @@ class Averaging:
             norm_W = torch.linalg.vector_norm(self._grads, dim=(1, 2))
             self._grads.mul_((self.setting.clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))
 
-    def _average(self, vectors_WCE: torch.Tensor, row: Row, owner_C: torch.Tensor) -> None:
-        """Block by block, over what arrives at the block's owner; where the mean is lost, one's own stays."""
-        setting = self.setting
-        up_WC = arrived(self._masks, self.policy.reliability, up=True, owner_C=owner_C)
-        down_WC = arrived(self._masks, self.policy.reliability, up=False, owner_C=owner_C)
+    def _exchange(self, vectors_WCE: torch.Tensor, row: Row) -> None:
+        """Sends vectors to the owners of their chunks, and what those make of what arrived back to all workers."""
+        setting, policy, n = self.setting, self.policy, self.setting.workers
+        owner_C = torch.tensor(policy.order(n, self._order))[setting.cut.owner_C]
+        up_WC = arrived(self._masks, policy.up, up=True, owner_C=owner_C)
+        down_WC = arrived(self._masks, policy.down, up=False, owner_C=owner_C)
+        loss_WC: torch.Tensor | None = None
+        if policy.weighs:
+            owner_dev_C = owner_C.to(setting.device)
+            loss_WC = self._link_losses.next(~up_WC, owner_dev_C, torch.bincount(owner_dev_C, minlength=n))
         # Worker by worker: a copy of all models would be as large as they are.
         sums_CE = torch.zeros_like(vectors_WCE[0])
-        for own, came_C in zip(vectors_WCE, up_WC[self.first : self.last], strict=True):
-            sums_CE.add_(own.masked_fill(~came_C.unsqueeze(-1), 0.0))
+        for worker, (own_CE, came_C) in enumerate(zip(vectors_WCE, up_WC[self.first : self.last], strict=True)):
+            sent_CE = own_CE if loss_WC is None else policy.send(own_CE, loss_WC[self.first + worker].unsqueeze(-1))
+            sums_CE.add_(setting.rounded(sent_CE).masked_fill(~came_C.unsqueeze(-1), 0.0))
         setting.together.add_up(sums_CE)
-        mean_CE = rules.mean_of_arrived(sums_CE, up_WC.sum(0))
-        for own, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
-            rules.keep_where_lost(own, mean_CE, came_C.unsqueeze(-1))
+        count_C = up_WC.sum(0)
+        combined_CE = policy.combine(rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
+        result_CE = setting.rounded(policy.update(self._memory, combined_CE))
+        for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
+            own_CE.copy_(policy.accept(own_CE, result_CE, came_C.unsqueeze(-1)))
         # Of what others sent or should get: one's own did not travel.
-        others_W = (setting.cut.chunks - torch.bincount(owner_C, minlength=setting.workers)).clamp(min=1)
+        others_W = (setting.cut.chunks - torch.bincount(owner_C, minlength=n)).clamp(min=1)
         row.gradients, row.broadcast = (
-            links_of(range(setting.workers), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
+            links_of(range(n), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
             for mask_WC in (up_WC, down_WC)
         )
-        count_C = up_WC.sum(0).double()
-        row.effective_batch = float(count_C.mean()) / setting.workers
-        row.variance_inflation = float(count_C.reciprocal().mean()) * setting.workers
+        row.effective_batch = float(count_C.double().mean()) / n
+        row.variance_inflation = float(count_C.double().reciprocal().mean()) * n
 
     def _sampled_drift(self) -> float:
         n, device = self.setting.workers, self.setting.device
@@ -152,7 +164,7 @@ class Averaging:
     def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
         """What the mean of the models is worth; of models that drift apart, the mean of what a few are worth."""
         self._gradients.average_buffers_into(self.model, self.setting.together)
-        if isinstance(self.policy, ModelAveraging):
+        if self.policy.sends == "parameters":
             mean_CE = self.setting.together.add_up(self._models.sum(0)) / self.setting.workers
             return self._judge(mean_CE, evaluate)
         # The same few, however many processes there are.
@@ -196,6 +208,8 @@ class Averaging:
             "order": self._order.get_state(),
             "samples": self._samples.get_state(),
             "steps": self._steps,
+            "links": self._link_losses.state_dict(),
+            "memory": self._memory,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,3 +222,5 @@ class Averaging:
         self._order.set_state(state["order"])
         self._samples.set_state(state["samples"])
         self._steps = state["steps"]
+        self._link_losses.load_state_dict(state["links"])
+        self._memory = {name: each.to(self.setting.device) for name, each in state["memory"].items()}

@@ -1,4 +1,4 @@
-"""`BoundedDrift` with virtual workers: owners average what arrived, step and send; what is lost stays stale."""
+"""Policies whose owners run the optimizer, with virtual workers: owners combine what arrived, step and send."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import nn
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import BoundedDrift
+from stormtorch.policies.policy import OwnerPolicy, overrides
+from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
-from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
+from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
 from stormtorch.simulation.setting import MakeOptimizer, Setting
+from stormtorch.simulation.workers import Workers
 
 
-class Drifting:
-    """A simulated training under `BoundedDrift`.
+class Sharded(Workers):
+    """A simulated training under an `OwnerPolicy`.
 
     Args:
         setting: What all policies share.
@@ -28,12 +30,17 @@ class Drifting:
         optimizer: Made for them: owners together hold one state, as each updates its shard alone.
     """
 
-    def __init__(self, setting: Setting, policy: BoundedDrift, model: nn.Module, optimizer: MakeOptimizer) -> None:
+    def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
         self.setting, self.policy, self.model = setting, policy, model
         n, cut, device = setting.workers, setting.cut, setting.device
         self.first, self.last = setting.together.part(n)
         self._trained = [each for each in model.parameters() if each.requires_grad]
-        self._replicas = Replicas(cut, self.first, self.last, device)
+        # Where a lost chunk leaves a copy as it was, its age says all; otherwise every copy is stored.
+        self._replicas: Replicas = (
+            Copies(cut, self.first, self.last, device, policy.accept)
+            if overrides(policy, "accept")
+            else Replicas(cut, self.first, self.last, device)
+        )
         for own, parameter in zip(cut.views(self._replicas.owned), self._trained, strict=True):
             own.copy_(parameter.detach())
         self._bind()
@@ -51,10 +58,7 @@ class Drifting:
         self._sent_W = [int(chunks) * (n - 1) for chunks in self._chunks_of_W]
         self._others_W = [len(cut.owner_C) - int(chunks) for chunks in self._chunks_of_W]
         self._losses = [LossMeter(0.0) for _ in range(n)]
-        # As many as there are links: made only where somebody asks.
-        links = n if self._by_chance else 0
-        self._link_losses_WN = LossMeter(torch.zeros(links, links, device=device))
-        self._told_WN: torch.Tensor | None = None
+        self._link_losses = LinkLosses(n if policy.weighs else 0, device)
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
         self._tried: torch.Tensor | None = None
@@ -90,10 +94,10 @@ class Drifting:
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
     def _stage_one(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
-        setting, n = self.setting, self.setting.workers
-        arrived_WC = arrived(self._masks, self.policy.gradients, up=True)
+        setting, policy, n = self.setting, self.policy, self.setting.workers
+        arrived_WC = arrived(self._masks, policy.up, up=True)
         lost_WC = ~arrived_WC
-        weight_WC = self._weights(lost_WC) if self._by_chance else None
+        loss_WC = self._link_losses.next(lost_WC, self._owner_C, self._chunks_of_W) if policy.weighs else None
         self._grads.zero_()
         self._used_P.zero_()
         losses = []
@@ -105,39 +109,22 @@ class Drifting:
             self._used_P |= self._gradients.used[: last - first].any(0)
             grads_WCE = self._gradients.grads[: last - first]
             setting.round_(grads_WCE)
-            if weight_WC is not None:
-                grads_WCE.mul_(weight_WC[first:last].unsqueeze(-1))
+            if loss_WC is not None:
+                grads_WCE = policy.send(grads_WCE, loss_WC[first:last].unsqueeze(-1))
             # Not times zero: what is lost does no harm, though it may be infinite.
             grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
         setting.together.add_up(self._grads)
         self._used_P = setting.together.add_up(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
-        rules.mean_of_arrived(self._grads, count_C)
-        if self._by_chance:
-            self._grads.mul_(rules.share_of_all(count_C, n).unsqueeze(-1))
+        combined_CE = policy.combine(rules.mean_of_arrived(self._grads, count_C), count_C.unsqueeze(-1), n)
+        if combined_CE is not self._grads:
+            self._grads.copy_(combined_CE)
         self._arrived_up, self._count_C = arrived_WC, count_C
         if setting.clip is not None:
             norm = torch.linalg.vector_norm(self._grads)
             self._grads.mul_((setting.clip / (norm + 1e-6)).clamp(max=1.0))
         return setting.together.add_up(torch.cat(losses).sum()) / n
-
-    @property
-    def _by_chance(self) -> bool:
-        return self.policy.weights == "horvitz-thompson" and not self.policy.gradients.exact
-
-    def _weights(self, lost_WC: torch.Tensor) -> torch.Tensor:
-        """What each gradient is multiplied by: one over its measured chance to arrive."""
-        n = self.setting.workers
-        weight_WN = rules.chance_weights(self._link_losses_WN.value)
-        weight_WN.fill_diagonal_(1.0)
-        missing_WN = torch.zeros(n, n, device=weight_WN.device)
-        missing_WN.index_add_(1, self._owner_C, lost_WC.float())
-        # Owners tell of it while the next gradients are already on their way.
-        if self._told_WN is not None:
-            self._link_losses_WN.add(self._told_WN, self._chunks_of_W.float().expand(n, n))
-        self._told_WN = missing_WN
-        return weight_WN[:, self._owner_C]
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
 
@@ -146,24 +133,26 @@ class Drifting:
         if replicas.make_room(self._oldest):
             self._bind()
         self._show_gradients()
-        exact = self._guarded or policy.broadcast.exact
-        leads = [0.0 if exact else rules.lead_for(policy.lead, each.value, policy.max_lag) for each in self._losses]
+        exact = self._guarded or policy.down.exact
+        leads = [0.0 if exact else policy.ahead(each.value) for each in self._losses]
         room = replicas.next_room()
         room.copy_(replicas.owned)
         self.optimizers[0].step()
-        if any(leads):
+        if any(leads) or overrides(policy, "publish"):
             lead_C = torch.tensor(leads, device=room.device)[self._owner_C]
-            rules.ahead(room, replicas.owned, lead_C.unsqueeze(-1))
+            published_CE = policy.publish(room, replicas.owned, lead_C.unsqueeze(-1))
+            if published_CE is not room:
+                room.copy_(published_CE)
         else:
             room.copy_(replicas.owned)
         self.setting.round_(room)
         if self._guarded:
             arrived_WC = torch.ones_like(self._arrived_up)
             # What it would lose is told by gradients, or by what had to be repaired where those are repaired, too.
-            self._tried = self._arrived_up if policy.gradients.budget == 1.0 else self._masks.down()
+            self._tried = self._arrived_up if policy.up.budget == 1.0 else self._masks.down()
         else:
             self._tried = None
-            arrived_WC = arrived(self._masks, policy.broadcast, up=False)
+            arrived_WC = arrived(self._masks, policy.down, up=False)
         # Without what is fetched below: that tells nothing of the network.
         self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
@@ -237,7 +226,7 @@ class Drifting:
         sent_W, others_W = self._sent_W, self._others_W
         if self._guarded:
             self._first_pass(watched, sent_up)
-        elif not self.policy.broadcast.exact:
+        elif not self.policy.down.exact:
             for meter, lost, sent in zip(self._losses, of_owner, sent_W, strict=True):
                 meter.add(lost * sent, sent)
         row.loss = sum(self._losses[owner].value for owner in self._owners) / len(self._owners)
@@ -254,8 +243,8 @@ class Drifting:
 
     def _first_pass(self, watched: list[float], sent_up: list[float]) -> None:
         """What a broadcast would have lost that the guard had repaired; see `policies.losses`."""
-        lossy = self.policy.gradients.budget == 1.0
-        most = self.policy.broadcast.budget
+        lossy = self.policy.up.budget == 1.0
+        most = self.policy.down.budget
         for place, meter in enumerate(self._losses):
             lost = sent_up[place] if lossy else watched[place]
             sent = self._others_W[place] if lossy else self._sent_W[place]
@@ -300,8 +289,7 @@ class Drifting:
             "masks": self._masks.state_dict(),
             "buffers": self._gradients.buffers,
             "losses": [each.state for each in self._losses],
-            "links": self._link_losses_WN.state,
-            "told": self._told_WN,
+            "links": self._link_losses.state_dict(),
             "guards": [each.state for each in self._guards],
             "guarded": self._guarded,
             "oldest": self._oldest,
@@ -319,9 +307,6 @@ class Drifting:
             meter.restore(*saved)
         for guard, saved in zip(self._guards, state["guards"], strict=True):
             guard.restore(*saved)
-        lost_WN, sent_WN = state["links"]
-        self._link_losses_WN.restore(lost_WN.to(self._owner_C.device), sent_WN.to(self._owner_C.device))
-        told_WN = state["told"]
-        self._told_WN = None if told_WN is None else told_WN.to(self._owner_C.device)
+        self._link_losses.load_state_dict(state["links"])
         self._guarded, self._oldest = state["guarded"], state["oldest"]
         self._samples.set_state(state["samples"])
