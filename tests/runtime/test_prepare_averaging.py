@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch import EXACT, GradientAveraging, ModelAveraging, exact, prepare
-from stormtorch.collectives import Group
+from stormtorch import EXACT, GradientAveraging, ModelAveraging, exact
 from stormtorch.policies.policy import Policy
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
 from training import (
     WORLD,
     Optimizer,
@@ -170,14 +167,3 @@ def test_the_ledger_names_steps_from_zero_and_peers_by_their_rank(policy: Policy
             assert set(row.gradients) == set(range(WORLD)) - {rank.rank}
 
     on_ranks(perceptron(), simple, work, policy=policy)
-
-
-@pytest.mark.parametrize("policy", [ModelAveraging(), GradientAveraging()])
-def test_a_rank_that_returns_is_told_that_nobody_lets_it_in(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(transport: Transport) -> None:
-        monkeypatch.setattr(transport, "incarnation", lambda rank: 1, raising=False)
-        model = perceptron()
-        with pytest.raises(ValueError, match="a rank cannot return under"):
-            prepare(model, simple(model), policy=policy, group=Group(transport))
-
-    SimNetwork(1).run(work)

@@ -16,8 +16,9 @@ import torch
 from conftest import store_of_threads
 from torch import nn
 
-from stormtorch import BoundedDrift, Options, StormError, connect, exact, prepare
+from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, StormError, connect, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.policies.policy import Policy
 from stormtorch.runtime.hyperparameters import Settings
 from stormtorch.runtime.members import Members
 from stormtorch.transport.exchange import Transport
@@ -28,6 +29,7 @@ from training import Vector
 
 OPTIONS = Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)
 WORLD = 4
+DRIFT = BoundedDrift(give_up_s=20.0)
 
 
 class Numbers(nn.Module):
@@ -44,10 +46,10 @@ class Numbers(nn.Module):
 
 
 def prepared(
-    transport: UdpTransport, model: nn.Module, give_up_s: float = 20.0, lr: float = 0.0
+    transport: UdpTransport, model: nn.Module, lr: float = 0.0, policy: Policy = DRIFT
 ) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    prepare(model, optimizer, policy=BoundedDrift(give_up_s=give_up_s), group=Group(transport, range(WORLD)))
+    prepare(model, optimizer, policy=policy, group=Group(transport, range(WORLD)))
     return optimizer
 
 
@@ -77,7 +79,17 @@ def in_threads(works: list[Callable[[], None]], within_s: float = 40.0) -> None:
     assert not any(each.is_alive() for each in threads), "a rank hangs"
 
 
-def test_a_rank_returns_while_another_is_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        DRIFT,
+        ModelAveraging(give_up_s=20.0, settings="same"),
+        ModelAveraging(give_up_s=20.0, settings="same", every=2, wire=torch.bfloat16, overlap=True),
+        GradientAveraging(give_up_s=20.0, settings="same"),
+    ],
+    ids=["drift", "models", "models every second step", "gradients"],
+)
+def test_a_rank_returns_while_another_is_dead(tmp_path: Path, policy: Policy) -> None:
     store = store_of_threads()
     done = threading.Event()
     found: dict[int, tuple[torch.Tensor, int]] = {}
@@ -97,7 +109,7 @@ def test_a_rank_returns_while_another_is_dead(tmp_path: Path) -> None:
     def first(rank: int) -> None:
         transport = connect(store, rank, WORLD, OPTIONS)
         model = Numbers(1.0, 7)
-        optimizer = prepared(transport, model)
+        optimizer = prepared(transport, model, policy=policy)
         for _ in range(2):
             step(model, optimizer)
         if rank >= 2:
@@ -116,7 +128,7 @@ def test_a_rank_returns_while_another_is_dead(tmp_path: Path) -> None:
     def again() -> None:
         transport = rejoin(store, 2, WORLD, OPTIONS)
         model = Numbers(0.0, 0)
-        optimizer = prepared(transport, model, lr=7.0)
+        optimizer = prepared(transport, model, lr=7.0, policy=policy)
         assert optimizer.param_groups[0]["lr"] == 0.0  # as of the others, who may have changed it since they began
         finish(2, model)
         done.set()
@@ -170,7 +182,7 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(
             with pytest.raises(StormError, match="dies here"):
                 prepared(rejoin(store, 2, WORLD, OPTIONS), Vector(400))
             return
-        while not training._members.epoch:
+        while not training._rounds.members.epoch:
             step()
         for _ in range(5):
             step()

@@ -21,7 +21,7 @@ from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import Calls
-from stormtorch.runtime.session import Training, trainings_of
+from stormtorch.runtime.session import Session, sessions_of
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimNetwork
 from training import (
@@ -101,7 +101,7 @@ def compiled(member: Member) -> None:
         rank = prepared(member, before, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not trainings_of(before)[0]._gate.overlap
+        assert not sessions_of(before)[0]._gate.overlap
 
         torch.compiler.reset()
         in_place = perceptron()
@@ -109,16 +109,16 @@ def compiled(member: Member) -> None:
         rank = prepared(member, in_place, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not trainings_of(in_place)[0]._gate.overlap
+        assert not sessions_of(in_place)[0]._gate.overlap
 
         torch.compiler.reset()
         model = perceptron()
         rank = prepared(member, model, policy=policy)
-        assert trainings_of(model)[0]._gate.overlap == overlap
+        assert sessions_of(model)[0]._gate.overlap == overlap
         rank.train(2)
         rank.model = torch.compile(model, backend="aot_eager")
         rank.train(range(2, STEPS))
-        assert not trainings_of(model)[0]._gate.overlap
+        assert not sessions_of(model)[0]._gate.overlap
         with exact(model):
             assert_same(values(model), expected)
         torch.compiler.reset()
@@ -131,7 +131,7 @@ def compiled_too_early(member: Member) -> None:
     rank = prepared(member, model, policy=EXACTLY)
     rank.model = early  # compiled code does not look for hooks that came later
     rank.train(STEPS)
-    assert not trainings_of(model)[0]._gate.overlap
+    assert not sessions_of(model)[0]._gate.overlap
     with exact(model):
         found = values(model)
     assert_close(found, plain(perceptron(), adamw, STEPS, world=member.world), rtol=0.05, atol=0.01)
@@ -292,7 +292,7 @@ def test_a_rank_has_the_model_its_gradients_and_its_share_of_the_rest(
 def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Policy) -> None:
     def left(transport: Transport) -> tuple[int, int]:
         gc.collect()
-        kinds = (Training, Bucket, Group, Calls, Optimizer)
+        kinds = (Session, Bucket, Group, Calls, Optimizer)
         return len(transport.channels), sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
     def work(transport: Transport) -> list[tuple[int, int]]:

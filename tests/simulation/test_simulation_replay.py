@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from own_policies import Anchored, Blended, Damped, Weighed
 from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
-from stormtorch.policies.policy import Policy
+from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.runtime.arrivals import Links
 from stormtorch.simulation import replicated, sharded
 from stormtorch.simulation.run import DATAGRAM_BYTES
@@ -76,12 +77,12 @@ def record(links: Links, into: list[dict[int, torch.Tensor]]) -> None:
 def on_real_ranks(policy: Policy, make: MakeOptimizer, loss: float, seed: int) -> list[Seen]:
     def work(rank: Rank) -> Seen:
         training, seen = rank.optimizer.training, Seen()
-        if isinstance(policy, BoundedDrift):
+        if isinstance(policy, OwnerPolicy):
             record(training._reduction.links, seen.up)
             record(training._broadcast.links, seen.down)
         else:
-            record(training._to_owners, seen.up)
-            record(training._back, seen.down)
+            record(training._averages.up, seen.up)
+            record(training._averages.down, seen.down)
         rank.train(STEPS, objective=distance, data=targets)
         training.wait()
         seen.replica = rank.model.numbers.detach().clone()
@@ -141,7 +142,13 @@ POLICIES: dict[str, Policy] = {
     "repaired": BoundedDrift(broadcast=SOME, gradients=SOME, guard=None, overlap=False),
     "model averaging": ModelAveraging(seed=5),
     "model averaging every third step": ModelAveraging(every=3),
+    "model averaging in bfloat16": ModelAveraging(wire=torch.bfloat16),
     "gradient averaging": GradientAveraging(),
+    "gradient averaging in bfloat16": GradientAveraging(wire=torch.bfloat16),
+    "blended": Blended(),
+    "anchored": Anchored(),
+    "weighed": Weighed(),
+    "damped": Damped(guard=None),
 }
 
 
@@ -155,7 +162,7 @@ def test_what_real_ranks_met_gives_the_same_parameters_in_the_simulator(
     lost = [float((~mask).float().mean()) for rank in seen for each in rank.down for mask in each.values()]
     assert sum(lost) / len(lost) > 0.01
     owned, replicas = replay(policy, make, seen, monkeypatch)
-    rtol = 2.0**-7 if name == "bfloat16" else 1e-3  # where two round to neighbours
+    rtol = 2.0**-7 if "bfloat16" in name else 1e-3  # where two round to neighbours
     for rank, ours in zip(seen, replicas, strict=True):
         # Where there is no common value, one rank's is judged.
         if not isinstance(policy, GradientAveraging):

@@ -188,6 +188,8 @@ class RankPolicy(Policy):
 
     every: int = 1
     """Optimizer steps between two exchanges of parameters."""
+    settings: Literal["same", "rank 0", "any"] = "any"
+    """What happens where the optimizer's settings differ between ranks; by default each rank uses its own."""
     seed: int = 0
     """Seed of what `order` draws; the same on all ranks."""
 

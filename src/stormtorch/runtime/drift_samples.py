@@ -1,6 +1,6 @@
 """Measures drift: at every step all ranks compare their copies of the same few numbers, chosen anew each time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -115,6 +115,11 @@ class Gauge:
             from_owner.append(square[peer])
             between += [square[owner] for owner in range(self.owners) if owner not in (peer, self._rank)]
         return _mean(between), _mean(from_owner)
+
+
+def apart(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
+    """Mean squared difference between this replica and others, where nobody owns anything."""
+    return _mean([(each - own_S).square() for each in others]) if own_S.numel() else None
 
 
 def _mean(squares: list[torch.Tensor]) -> float | None:

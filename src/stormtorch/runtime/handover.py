@@ -15,25 +15,35 @@ from stormtorch.runtime.session import Session
 
 @torch.no_grad()
 def hand_over(
-    training: Session, buckets: Sequence[Bucket], epoch: Epoch, new: Sequence[int], reliability: Reliability
+    session: Session,
+    buckets: Sequence[Bucket],
+    epoch: Epoch,
+    new: Sequence[int],
+    reliability: Reliability,
+    *,
+    whole: bool = False,
 ) -> None:
-    """New processes get what the root has: their own shards and those of ranks that are still missing, as others last
-    heard of them, and all that has no owner. Everyone takes the same, so that no two copies differ.
+    """Gives new processes what the root has.
+
+    Where parameters have owners, these are the shards of the new processes and of ranks that are still missing, as
+    others last heard of them: everyone takes the same, so that no two copies differ. Otherwise it is the root's whole
+    model, which only the new processes take. What is not trained comes with it.
 
     Args:
-        training: This rank's.
+        session: This rank's.
         buckets: Where its parameters are.
-        epoch: Which begins.
+        epoch: The epoch that begins.
         new: Ranks that are new processes.
-        reliability: Of the exchanges.
+        reliability: Reliability of the exchanges.
+        whole: Whether every rank has a model of its own.
 
     Raises:
         StormError: This is a new process, and did not get all.
     """
     # Of those that are here alone: whoever is dead would pass nothing on.
-    all_ranks, rank = training.group, training.group.rank
+    all_ranks, rank = session.group, session.group.rank
     ranks = [all_ranks.ranks[peer] for peer in epoch.members]
-    group = Group(all_ranks.transport, ranks, name=f"{training.name}/{epoch.number}/members")
+    group = Group(all_ranks.transport, ranks, name=f"{session.name}/{epoch.number}/members")
     root = epoch.members.index(epoch.root)
     missing = sorted(set(range(all_ranks.size)) - set(epoch.members))
 
@@ -44,7 +54,13 @@ def hand_over(
                     f"rank {rank}: a rank fell silent while this one was handed what it needs to return: start it again"
                 )
 
-    for bucket in buckets:
+    for bucket in buckets if whole else ():
+        message = bucket.flat.detach().to("cpu", copy=True)
+        hand(message)
+        if rank in new:
+            bucket.flat.copy_(message)
+            bucket.adopt()
+    for bucket in () if whole else buckets:
         for peer in (*new, *missing):
             hand(bucket.shard(bucket.host_flat, peer))
         if bucket.on_gpu:
@@ -52,7 +68,7 @@ def hand_over(
         if rank in new:
             bucket.adopt()
     homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-    for tensor in (*training.model.parameters(), *training.model.buffers()):
+    for tensor in (*session.model.parameters(), *session.model.buffers()):
         if id(tensor) not in homes and tensor.numel():
             values = tensor.detach().to("cpu", copy=True).contiguous()
             raw = values.view(-1).view(torch.uint8)

@@ -36,7 +36,7 @@ class Settings:
 
     Args:
         optimizer: Whose parameter groups hold them.
-        rule: As `BoundedDrift.settings`.
+        rule: As `Policy.settings`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
@@ -49,13 +49,16 @@ class Settings:
         """Whether they are at all."""
         return self._rule != "any"
 
-    def digest(self) -> int:
+    def digest(self, *, anywhere: bool = False) -> int:
         """A number that differs where settings do, as a float32 can say it; 0 if they are not to be compared now.
 
         They are within a backward alone, where all ranks are at the same point of their program. A rank that has no
         gradient asks from within its step, when settings may have been changed since the others' backward.
+
+        Args:
+            anywhere: All ranks are at the same point of their program, though not within a backward.
         """
-        if not self.compared or torch._C._current_graph_task_id() == -1:
+        if not self.compared or (torch._C._current_graph_task_id() == -1 and not anywhere):
             return 0
         groups = self._optimizer.param_groups
         if len(self._known) != len(groups):

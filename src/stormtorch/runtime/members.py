@@ -16,9 +16,11 @@ from stormtorch.errors import StormError
 from stormtorch.transport.rendezvous import reincarnate, returned
 
 _log = logging.getLogger("stormtorch")
-# Steps between an answer and the new epoch: no rank is further ahead of another, as each step needs all reports.
-_NOTICE_STEPS = 3
+# Rounds between an answer and the new epoch: no rank is further ahead of another, as each round needs all reports.
+_NOTICE_ROUNDS = 3
 _POLL_S = 0.05
+WITHOUT_OWNER = "its gradients, and its shard of the parameters stays as it is"
+"""What is missing with a rank that owns a shard, in words for a warning."""
 # Once somebody has begun the epoch, whoever has not after so much of `give_up_s` has died on the way.
 _PATIENCE = 0.1
 
@@ -50,9 +52,20 @@ class Members:
         name: Of the training.
         warn_every: Steps between two warnings about the same rank.
         give_up_s: A rank missing for longer ends the job.
+        every: Steps from one round to the next.
+        without: What training goes on without, for the warning.
     """
 
-    def __init__(self, group: Group, name: str, warn_every: int, give_up_s: float) -> None:
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        warn_every: int,
+        give_up_s: float,
+        *,
+        every: int = 1,
+        without: str = WITHOUT_OWNER,
+    ) -> None:
         self.group = group
         self.epoch = 0
         self.cut_off = False
@@ -60,6 +73,8 @@ class Members:
         self._store: Any = getattr(group.transport, "store", None)
         self._name = f"stormtorch/{name}"
         self._warn_every = warn_every
+        self._without = without
+        self._every = every
         self._give_up_s = give_up_s
         self._members = set(range(group.size))
         self._missing: dict[int, tuple[float, int]] = {}  # since when, and since which step
@@ -115,8 +130,8 @@ class Members:
             if (step - first) % self._warn_every == 0:
                 _log.warning(
                     "rank %d: nothing is heard of rank %d at step %d, and its last report came %.1f s ago: training "
-                    "goes on without its gradients, and its shard of the parameters stays as it is",
-                    *(self.group.rank, peer, step, now - self._heard_at[peer]),
+                    "goes on without %s",
+                    *(self.group.rank, peer, step, now - self._heard_at[peer], self._without),
                 )
             if now - since > self._give_up_s:
                 raise self._given_up(
@@ -165,7 +180,12 @@ class Members:
                 joins[peer] = json.loads(self._store.get(key))["restarted"]
         if joins:
             members = sorted(self._members | set(joins))
-            epoch = {"step": step + _NOTICE_STEPS, "members": members, "joins": joins, "root": self.group.rank}
+            epoch = {
+                "step": step + _NOTICE_ROUNDS * self._every,
+                "members": members,
+                "joins": joins,
+                "root": self.group.rank,
+            }
             self._store.set(self._key("epoch", self.epoch + 1), json.dumps(epoch))
             self._store.set(self._key("latest"), str(self.epoch + 1))
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from stormtorch.collectives import Group
-from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
-from stormtorch.policies.policy import Policy
-from stormtorch.runtime.replicated import GradientAveragingTraining, ModelAveragingTraining
+from stormtorch.policies import BoundedDrift
+from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
+from stormtorch.runtime.replicated import GradientSession, ModelSession
 from stormtorch.runtime.session import Session, sessions_of, together
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.unwrapped import unwrap
@@ -70,19 +70,21 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     name = f"{ranks.name}/training/{number}"
     say_goodbye_on_error(ranks.transport)
     with doing("prepare()"):
-        _training(model, optimizer, ranks, name, policy).take_over()
+        _session(model, optimizer, ranks, name, policy).take_over()
     unwrap(model)
     return model, optimizer
 
 
-def _training(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Session:
-    if isinstance(policy, BoundedDrift):
+def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Session:
+    if isinstance(policy, OwnerPolicy):
         return ShardedSession(model, optimizer, group, name, policy)
-    if isinstance(policy, ModelAveraging):
-        return ModelAveragingTraining(model, optimizer, group, name, policy)
-    if isinstance(policy, GradientAveraging):
-        return GradientAveragingTraining(model, optimizer, group, name, policy)
-    raise TypeError(f"policy must be BoundedDrift, ModelAveraging or GradientAveraging, got {policy!r}")
+    if isinstance(policy, RankPolicy):
+        kind = GradientSession if policy.sends == "gradients" else ModelSession
+        return kind(model, optimizer, group, name, policy)
+    raise TypeError(
+        "policy must be BoundedDrift, ModelAveraging, GradientAveraging or an OwnerPolicy or RankPolicy of your own, "
+        f"got {policy!r}"
+    )
 
 
 def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from stormtorch.runtime.drift_samples import Gauge
 from stormtorch.runtime.hyperparameters import Settings
 from stormtorch.runtime.losses import Losses
 from stormtorch.runtime.meeting import Meeting
-from stormtorch.runtime.members import Epoch, Members
+from stormtorch.runtime.members import WITHOUT_OWNER, Epoch, Members
 from stormtorch.runtime.reports import Report, Reports
 
 
@@ -34,7 +34,8 @@ class Rounds:
         policy: The user's.
         buckets: Where the parameters are.
         parameters: How many parameters the optimizer has.
-        chunks: How many chunks each owner's shards have.
+        every: Steps from one round to the next.
+        without: What training goes on without where a rank is missing.
     """
 
     def __init__(
@@ -46,13 +47,16 @@ class Rounds:
         policy: Policy,
         buckets: Sequence[Bucket],
         parameters: int,
+        *,
+        every: int = 1,
+        without: str = WITHOUT_OWNER,
     ) -> None:
         self._group = group
         self._subgroup = subgroup
         self._policy = policy
         self._buckets = buckets
         self._parameters = parameters
-        self.members = Members(group, name, policy.warn_every, policy.give_up_s)
+        self.members = Members(group, name, policy.warn_every, policy.give_up_s, every=every, without=without)
         self.settings = Settings(optimizer, policy.settings)
         # Where both stages are exact, a rank that is lost ends the job; otherwise the others go on without it.
         self.certain = EXACT if policy.up.exact and policy.down.exact else REPAIRED

@@ -1,0 +1,215 @@
+"""The exchanges of a `RankPolicy`: one vector per bucket to the owners of its chunks, and their answer back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Op, Pending
+from stormtorch.collectives.wire import Wire
+from stormtorch.policies.policy import RankPolicy, overrides
+from stormtorch.runtime.arrivals import Links
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.chunked import chunked
+from stormtorch.runtime.profiling import shown
+from stormtorch.staging.order import Order
+from stormtorch.transport.exchange import Arrival
+
+Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
+"""Gives the vector of a bucket that is exchanged, and the memory of it that the network reads and writes."""
+
+
+@dataclass
+class _Round:
+    """One bucket under way."""
+
+    group: Group
+    fused: bool
+    """Whether one collective does it all."""
+    begun: Future[Sequence[Pending]] | Sequence[Pending]
+    mean: torch.Tensor
+    """Memory for the owner's mean of what arrived; empty where one collective does it all."""
+    seed: int
+    back: Pending | None = None
+    rooms: list[torch.Tensor] = field(default_factory=list)
+
+
+class Averages:
+    """The exchanges of one session.
+
+    Where the policy is a plain mean, one all-reduce does it all and sends on each chunk as soon as it is complete.
+    Otherwise the policy's functions stand between a reduce-scatter and an all-gather.
+
+    Args:
+        policy: The user's.
+        buckets: Whose vectors.
+        vectors: Gives them.
+        order: Starts exchanges when data has left the GPU.
+        group: All ranks.
+    """
+
+    def __init__(
+        self,
+        policy: RankPolicy,
+        buckets: Sequence[Bucket],
+        vectors: Vectors,
+        order: Order,
+        group: Group,
+    ) -> None:
+        size, chunk_bytes = group.size, group.transport.chunk_bytes
+        self.up, self.down = Links(size), Links(size)
+        """What arrived of whom since the last `clear`, on the way to owners and back."""
+        self.losses = [0.0] * size
+        """Measured loss of what this rank sends to each other one."""
+        self.present = size
+        """Ranks that are there, as far as is known."""
+        self.effective_batch = 1.0
+        self.variance_inflation = 1.0
+        self._all = group
+        self._policy = policy
+        self._buckets = buckets
+        self._vectors = vectors
+        self._order = order
+        self._wires = [
+            Wire(policy.wire if policy.wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes)
+            for bucket in buckets
+        ]
+        self._plain = not any(overrides(policy, name) for name in ("send", "combine", "update", "accept"))
+        self._accepts = overrides(policy, "accept")
+        self._rounds: dict[int, _Round] = {}
+        # Whole chunks and a short last one are separate calls, each with a memory of its own.
+        self._memory: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._copies = self._inverse = self._chunks = 0.0
+
+    def chunks_of(self, owner: int) -> int:
+        """Chunks of an owner's shards."""
+        return sum(self._wires[each.index].chunks(each.layout.spans[owner][1]) for each in self._buckets)
+
+    def clear(self) -> None:
+        """Begins to count anew."""
+        self.up.clear()
+        self.down.clear()
+        self._copies = self._inverse = self._chunks = 0.0
+
+    # --- stage 1 ------------------------------------------------------------------------------------------------------
+
+    def start(self, bucket: Bucket, group: Group, seed: int = 0) -> None:
+        """Begins to send a bucket's vector.
+
+        Args:
+            bucket: Whose.
+            group: All ranks, in the order in which they own the shards.
+            seed: Seed of int8's grids.
+        """
+        vector, host = self._vectors(bucket)
+        wire = self._wires[bucket.index]
+        with shown("average", bucket.index, vector.numel(), wire.dtype):
+            moments = bucket.fetch(host, vector) if bucket.on_gpu else []
+            fused = self._plain and wire.dtype == bucket.dtype
+            if fused:
+                mean = host.new_empty(0)
+
+                def begin() -> Pending:
+                    reliability, share = self._policy.up, self._policy.down
+                    return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
+            else:
+                mean = torch.empty(bucket.layout.spans[group.rank][1], dtype=torch.float32, device="cpu")
+
+                def begin() -> Pending:
+                    return self._reduce(bucket, group, host, mean)
+
+            begun = self._order.begin(lambda: [begin()], moments)
+        self._rounds[bucket.index] = _Round(group, fused, begun, mean, seed)  # type: ignore[arg-type]  # of our own function
+
+    def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, mean: torch.Tensor) -> Pending:
+        wire, policy = self._wires[bucket.index], self._policy
+        travels = torch.float32 if wire.dtype == torch.int8 else wire.dtype
+        parts = bucket.shards(host)
+        if policy.weighs:
+            parts = [
+                chunked(policy.send, wire.per_chunk, [part], [self.losses[self._all.ranks.index(rank)]])
+                for part, rank in zip(parts, group.ranks, strict=True)
+            ]
+        reduce = collectives.reduce_scatter_int8 if wire.dtype == torch.int8 else collectives.reduce_scatter
+        return reduce(group, mean, [part.to(travels) for part in parts], Op.AVG, reliability=policy.up)
+
+    # --- stage 2 ------------------------------------------------------------------------------------------------------
+
+    def finish(self, bucket: Bucket) -> None:
+        """Waits until a bucket's vector is what the policy makes of what came."""
+        for each in list(self._rounds):
+            self._turn(self._buckets[each])
+        round_ = self._rounds.pop(bucket.index)
+        vector, host = self._vectors(bucket)
+        if round_.back is not None:
+            with shown("average wait", bucket.index, vector.numel(), self._wires[bucket.index].dtype):
+                arrivals = round_.back.wait()
+            self._accept(bucket, host, round_, arrivals[0] if arrivals else None)
+        if bucket.on_gpu:
+            bucket.bring(vector, host)
+
+    def _turn(self, bucket: Bucket) -> None:
+        """Waits for a bucket's first stage and begins the second, unless that was done."""
+        round_ = self._rounds[bucket.index]
+        if round_.back is not None or not round_.begun:
+            return
+        with shown("average wait", bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype):
+            (pending,) = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
+            arrivals = pending.wait()
+        round_.begun = ()
+        for arrival in arrivals:
+            # Peers are named by their place among all ranks, not by the one that this round has given them.
+            self.up.add(self._all, arrival)
+            self._count(arrival)
+            if round_.fused:
+                self.down.add(self._all, arrival, stage=1)
+        if not round_.fused:
+            self._give_back(bucket, round_, arrivals)
+
+    def _give_back(self, bucket: Bucket, round_: _Round, arrivals: list[Arrival]) -> None:
+        wire, policy, group = self._wires[bucket.index], self._policy, round_.group
+        alone = torch.ones(wire.chunks(round_.mean.numel()), device="cpu")
+        counts_C = arrivals[0].counts() if arrivals and arrivals[0].counts().numel() else alone
+        value = chunked(policy.combine, wire.per_chunk, [round_.mean], [counts_C, self.present])
+
+        def update(combined: torch.Tensor) -> torch.Tensor:
+            memory = self._memory.setdefault((bucket.index, combined.shape[-1]), {})
+            return policy.update(memory, combined)
+
+        value = chunked(update, wire.per_chunk, [value])
+        message = wire.encode(value, round_.seed)
+        round_.rooms = [wire.room(count) for _, count in bucket.layout.spans]
+        round_.rooms[group.rank] = message
+        round_.back = collectives.all_gather(group, round_.rooms, message, reliability=policy.down)
+
+    def _accept(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrival: Arrival | None) -> None:
+        """Takes what came of each owner's shard, this rank's own message included: all ranks take the same values."""
+        wire, group = self._wires[bucket.index], round_.group
+        if arrival is not None:
+            self.down.add(self._all, arrival)
+        for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.rooms, strict=True)):
+            if not own.numel():
+                continue
+            if owner == group.rank or arrival is None:
+                arrived_C = torch.ones(wire.chunks(own.numel()), dtype=torch.bool, device="cpu")
+            else:
+                arrived_C = arrival.mask(group.ranks[owner])
+            if self._accepts:
+                came = own.clone()
+                wire.place(room, came, arrived_C)
+                own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
+            else:
+                wire.place(room, own, arrived_C)
+
+    def _count(self, arrival: Arrival) -> None:
+        counts = arrival.counts()
+        if counts.numel():
+            self._copies += float(counts.sum())
+            self._inverse += float(counts.reciprocal().sum())
+            self._chunks += counts.numel()
+            self.effective_batch = self._copies / (self._all.size * self._chunks)
+            self.variance_inflation = self._all.size * self._inverse / self._chunks
