@@ -107,9 +107,9 @@ class Averages:
         """
         vector, host = self._vectors(bucket)
         wire = self._wires[bucket.index]
-        with shown("average", bucket.index, vector.numel(), wire.dtype):
+        fused = self._plain and wire.dtype == bucket.dtype
+        with shown("all_reduce" if fused else "reduce_scatter", bucket.index, vector.numel(), wire.dtype):
             moments = bucket.fetch(host, vector) if bucket.on_gpu else []
-            fused = self._plain and wire.dtype == bucket.dtype
             if fused:
                 mean = host.new_empty(0)
 
@@ -146,7 +146,7 @@ class Averages:
         round_ = self._rounds.pop(bucket.index)
         vector, host = self._vectors(bucket)
         if round_.back is not None:
-            with shown("average wait", bucket.index, vector.numel(), self._wires[bucket.index].dtype):
+            with shown("all_gather wait", bucket.index, vector.numel(), self._wires[bucket.index].dtype):
                 arrivals = round_.back.wait()
             self._accept(bucket, host, round_, arrivals[0] if arrivals else None)
         if bucket.on_gpu:
@@ -157,7 +157,8 @@ class Averages:
         round_ = self._rounds[bucket.index]
         if round_.back is not None or not round_.begun:
             return
-        with shown("average wait", bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype):
+        name = "all_reduce wait" if round_.fused else "reduce_scatter wait"
+        with shown(name, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype):
             (pending,) = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
             arrivals = pending.wait()
         round_.begun = ()
