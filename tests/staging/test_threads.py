@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pure
 BEGIN = """
 import os, sys, time
 import torch
-from stormtorch.backend.pool import run_soon
+from stormtorch.staging.threads import run_soon
 """
 # C++ calls Python, which is about to go.
 IN_A_CALLBACK = """

@@ -1,1 +1,1 @@
-"""The order in which collectives begin, copies between a GPU and main memory, and threads that complete futures."""
+"""GPU copies, the order in which collectives start, and the threads that complete futures."""

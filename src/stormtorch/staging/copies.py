@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Tensors on a GPU: copies to and from pinned memory, on streams of their own, so that nobody waits who need not."""
+"""Copies between a GPU and pinned memory, on separate streams, so that the caller's stream keeps computing."""
 
 import threading
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Lane:
-    """The two streams of a GPU. Two, because what comes back must not queue behind what is not yet computed."""
+    """Two copy streams of one GPU: results coming back must not queue behind inputs that are still being computed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,7 +27,7 @@ def _lane(device: torch.device) -> Lane:
 
 
 class Visit:
-    """What one collective does on one GPU. What the caller's stream was given before the call comes first."""
+    """Copies of one collective on one GPU. They run after the work queued on the caller's stream before the call."""
 
     def __init__(self, device: torch.device) -> None:
         self._lane = _lane(device)
@@ -37,35 +37,35 @@ class Visit:
         self._fetches = False
 
     def room(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory for a tensor's values."""
+        """Allocates pinned memory for a tensor's values."""
         return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned memory that will hold a tensor's values when `fetched` has happened."""
+        """Starts a copy to new pinned memory, which holds the values once the event from `fetched` has happened."""
         host = self.room(tensor, tensor.dtype)
         self.fetch_into(host, tensor)
         return host
 
     def fetch_into(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copies a tensor's values to pinned memory; they are there when `fetched` has happened."""
-        # What the call itself made of it on the caller's stream, another dtype for instance, comes first too.
+        """Starts a copy to existing pinned memory, which holds the values once the event from `fetched` has happened."""
+        # Also wait for what the call itself queued on the caller's stream, such as a conversion to another dtype.
         self._lane.away.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._lane.away):
             host.copy_(tensor, non_blocking=True)
-        # Its memory is not given to others before the copy is made.
+        # Keep torch from reusing the tensor's memory before the copy is done.
         tensor.record_stream(self._lane.away)
         self._fetches = True
 
     def fetched(self) -> torch.cuda.Event | None:
-        """Happens when all copies to the host are made; None without any."""
+        """Returns the event that follows all copies to the host, or None if there are none."""
         if not self._fetches:
             return None
-        event = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         event.record(self._lane.away)
         return event
 
     def bring(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies into a tensor, later than all that was before the call."""
+        """Starts a copy into a tensor, to run after all work queued before the call."""
         self._lane.back.wait_event(self._called)
         with torch.cuda.stream(self._lane.back):
             tensor.copy_(values, non_blocking=True)
@@ -75,10 +75,10 @@ class Visit:
         self._returned = self._lane.back.record_event()
 
     def join(self) -> None:
-        """The current stream goes on when all that was brought is there; the caller does at once."""
+        """Makes the current stream wait for the copies started by `bring`. Returns at once."""
         if self._returned is not None:
             torch.cuda.current_stream(self.device).wait_event(self._returned)
 
     def stream(self) -> "torch.cuda.StreamContext":
-        """On which the results are; a future that is completed there makes others wait for them."""
+        """Selects the stream that brings results: whoever reads a future completed on it waits for those copies."""
         return torch.cuda.stream(self._lane.back)

@@ -1,4 +1,4 @@
-"""Collectives begin in the order of the calls, also where the data of one has yet to leave a GPU."""
+"""Queue that starts collectives in the order of the calls, even if the data of one has yet to leave a GPU."""
 
 import contextlib
 import threading
@@ -13,20 +13,20 @@ from stormtorch.staging.threads import run_soon
 
 
 class Started(Protocol):
-    """Something under way, as a `Pending` is."""
+    """Operation under way, such as a `stormtorch.collectives.Pending`."""
 
     @property
     def exchanges(self) -> int:
-        """Of how many it consists, one after the other."""
+        """Number of exchanges that it makes, one after the other."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` would return at once, as far as is known without looking."""
+        """Whether it is already known to have ended, without asking the transport."""
         ...
 
     def done(self) -> bool:
-        """Whether it has ended, so that `wait` does not block."""
+        """Asks whether it has ended, so that `wait` would not block."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> object:
@@ -38,7 +38,7 @@ Begin = Callable[[], Sequence[Started]]
 
 
 class Moment(Protocol):
-    """Something that can be waited for, as a CUDA event can."""
+    """Something to wait for, such as a CUDA event."""
 
     def synchronize(self) -> None:
         """Blocks until it has happened."""
@@ -46,7 +46,7 @@ class Moment(Protocol):
 
 
 class Order:
-    """One group's queue. Where nothing has to be waited for, a collective begins at once, in the caller's thread."""
+    """Queue of one group. A collective that has nothing to wait for starts at once, in the caller's thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -55,7 +55,7 @@ class Order:
         self._draining = False
 
     def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[Sequence[Started]] | Sequence[Started]":
-        """Calls `begin` after what came before it and after the moments; returns at once."""
+        """Calls `begin` after all earlier calls and after the moments. Returns without waiting for either."""
         with self._lock:
             if not moments and not self._draining:
                 return begin()
@@ -80,12 +80,12 @@ class Order:
             return future
 
     def flush(self) -> None:
-        """Blocks until all that was asked for has begun."""
+        """Blocks until every collective in the queue has started."""
         with self._lock:
             self._lock.wait_for(lambda: not self._draining)
 
     def abandon(self, error: Exception) -> None:
-        """What has not begun will not: whoever waits for it gets the error."""
+        """Drops every collective that has not started; whoever waits for one gets the error."""
         with self._lock:
             waiting = [future for future, _ in self._queue] + ([self._beginning] if self._beginning else [])
             self._queue.clear()
@@ -95,7 +95,7 @@ class Order:
     def _settle(
         self, future: "Future[Sequence[Started]]", started: Sequence[Started] = (), error: BaseException | None = None
     ) -> None:
-        with contextlib.suppress(InvalidStateError):  # it was abandoned, or has just been
+        with contextlib.suppress(InvalidStateError):  # `abandon` has settled it already
             if error is None:
                 future.set_result(started)
             else:

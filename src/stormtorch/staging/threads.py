@@ -1,4 +1,4 @@
-"""Threads that nobody else needs."""
+"""Background threads for tasks that may block, such as completing a future."""
 
 import atexit
 import os
@@ -6,19 +6,19 @@ import queue
 import threading
 from collections.abc import Callable
 
-# How long the end of the process waits for tasks. One that has its result needs a moment; one that waits for a rank
-# that does not answer is not worth more.
+# How long the process waits for tasks when it exits. A task that has its result needs only a moment; one that waits for
+# a rank that does not answer is not worth waiting for.
 _LAST_MOMENT_S = 1.0
 
 
 class _Pool:
-    """As many threads as there are tasks at once: a task may wait for a later one."""
+    """Pool that grows to one thread per running task, because a task may wait for a later one."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Without threads and tasks."""
+        """Forgets all threads and tasks."""
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._idle = 0
@@ -39,7 +39,7 @@ class _Pool:
             try:
                 task()
             finally:
-                del task  # it holds tensors
+                del task  # release the tensors that it holds
                 with self._lock:
                     self._busy -= 1
                     self._lock.notify_all()
@@ -47,17 +47,17 @@ class _Pool:
                 self._idle += 1
 
     def settle(self) -> None:
-        """Lets tasks end before the interpreter does: a daemon thread that it stops in the midst of C++ aborts."""
+        """Waits a moment for tasks at exit: the process aborts if Python stops a daemon thread while it runs C++."""
         with self._lock:
             self._lock.wait_for(lambda: self._busy == 0, _LAST_MOMENT_S)
 
 
 _pool = _Pool()
 atexit.register(_pool.settle)
-# A child has the counts, but not the threads.
+# A forked child inherits the counts but not the threads.
 os.register_at_fork(after_in_child=_pool.reset)
 
 
 def run_soon(task: Callable[[], None]) -> None:
-    """Runs a task on a thread that nobody else needs."""
+    """Runs a task on a background thread. The task may block."""
     _pool.run(task)
