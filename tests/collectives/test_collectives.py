@@ -229,7 +229,7 @@ MISUSE: list[tuple[str, Callable[[Group], Any]]] = [
     (r"^outputs\[\d\] must have 4 x torch.int32", lambda g: all_to_all(g, [ROW, ROW], [ROW.int(), ROW.int()])),
     (r"^outputs\[\d\] must have 4 x torch.float32", lambda g: all_gather(g, [ROW[:2], ROW[:2]], ROW)),
     (r"^inputs\[\d\] must have 4 x torch.float32", lambda g: scatter(g, ROW, [ROW[:2], ROW[:2]], g.rank)),
-    (r"^output has 3 x torch.float32, inputs\[\d\] has 4", lambda g: reduce_scatter(g, ROW[:3], [ROW, ROW])),
+    (r"^output must have 4 x .* as inputs\[\d\] has, got 3", lambda g: reduce_scatter(g, ROW[:3], [ROW, ROW])),
     (r"^BAND needs integers or booleans, got torch.float32", lambda g: all_reduce(g, ROW, Op.BAND)),
     (r"^AVG needs numbers, got torch.bool", lambda g: all_reduce(g, ROW.bool(), Op.AVG)),
     (r"^MAX is not defined for torch.complex64", lambda g: reduce(g, ROW.to(torch.complex64), 0, Op.MAX)),

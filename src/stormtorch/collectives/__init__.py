@@ -1,4 +1,4 @@
-"""Collectives over any transport, each made of one or two exchanges."""
+"""Collectives over any transport, one file each. A collective is made of one or more exchanges."""
 
 from stormtorch.collectives.all_gather import all_gather
 from stormtorch.collectives.all_reduce import all_reduce

@@ -19,11 +19,11 @@ def all_gather(
     """Copies rank i's `tensor` into every rank's `outputs[i]`.
 
     Args:
-        group: Who takes part.
-        outputs: One tensor per rank, of that rank's size. Where a chunk is lost it keeps its old value.
-        tensor: What this rank gives. It may be the memory of `outputs[rank]`.
-        reliability: How much may be missing.
-        timeout_s: Error after so long; None is the transport's default.
+        group: The ranks that take part.
+        outputs: One tensor per rank, of that rank's size. A lost chunk keeps its old value.
+        tensor: This rank's tensor. It may share its memory with `outputs[rank]`.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     if len(outputs) != group.size:
         raise ValueError(f"outputs must hold one tensor per rank, {group.size}, got {len(outputs)}")

@@ -9,9 +9,10 @@ from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
-# Sending everything to everyone spares a trip; it needs a copy, which larger tensors would feel.
+# Up to this size each rank may send its whole tensor to every other. That saves a trip but needs a copy of the tensor,
+# which takes too long for larger ones.
 _DIRECT_BYTES = 512 << 10
-# One exchange carries at most this much, far below the 4 GiB that a message's length field can say.
+# Largest exchange. A message's length field ends at 4 GiB.
 _PIECE_BYTES = 1 << 31
 
 
@@ -26,19 +27,19 @@ def all_reduce(
 ) -> Pending:
     """Reduces `tensor` over the group, in place.
 
-    Exact reductions sum in rank order and give the same bits on every rank. A lossy SUM or AVG takes the mean of what
-    arrived (times the group's size for SUM).
+    An exact reduction adds in rank order and gives the same bits on every rank. A lossy AVG is the mean of the
+    contributions that arrived; a lossy SUM is that mean times the group's size.
 
     Args:
-        group: Who takes part.
-        tensor: This rank's contribution, then the result. Contiguous, on the CPU.
-        op: The operation.
-        reliability: Of the first stage, in which each shard's owner collects the contributions.
-        share: Of the second stage, in which owners send their results; None is the same as `reliability`. Where a
-            result is lost, a rank keeps its own contribution (scaled by the group's size for SUM). With `EXACT`, all
-            ranks end with the same bits even if the first stage loses. Small tensors have no second stage unless one
-            of the two is exact and the other is not: everyone gets everyone's contribution directly.
-        timeout_s: Error after so long; None is the transport's default.
+        group: The ranks that take part.
+        tensor: This rank's contribution, replaced by the result. Contiguous, on the CPU.
+        op: The reduction.
+        reliability: How much may be missing in the first stage, in which each shard's owner collects contributions.
+        share: How much may be missing in the second stage, in which owners send their results; None takes
+            `reliability`. A rank that misses a result keeps its own contribution (times the group's size for SUM).
+            With `EXACT`, all ranks end with the same bits even if the first stage lost some. Small tensors skip the
+            second stage, unless just one of the two is exact: every rank sends its contribution to all others.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     share = reliability if share is None else share
     ops.check(tensor, op, reliability)
@@ -64,7 +65,7 @@ def _mode(reliability: Reliability) -> ReduceMode:
 
 
 def _direct_pays(group: Group, length: int) -> bool:
-    """Whether the trip that is spared is worth the bytes that are sent in addition: (n-1) S instead of 2 (n-1)/n S."""
+    """Tells whether saving a trip is worth the additional bytes: (n-1) S instead of 2 (n-1)/n S."""
     additional = length * (group.size - 1) * (group.size - 2) // group.size
     return length <= _DIRECT_BYTES and additional <= group.transport.trip_bytes
 
@@ -77,7 +78,7 @@ def _direct(
     reliability: Reliability,
     timeout_s: float | None,
 ) -> Steps:
-    # A copy is sent, as the result replaces the original before the last peer may have got it.
+    # Send a copy: the result may replace the original before the last peer has received it.
     own = flat.clone()
     source, out, length = own.data_ptr(), flat.data_ptr(), size(flat)
     wire = WIRE_DTYPES[flat.dtype]
@@ -133,7 +134,7 @@ def _in_two_stages(
 
 
 def _scale_what_is_missing(flat: torch.Tensor, span: tuple[int, int], mask: torch.Tensor, group: Group) -> None:
-    """Where the shared sum was lost, this rank's own contribution stands for everyone's."""
+    """Where the shared sum was lost, takes this rank's own contribution for every rank's."""
     if bool(mask.all()):
         return
     element = flat.element_size()
@@ -145,7 +146,7 @@ def _scale_what_is_missing(flat: torch.Tensor, span: tuple[int, int], mask: torc
 
 
 def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
-    """Any dtype and operation: everyone gets everyone's contribution, and torch reduces them in rank order."""
+    """Reduces any dtype and operation: ranks send each other whole tensors, and torch reduces them in rank order."""
     ranks, others = group.ranks, group.others()
     placed = [flat if peer == group.rank else torch.empty_like(flat) for peer in range(group.size)]
     yield Plan(
@@ -160,7 +161,7 @@ def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, 
 
 
 def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
-    """The same for larger ones: each rank reduces a part and shares it."""
+    """Reduces larger tensors of any dtype and operation: each rank reduces one shard by torch, then sends it to all."""
     channel, seq = name
     element, ranks, others = flat.element_size(), group.ranks, group.others()
     cuts = shards(flat.numel(), element, group.size)

@@ -1,4 +1,4 @@
-"""All-to-all: every rank gives every rank its own tensor."""
+"""All-to-all: every rank sends a different tensor to each rank."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ def all_to_all(
     """Copies rank i's `inputs[j]` into rank j's `outputs[i]`. Sizes may differ from pair to pair, and may be zero.
 
     Args:
-        group: Who takes part.
-        outputs: One tensor per rank; what is lost keeps its old value.
+        group: The ranks that take part.
+        outputs: One tensor per rank. A lost chunk keeps its old value.
         inputs: One tensor per rank. They must not overlap the outputs.
-        reliability: How much may be missing.
-        timeout_s: Error after so long; None is the transport's default.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     for name, tensors in (("outputs", outputs), ("inputs", inputs)):
         if len(tensors) != group.size:

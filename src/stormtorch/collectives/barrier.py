@@ -1,11 +1,11 @@
-"""Barrier: nobody goes on before everybody has come."""
+"""Barrier: no rank continues before all ranks have arrived."""
 
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.transport.exchange import Plan, Receive, Send
 
 
 def barrier(group: Group, *, timeout_s: float | None = None) -> Pending:
-    """Waits for all ranks of the group: an exchange of empty messages."""
+    """Starts an exchange of empty messages, which ends when all ranks of the group have called this."""
     return group.start(_steps(group, group.reserve(), timeout_s))
 
 

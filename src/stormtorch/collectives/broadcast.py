@@ -20,23 +20,23 @@ def broadcast(
 ) -> Pending:
     """Copies the root's `tensor` into every rank's `tensor`.
 
-    A large tensor leaves the root once, whatever the size of the group: every other rank passes one shard of it on,
-    chunk by chunk as it arrives.
+    The root sends a large tensor only once, whatever the size of the group: every other rank forwards one shard of it
+    to the rest, chunk by chunk as it arrives.
 
     Args:
-        group: Who takes part.
-        tensor: The root's is read, the others' are written; what is lost keeps its old value.
-        root: The rank that gives.
-        reliability: How much of each message may be missing. With loss p, a shard that is passed on is lost with
-            probability 1 - (1 - p)^2.
-        timeout_s: Error after so long; None is the transport's default.
+        group: The ranks that take part.
+        tensor: Read on the root, written on all other ranks. A lost chunk keeps its old value.
+        root: The rank that sends.
+        reliability: How much of each message may be missing. With loss p, a forwarded chunk is lost with probability
+            1 - (1 - p)^2.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(root, "root")
     check_lossy(tensor, reliability, "broadcast")
     address(tensor, "tensor")
-    # A small tensor goes from the root to everyone in one trip.
+    # The root sends a small tensor to every rank itself, in one trip.
     additional = size(tensor) * (group.size - 2)
-    steps = _direct if additional <= group.transport.trip_bytes else _passed_on
+    steps = _direct if additional <= group.transport.trip_bytes else _forwarded
     return group.start(steps(group, tensor.view(-1), root, group.reserve(), reliability, timeout_s))
 
 
@@ -62,7 +62,7 @@ def _direct(
     )
 
 
-def _passed_on(
+def _forwarded(
     group: Group,
     flat: torch.Tensor,
     root: int,
@@ -71,7 +71,7 @@ def _passed_on(
     timeout_s: float | None,
 ) -> Steps:
     ranks, me, element = group.ranks, group.rank, flat.element_size()
-    passing = [peer for peer in group.others() if peer != root]
+    receivers = [peer for peer in group.others() if peer != root]
     owners = [peer for peer in range(group.size) if peer != root]
     cuts = shards(flat.numel(), element, len(owners))
     spans = {
@@ -84,10 +84,10 @@ def _passed_on(
         reduction = None
     else:
         own, length = spans[me]
-        sends = [Send(ranks[peer], own, length, True) for peer in passing]
+        sends = [Send(ranks[peer], own, length, True) for peer in receivers]
         receives = [Receive(ranks[root], 0, length, False, True)]
-        receives += [Receive(ranks[peer], *spans[peer], True) for peer in passing]
+        receives += [Receive(ranks[peer], *spans[peer], True) for peer in receivers]
         reduction = Reduction(ReduceMode.COPY, WireDtype.BYTES, WireDtype.BYTES, 0, own, length, 0, False)
-    # What a rank missed itself it cannot pass on: with a budget, it may miss half of what its receivers may miss.
+    # A rank cannot forward what it missed itself, so it may miss only half of its receivers' budget.
     first = reliability if reliability.budget == 1.0 else replace(reliability, budget=reliability.budget / 2)
     yield Plan("broadcast", *name, sends, receives, reduction, first, reliability, timeout_s, (flat,))

@@ -22,18 +22,18 @@ def gather(
     """Copies rank i's `tensor` into the root's `outputs[i]`.
 
     Args:
-        group: Who takes part.
-        tensor: What this rank gives.
-        outputs: On the root, one tensor per rank; None elsewhere.
-        root: The rank that gets everything.
-        reliability: How much may be missing; what is lost keeps its old value.
-        timeout_s: Error after so long; None is the transport's default.
+        group: The ranks that take part.
+        tensor: This rank's tensor.
+        outputs: On the root, one tensor per rank; None elsewhere. A lost chunk keeps its old value.
+        root: The rank that receives all tensors.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(root, "root")
     check_lossy(tensor, reliability, "gather")
     address(tensor, "tensor")
     if group.rank == root and (outputs is None or len(outputs) != group.size):
-        raise ValueError(f"outputs must hold one tensor per rank, {group.size}, on the root")
+        raise ValueError(f"outputs must hold one tensor per rank, {group.size}, on the root, rank {root}")
     if group.rank == root and outputs is not None:
         check_same(outputs[root], tensor, f"outputs[{root}]")
     for index, each in enumerate(outputs or ()):

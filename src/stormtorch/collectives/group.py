@@ -1,22 +1,22 @@
-"""Some ranks of a transport that call the same collectives in the same order."""
+"""Groups of ranks that call the same collectives in the same order, and collectives under way."""
 
 from collections.abc import Generator, Sequence
 
 from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
 Steps = Generator[Plan, Arrival, None]
-"""A collective as it runs: it yields the plan of an exchange and is sent back what arrived."""
+"""Collective as a generator: it yields the plan of an exchange and receives the arrival of that exchange."""
 
 
 def nothing() -> Steps:
-    """A collective without exchanges."""
+    """Makes no exchange: the collective of a group of one rank."""
     yield from ()
 
 
 class Pending:
-    """A collective under way. The tensors given to it are the caller's again when `wait` returns.
+    """Collective under way. The caller must leave its tensors alone until `wait` has returned.
 
-    One of several exchanges, one after the other, goes on to the next only while somebody waits or looks.
+    A collective of several exchanges starts the next one only within a call of `wait` or `done`.
     """
 
     def __init__(self, transport: Transport, steps: Steps, exchanges: int = 1) -> None:
@@ -29,7 +29,7 @@ class Pending:
         self._advance(None)
 
     def wait(self, timeout_s: float | None = None) -> list[Arrival]:
-        """Blocks until the collective is done and returns what each of its exchanges brought."""
+        """Blocks until the collective has ended and returns the arrival of each of its exchanges."""
         if self._error is not None:
             raise self._error
         while self._exchange is not None:
@@ -38,16 +38,16 @@ class Pending:
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` would return at once, as far as is known without looking."""
+        """Whether the collective is already known to have ended, without asking the transport."""
         return self._exchange is None or self._error is not None
 
     def done(self) -> bool:
-        """Whether the collective has ended, well or not, so that `wait` does not block; begins what comes next."""
+        """Asks whether the collective has ended, well or not; starts its next exchange when one has ended."""
         while not self.ended and self._exchange is not None and self._exchange.done():
             try:
                 self._step(self._exchange, None)
             except Exception:
-                return True  # and `wait` will raise it again
+                return True  # `wait` will raise the error again
         return self.ended
 
     def _step(self, exchange: Exchange, timeout_s: float | None) -> None:
@@ -56,7 +56,7 @@ class Pending:
             self._arrivals.append(arrival)
             self._advance(arrival)
         except Exception as error:
-            # Of an exchange that goes on, only the waiting is over.
+            # If the exchange still runs, only this wait timed out, not the collective.
             if self._exchange is not exchange or exchange.done():
                 self._error = error
             raise
@@ -73,8 +73,13 @@ class Pending:
 class Group:
     """Ranks that call collectives together.
 
-    Every member makes the group with the same name and ranks and calls the same collectives in the same order.
-    Collectives return a `Pending` at once; `wait` on it. Within a group, a rank is a position in `ranks`.
+    Every member must create the group with the same name and ranks and call the same collectives in the same order.
+    A collective returns a `Pending` at once; call its `wait`. Within a group, a rank is a position in `ranks`.
+
+    Args:
+        transport: Carries the exchanges.
+        ranks: The members, as ranks of the transport; None takes all of them.
+        name: Tells apart groups of the same ranks.
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int] | None = None, *, name: str = "world") -> None:
@@ -90,30 +95,30 @@ class Group:
         self._channel = (name, *self.ranks)
 
     def turned(self, order: Sequence[int]) -> "Group":
-        """The same ranks in another order, which decides who reduces what; their exchanges are this group's."""
+        """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
         other = Group(self.transport, [self.ranks[position] for position in order], name=self.name)
         other._channel = self._channel
         return other
 
     def start(self, steps: Steps, exchanges: int = 1) -> Pending:
-        """Begins a collective of so many exchanges."""
+        """Starts a collective that makes the given number of exchanges, one after the other."""
         return Pending(self.transport, steps, exchanges)
 
     def reserve(self, count: int = 1) -> tuple[int, int]:
-        """The group's channel and the first of `count` sequence numbers."""
+        """Reserves `count` sequence numbers; returns the group's channel and the first number."""
         return self.transport.channels.take(self._channel, count)
 
     def begun_elsewhere(self) -> list[tuple[int, bytes]]:
-        """Which ranks have begun the next exchange, which this one has not, and the first chunk of what each sends."""
+        """Lists ranks that have started the next exchange before this rank, each with the first chunk that it sent."""
         firsts = self.transport.peek(*self.transport.channels.peek(self._channel))
         return [(self.ranks.index(rank), payload) for rank, payload in firsts if rank in self.ranks]
 
     def reserve_pair(self, source: int, target: int, tag: int) -> tuple[int, int]:
-        """The channel of messages from one rank to another, and the next sequence number on it."""
+        """Reserves a sequence number for a message from one rank to another; returns its channel and the number."""
         return self.transport.channels.take((*self._channel, "pair", source, target, tag))
 
     def others(self) -> list[int]:
-        """The other ranks of the group, beginning with the next one, so that not all send to the same one first."""
+        """Lists the other ranks, starting after this one, so that ranks do not all send to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def check_rank(self, rank: int, what: str) -> None:

@@ -1,7 +1,8 @@
-"""Means of float32 tensors that travel as eight bits per element: a quarter of the bytes, right in expectation.
+"""Averages float32 tensors that travel as eight bits per element: a quarter of the bytes, unbiased in expectation.
 
-Every 1,024 elements have a grid of 255 steps between their least and largest value, laid at a random place; numbers are
-rounded to its nearest point. Sums are made in float32, and the result is rounded once more before it is shared.
+Each block of 1,024 elements has a grid of 255 steps between its smallest and largest value, shifted by a random offset;
+every element is rounded to the nearest point of the grid. Owners add in float32 and round the result once more before
+they send it.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _BLOCK_ELEMENTS, _GRID_BYTES = 1024, 8
 
 
 def chunk_elements(chunk_bytes: int) -> int:
-    """Elements that a whole chunk carries: blocks of codes, each behind its grid, and the last one short."""
+    """Returns how many elements a full chunk carries: blocks of codes, each after its grid, the last block shorter."""
     blocks, rest = divmod(chunk_bytes, _GRID_BYTES + _BLOCK_ELEMENTS)
     return blocks * _BLOCK_ELEMENTS + max(rest - _GRID_BYTES, 0)
 
@@ -33,14 +34,15 @@ def all_reduce_int8(
     reliability: Reliability,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Replaces `tensor` by the mean of what arrived, the same bits on every rank.
+    """Replaces `tensor` by the mean of the contributions that arrived, the same bits on every rank.
 
     Args:
-        group: Who takes part.
-        tensor: This rank's contribution, then the result: float32, contiguous, on the CPU.
+        group: The ranks that take part.
+        tensor: This rank's contribution, replaced by the result: float32, contiguous, on the CPU.
         op: AVG, or SUM, which is the mean times the number of ranks.
-        reliability: Of the first stage, in which each shard's owner collects the contributions. The second is exact.
-        timeout_s: Error after so long; None is the transport's default.
+        reliability: How much may be missing in the first stage, in which each shard's owner collects contributions.
+            The second stage is exact.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     _check(tensor, op, "tensor")
     if group.size == 1:
@@ -57,13 +59,25 @@ def reduce_scatter_int8(
     reliability: Reliability,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Makes the mean of what arrived of `inputs[i]` rank i's `output`; arguments as of `all_reduce_int8`."""
+    """Writes the mean of the `inputs[i]` that arrived into rank i's `output`.
+
+    Args:
+        group: The ranks that take part.
+        output: This rank's shard of the result: float32, contiguous, on the CPU.
+        inputs: One contribution per rank, of the same kind.
+        op: AVG, or SUM, which is the mean times the number of ranks.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
+    """
     if len(inputs) != group.size:
         raise ValueError(f"inputs must hold one tensor per rank, {group.size}, got {len(inputs)}")
     for index, each in enumerate([*inputs, output]):
         _check(each, op, f"inputs[{index}]" if index < group.size else "output")
     if output.numel() != inputs[group.rank].numel():
-        raise ValueError(f"output has {output.numel()} elements, inputs[{group.rank}] {inputs[group.rank].numel()}")
+        raise ValueError(
+            f"output must have as many elements as inputs[{group.rank}], {inputs[group.rank].numel()}, "
+            f"got {output.numel()}"
+        )
     return group.start(_reduce_scatter(group, output, inputs, op, group.reserve(), reliability, timeout_s))
 
 
@@ -76,7 +90,7 @@ def _check(tensor: torch.Tensor, op: Op, what: str) -> None:
 
 
 class _Encoded:
-    """Some tensors as they travel, one after the other."""
+    """Tensors encoded as int8 messages, one after the other in one buffer."""
 
     def __init__(self, group: Group, tensors: list[torch.Tensor], name: tuple[int, int]) -> None:
         self.chunk_bytes = group.transport.chunk_bytes
@@ -92,7 +106,7 @@ class _Encoded:
 
 
 def _seed(group: Group, name: tuple[int, int]) -> int:
-    """Another one for every rank and every collective, and the same in every run: where the grids lie."""
+    """Seed of the grids' offsets: different for every rank and collective, the same in every run."""
     text = f"{name[0]} {name[1]} {group.transport.rank}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -154,6 +168,6 @@ def _reduce_scatter(
 
 
 def _reduction(encoded: _Encoded, out: WireDtype, own: int, into: int, length: int, me: int, op: Op) -> Reduction:
-    # Grids of results and of contributions lie at different places.
+    # Grids of results have other offsets than grids of contributions.
     seed = encoded.seed ^ 1 << 60
     return Reduction(ReduceMode.ARRIVED, WireDtype.INT8, out, own, into, length, me, op is Op.AVG, seed)

@@ -1,4 +1,4 @@
-"""What a reduction does with the ranks' contributions."""
+"""Reduce operations: which tensors they take, and how torch reduces contributions in rank order."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -10,7 +10,7 @@ from stormtorch.transport.exchange import WIRE_DTYPES
 
 
 class Op(Enum):
-    """A reduce operation, as in torch.distributed."""
+    """Reduce operation, as in torch.distributed."""
 
     SUM = "sum"
     AVG = "avg"
@@ -41,32 +41,34 @@ REDUCIBLE = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 }
-"""The types there is arithmetic for. All others, as float8, can be moved but not reduced."""
+"""Types with arithmetic. All others, such as float8, can be sent but not reduced."""
 
 
 def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
-    """Raises ValueError where the operation does not exist for the tensor, or may not lose."""
+    """Raises ValueError if the operation does not exist for the tensor's type, or must be exact but may lose."""
     if tensor.dtype not in REDUCIBLE:
-        raise ValueError(f"{op.name} of {tensor.dtype} does not exist: convert it first, as to float32")
+        raise ValueError(
+            f"{op.name} of {tensor.dtype} does not exist: convert the tensor first, for example to float32"
+        )
     if op in (Op.BAND, Op.BOR, Op.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{op.name} needs integers or booleans, got {tensor.dtype}")
     if op is Op.AVG and tensor.dtype is torch.bool:
-        raise ValueError("AVG needs numbers, got torch.bool: convert it first, as to float32")
+        raise ValueError("AVG needs numbers, got torch.bool: convert the tensor first, for example to float32")
     if op in (Op.MIN, Op.MAX) and tensor.is_complex():
         raise ValueError(f"{op.name} is not defined for {tensor.dtype}")
     if not reliability.exact and not on_arrival(tensor, op):
         raise ValueError(
-            f"{op.name} of {tensor.dtype} must be exact: only SUM and AVG of float32, bfloat16 and float16 may lose"
+            f"{op.name} of {tensor.dtype} must be exact: only SUM and AVG of float32, bfloat16 and float16 may be lossy"
         )
 
 
 def on_arrival(tensor: torch.Tensor, op: Op) -> bool:
-    """Whether the engine itself reduces chunks as they arrive."""
+    """Tells whether the engine reduces chunks itself, as they arrive."""
     return op in (Op.SUM, Op.AVG) and tensor.dtype in WIRE_DTYPES
 
 
 def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
-    """Reduces in the order given, so that every rank gets the same bits."""
+    """Reduces contributions in the order of the list, so that every rank gets the same bits."""
     signed = _SIGNED.get(out.dtype)
     if signed is not None:
         _fold_unsigned(contributions, op, out, signed)
@@ -80,17 +82,17 @@ def fold(contributions: list[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def _divide(total: torch.Tensor, by: int) -> None:
-    """Divides in place. Integers are divided as NCCL divides them: what is left over is dropped, towards zero."""
+    """Divides in place. Integers are rounded towards zero, as NCCL does."""
     if total.is_complex():
-        _divide(torch.view_as_real(total), by)  # as two numbers, which torch.distributed makes of some of them anyway
+        _divide(torch.view_as_real(total), by)  # both parts alike: torch.distributed passes some as two reals anyway
     elif total.is_floating_point():
         total /= by
     else:
         total.div_(by, rounding_mode="trunc")
 
 
-# torch has no arithmetic for these. Sums, products and bits are those of the signed type; for order, the top bit is
-# flipped.
+# torch has no arithmetic for these types. Sums, products and bit operations are those of the signed type; MIN and MAX
+# compare with the top bit flipped.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -104,10 +106,13 @@ def _fold_unsigned(contributions: list[torch.Tensor], op: Op, out: torch.Tensor,
 
 
 def _divide_unsigned(total: torch.Tensor, by: int) -> None:
-    """Divides what is unsigned and seen as signed: half of it is never negative, and makes the quotient but for 1."""
+    """Divides unsigned numbers stored in a signed type.
+
+    Half of such a number is never negative. Twice the quotient of that half is the result, or one less than it.
+    """
     if by == 1:
         return
     half = (total >> 1) & torch.iinfo(total.dtype).max
     quotient = half.div_(by, rounding_mode="trunc") * 2
-    rest = total - quotient * by  # less than 2 * by, so never negative
+    rest = total - quotient * by  # in [0, 2 * by)
     total.copy_(quotient + (rest >= by))

@@ -17,19 +17,19 @@ def send(
     reliability: Reliability = EXACT,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Sends `tensor` to the rank `target`, which receives it under the same tag. Equal tags keep their order.
+    """Sends `tensor` to rank `target`, which must receive it under the same tag. Messages of one tag keep their order.
 
     Args:
-        group: Both ranks' group.
-        tensor: Stays as it is until `wait` returns.
+        group: The group of both ranks.
+        tensor: The tensor to send. Do not change it before `wait` has returned.
         target: The receiving rank.
         tag: Tells apart messages between the same two ranks.
-        reliability: The same as the receiver's.
-        timeout_s: Error after so long; None is the transport's default.
+        reliability: How much of the message may be missing; must equal the receiver's.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(target, "target")
     if target == group.rank:
-        raise ValueError(f"target must be another rank than {group.rank}")
+        raise ValueError(f"target must be another rank than this one, {group.rank}")
     check_lossy(tensor, reliability, "send")
     message = Send(group.ranks[target], address(tensor, "tensor"), size(tensor))
     name = group.reserve_pair(group.rank, target, tag)
@@ -45,19 +45,19 @@ def receive(
     reliability: Reliability = EXACT,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Receives into `tensor` what the rank `source` sends under the same tag.
+    """Receives into `tensor` the next message that rank `source` sends under the same tag.
 
     Args:
-        group: Both ranks' group.
-        tensor: Of the sender's size; what is lost keeps its old value.
+        group: The group of both ranks.
+        tensor: A tensor of the sender's size. A lost chunk keeps its old value.
         source: The sending rank.
         tag: Tells apart messages between the same two ranks.
-        reliability: The same as the sender's.
-        timeout_s: Error after so long; None is the transport's default.
+        reliability: How much of the message may be missing; must equal the sender's.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(source, "source")
     if source == group.rank:
-        raise ValueError(f"source must be another rank than {group.rank}")
+        raise ValueError(f"source must be another rank than this one, {group.rank}")
     check_lossy(tensor, reliability, "receive")
     message = Receive(group.ranks[source], address(tensor, "tensor"), size(tensor))
     name = group.reserve_pair(source, group.rank, tag)

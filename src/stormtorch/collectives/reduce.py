@@ -19,18 +19,19 @@ def reduce(
     reliability: Reliability = EXACT,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Reduces `tensor` over the group into the root's `tensor`; the others' stay as they are.
+    """Reduces `tensor` over the group into the root's `tensor`. The tensors of other ranks stay as they are.
 
-    Each rank reduces one shard and passes it on to the root, so that the root receives one tensor and not one per rank.
-    Exact reductions sum in rank order; a lossy SUM or AVG takes the mean of what arrived, and passes it on exactly.
+    Each rank reduces one shard and sends it to the root, so that the root receives one tensor and not one per rank. An
+    exact reduction adds in rank order. A lossy AVG is the mean of the contributions that arrived, and a lossy SUM that
+    mean times the group's size; the root receives either exactly.
 
     Args:
-        group: Who takes part.
-        tensor: This rank's contribution; on the root, then the result.
-        root: The rank that gets the result.
-        op: The operation.
+        group: The ranks that take part.
+        tensor: This rank's contribution, replaced by the result on the root.
+        root: The rank that receives the result.
+        op: The reduction.
         reliability: How much of the contributions may be missing.
-        timeout_s: Error after so long; None is the transport's default.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(root, "root")
     ops.check(tensor, op, reliability)
@@ -85,7 +86,7 @@ def _on_arrival(
 def _by_torch(
     group: Group, flat: torch.Tensor, root: int, op: Op, name: tuple[int, int], timeout_s: float | None
 ) -> Steps:
-    """Any dtype and operation: the root places contributions side by side, and torch reduces them in rank order."""
+    """Reduces any dtype and operation: the root receives whole tensors, and torch reduces them in rank order."""
     ranks, me = group.ranks, group.rank
     placed = [flat if peer == me else torch.empty_like(flat) for peer in range(group.size)] if me == root else []
     if group.size > 1:

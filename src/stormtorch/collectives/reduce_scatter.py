@@ -21,16 +21,17 @@ def reduce_scatter(
 ) -> Pending:
     """Reduces `inputs[i]` of all ranks into rank i's `output`.
 
-    Exact reductions sum in rank order. A lossy SUM or AVG takes the mean of what arrived, the rank's own contribution
-    always included (times the group's size for SUM). `wait()[0].counts()` tells how many copies each chunk is made of.
+    An exact reduction adds in rank order. A lossy AVG is the mean of the contributions that arrived, this rank's own
+    always among them; a lossy SUM is that mean times the group's size. `wait()[0].counts()` tells how many
+    contributions each chunk is made of.
 
     Args:
-        group: Who takes part.
-        output: This rank's shard of the result. It may be float32 where the inputs are bfloat16 or float16.
+        group: The ranks that take part.
+        output: This rank's shard of the result. It may be float32 if the inputs are bfloat16 or float16.
         inputs: One contribution per rank. They may be views of one tensor.
-        op: The operation.
-        reliability: How much may be missing.
-        timeout_s: Error after so long; None is the transport's default.
+        op: The reduction.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     if len(inputs) != group.size:
         raise ValueError(f"inputs must hold one tensor per rank, {group.size}, got {len(inputs)}")
@@ -39,7 +40,8 @@ def reduce_scatter(
     widened = output.dtype == torch.float32 and ops.on_arrival(own, op)
     if output.numel() != own.numel() or (output.dtype != own.dtype and not widened):
         raise ValueError(
-            f"output has {output.numel()} x {output.dtype}, inputs[{group.rank}] has {own.numel()} x {own.dtype}"
+            f"output must have {own.numel()} x {own.dtype} as inputs[{group.rank}] has, "
+            f"got {output.numel()} x {output.dtype}"
         )
     address(output, "output")
     for index, each in enumerate(inputs):
@@ -93,7 +95,7 @@ def _by_torch(
     name: tuple[int, int],
     timeout_s: float | None,
 ) -> Steps:
-    """Any dtype and operation: contributions are placed side by side, and torch reduces them in rank order."""
+    """Reduces any dtype and operation: each rank receives whole contributions, and torch reduces them in rank order."""
     own, ranks = inputs[group.rank], group.ranks
     placed = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.size)]
     if group.size > 1:

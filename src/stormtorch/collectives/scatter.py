@@ -1,4 +1,4 @@
-"""Scatter: one rank gives each rank its own tensor."""
+"""Scatter: one rank sends a different tensor to each rank."""
 
 from collections.abc import Sequence
 
@@ -22,18 +22,18 @@ def scatter(
     """Copies the root's `inputs[i]` into rank i's `output`.
 
     Args:
-        group: Who takes part.
-        output: What this rank gets; what is lost keeps its old value.
+        group: The ranks that take part.
+        output: The tensor that this rank receives. A lost chunk keeps its old value.
         inputs: On the root, one tensor per rank; None elsewhere.
-        root: The rank that gives.
-        reliability: How much may be missing.
-        timeout_s: Error after so long; None is the transport's default.
+        root: The rank that sends.
+        reliability: How much of each message may be missing.
+        timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     group.check_rank(root, "root")
     check_lossy(output, reliability, "scatter")
     address(output, "output")
     if group.rank == root and (inputs is None or len(inputs) != group.size):
-        raise ValueError(f"inputs must hold one tensor per rank, {group.size}, on the root")
+        raise ValueError(f"inputs must hold one tensor per rank, {group.size}, on the root, rank {root}")
     if group.rank == root and inputs is not None:
         check_same(inputs[root], output, f"inputs[{root}]")
     for index, each in enumerate(inputs or ()):

@@ -1,4 +1,4 @@
-"""Tensors as the engine sees them: an address and a number of bytes."""
+"""Tensors as the engine sees them: an address and a length in bytes."""
 
 import torch
 
@@ -8,7 +8,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def address(tensor: torch.Tensor, what: str) -> int:
-    """The address of a dense CPU tensor; anything else is an error that names the argument."""
+    """Returns the address of a contiguous CPU tensor. Raises ValueError for any other, naming the argument `what`."""
     if tensor.device.type != "cpu":
         raise ValueError(f"{what} must be on the CPU, got {tensor.device}")
     if not tensor.is_contiguous():
@@ -17,18 +17,18 @@ def address(tensor: torch.Tensor, what: str) -> int:
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Bytes of a dense tensor."""
+    """Returns the bytes of a contiguous tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def check_lossy(tensor: torch.Tensor, reliability: Reliability, what: str) -> None:
-    """Only floating-point data may lose: half of an index or of an object is worse than none."""
+    """Raises ValueError unless the data may lose chunks: half of an index or of a pickled object is of no use."""
     if not reliability.exact and not tensor.is_floating_point():
-        raise ValueError(f"{what} of {tensor.dtype} must be exact: only floating-point tensors may lose")
+        raise ValueError(f"{what} of {tensor.dtype} must be exact: only floating-point tensors may be lossy")
 
 
 def shards(elements: int, element_bytes: int, count: int) -> list[tuple[int, int]]:
-    """Cuts a vector into `count` nearly equal shards: (first element, elements), in order; the last may be empty."""
+    """Cuts a vector into `count` nearly equal shards, in order: (first element, elements). Some may be empty."""
     align = max(_ALIGNMENT_BYTES // element_bytes, 1)
     each = -(-elements // count)
     each = -(-each // align) * align
@@ -36,6 +36,6 @@ def shards(elements: int, element_bytes: int, count: int) -> list[tuple[int, int
 
 
 def check_same(tensor: torch.Tensor, like: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless it has the dtype and the number of elements of `like`."""
+    """Raises ValueError unless the tensor has the dtype and the number of elements of `like`."""
     if tensor.dtype != like.dtype or tensor.numel() != like.numel():
         raise ValueError(f"{what} must have {like.numel()} x {like.dtype}, got {tensor.numel()} x {tensor.dtype}")

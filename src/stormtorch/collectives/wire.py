@@ -1,32 +1,45 @@
-"""What a shard looks like on its way: itself, half as many bits, or eight of them."""
+"""Conversion of a shard to the type in which it travels: float32, 16 bits or int8, and back."""
 
 import torch
 
 from stormtorch import _engine
 from stormtorch.collectives.int8 import chunk_elements
 
+WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+"""Types in which parameters and gradients may travel."""
+
 
 class Wire:
-    """Turns float tensors into messages and back. A message is a float tensor as well, since only those may lose."""
+    """Converts float tensors to messages and back. A message is a float tensor too, since only those may be lossy.
+
+    Args:
+        dtype: The type in which elements travel, one of `WIRES`.
+        chunk_bytes: The transport's `chunk_bytes`.
+    """
 
     def __init__(self, dtype: torch.dtype, chunk_bytes: int) -> None:
         self.dtype = dtype
         self.chunk_bytes = chunk_bytes
         self.per_chunk = chunk_elements(chunk_bytes) if dtype == torch.int8 else chunk_bytes // dtype.itemsize
-        """Elements that are lost at once."""
+        """Elements of a full chunk: they arrive or are lost together."""
 
     def chunks(self, elements: int) -> int:
-        """Chunks of a message with so many elements; even an empty message has one."""
+        """Returns the number of chunks of a message; even an empty message has one."""
         return max(-(-elements // self.per_chunk), 1)
 
     def room(self, elements: int) -> torch.Tensor:
-        """Memory for a message."""
+        """Allocates memory for a message."""
         if self.dtype != torch.int8:
             return torch.empty(elements, dtype=self.dtype, device="cpu")
         return torch.empty(-(-_engine.int8_bytes(elements, self.chunk_bytes) // 4), dtype=torch.float32, device="cpu")
 
     def encode(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """A message with a tensor's values; the tensor itself where nothing has to be changed."""
+        """Converts a tensor to a message. Returns the tensor itself if it has the right type already.
+
+        Args:
+            tensor: The values to send.
+            seed: Chooses the offsets of int8's grids.
+        """
         if self.dtype != torch.int8:
             return tensor.to(self.dtype)
         message = self.room(tensor.numel())
@@ -35,11 +48,11 @@ class Wire:
         return message
 
     def place(self, message: torch.Tensor, target: torch.Tensor, arrived_C: torch.Tensor) -> None:
-        """Copies what arrived of a message to where it belongs. C chunks."""
+        """Copies the chunks of a message that arrived into `target`; lost ones keep their old values. C chunks."""
         everything = bool(arrived_C.all())
         values = message
         if self.dtype == torch.int8:
-            # Straight to its place where nothing there has to stay.
+            # Decode in place if every old value is to be replaced.
             direct = everything and target.dtype == torch.float32 and target.is_contiguous()
             values = target if direct else torch.empty(target.numel(), dtype=torch.float32, device="cpu")
             _engine.int8_decode(message.data_ptr(), values.numel(), self.chunk_bytes, values.data_ptr())
@@ -49,7 +62,7 @@ class Wire:
             return
         full = target.numel() // self.per_chunk
         whole = full * self.per_chunk
-        # All is copied and what was lost put back: most arrives, and picking rows costs more than copying them.
+        # Copy everything, then restore what was lost: most chunks arrive, and selecting rows is slower than copying.
         rows = target[:whole].view(full, self.per_chunk)
         lost = (~arrived_C[:full]).nonzero().squeeze(1)
         stale = rows.index_select(0, lost)

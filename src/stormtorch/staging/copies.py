@@ -47,7 +47,7 @@ class Visit:
         return host
 
     def fetch_into(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Starts a copy to existing pinned memory, which holds the values once the event from `fetched` has happened."""
+        """Starts a copy to given pinned memory, which holds the values once the event from `fetched` has happened."""
         # Also wait for what the call itself queued on the caller's stream, such as a conversion to another dtype.
         self._lane.away.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._lane.away):
