@@ -1,7 +1,7 @@
-"""The torch.distributed backend "storm": `dist.init_process_group("storm")`.
+"""Backend "storm" of torch.distributed: `dist.init_process_group("storm")`.
 
-`register` is an entry point of torch (group "torch.backends") and runs at `import torch`, in every worker. So this
-module imports nothing but what it must, and the rest when the first group is made.
+torch calls `register` (entry point "torch.backends") when it is imported, in every process. So this module imports as
+little as it can, and the rest when the first group is made.
 """
 
 import os
@@ -10,12 +10,12 @@ from typing import Any
 
 NAME = "storm"
 DEFAULT_VARIABLE = "STORM_DEFAULT_BACKEND"
-"""Devices for which storm is torch's default from the start: "cpu", or 1, which is the same, or "cpu,cuda"."""
+"""Environment variable with the devices whose default backend is storm: "cpu" (or 1), "cuda" or "cpu,cuda"."""
 _DEFAULTS = {"": (), "0": (), "1": ("cpu",), "cpu": ("cpu",), "cuda": ("cuda",), "cpu,cuda": ("cpu", "cuda")}
 
 
 def register() -> None:
-    """Makes the name "storm" known to torch.distributed. Does nothing the second time, or without torch.distributed."""
+    """Registers the name "storm" with torch.distributed. Does nothing the second time, or without torch.distributed."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
@@ -23,22 +23,24 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     asked = os.environ.get(DEFAULT_VARIABLE, "")
     if asked not in _DEFAULTS:
-        # An exception here would be one of `import torch`.
-        warnings.warn(f'{DEFAULT_VARIABLE} must be 1, "cpu" or "cpu,cuda", got {asked!r}: ignored', stacklevel=2)
+        # Only warn: an exception here would make `import torch` fail.
+        warnings.warn(
+            f'{DEFAULT_VARIABLE} must be 1, "cpu", "cuda" or "cpu,cuda", got {asked!r}: ignored', stacklevel=2
+        )
     for device in _DEFAULTS.get(asked, ()):
         dist.Backend.default_device_backend_map[device] = NAME
 
 
 def use_as_default(*, cuda: bool = False) -> None:
-    """Makes storm the backend that torch.distributed takes where a program names none.
+    """Makes storm the backend that torch.distributed uses where a program names none.
 
-    Call it before the program does: in `init_process_group()`, `init_device_mesh`, or
+    Call it before anything asks torch for its default: `init_process_group()`, `init_device_mesh` or
     `get_default_backend_for_device`. The environment variable STORM_DEFAULT_BACKEND does the same for programs that
-    cannot be changed.
+    you cannot change.
 
     Args:
-        cuda: For tensors on GPUs too, in place of nccl. Where there is a GPU, `init_process_group()` asks for its
-            default, not the CPU's.
+        cuda: Use storm for tensors on GPUs too, instead of nccl. On a machine with a GPU, `init_process_group()` asks
+            for the default of the GPU, not of the CPU.
     """
     import torch.distributed as dist
 

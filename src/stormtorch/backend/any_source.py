@@ -1,7 +1,8 @@
-"""Receives from whoever sends first, and their order with receives from a known rank.
+"""Receives without a source, which take whichever message arrives first, and their order with other receives.
 
-A receive names its sender to the engine. One from anybody therefore asks everybody at once; what it does not use stands
-ready for the next receive from that sender, which must have the same number of bytes.
+The engine receives from a named sender only. A receive without a source therefore posts a receive from every other
+rank. Those that it does not use stay posted for the next receives from the same sender and tag, which must have the
+same number of bytes.
 """
 
 import threading
@@ -15,70 +16,71 @@ from stormtorch.collectives import Group, Pending, receive
 from stormtorch.errors import ExchangeTimeout, SizeMismatch
 
 _POLL_S = 100e-6
-# Of a receive that may be used much later: its user's time-out counts, not its own.
+# Posted receives may be used much later: the time-out of the receive that takes the message counts, not theirs.
 _FOREVER_S = 1e6
-Asked = tuple[Pending, torch.Tensor]
+Posted = tuple[Pending, torch.Tensor]
 
 
 class Receives:
-    """The receives of one group, in the order of each sender's messages."""
+    """Receives of one group. They keep the order of each sender's messages."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._asked: defaultdict[tuple[int, int], deque[Asked]] = defaultdict(deque)
+        self._posted: defaultdict[tuple[int, int], deque[Posted]] = defaultdict(deque)
+        """Receives that wait for a user, by source and tag."""
         self._open: defaultdict[int, int] = defaultdict(int)
-        """By tag, how many receives from anybody have not got theirs."""
+        """Number of receives without a source that still lack a message, by tag."""
         self._lock = threading.Lock()
 
-    def start(self, out: torch.Tensor, source: int, tag: int, timeout_s: float) -> "Pending | Taking":
-        """Begins a receive from one rank."""
+    def from_source(self, out: torch.Tensor, source: int, tag: int, timeout_s: float) -> "Pending | PostedReceive":
+        """Starts a receive from one rank."""
         with self._lock:
-            if not self._asked[source, tag]:
+            if not self._posted[source, tag]:
                 return receive(self._group, out, source, tag=tag, timeout_s=timeout_s)
-            asked = self._asked[source, tag].popleft()
+            posted = self._posted[source, tag].popleft()
         where = f"rank {self._group.rank}: recv"
-        if asked[1].nbytes != out.nbytes:
+        if posted[1].nbytes != out.nbytes:
             raise SizeMismatch(
-                f"{where}: with tag {tag}, a receive without a source has asked rank {source} for {asked[1].nbytes} "
-                f"bytes before, and this one wants {out.nbytes}. Use another tag where sizes differ."
+                f"{where}: expects {out.nbytes} bytes from rank {source} with tag {tag}, but an earlier receive "
+                f"without a source has asked that rank for {posted[1].nbytes}. Use another tag where sizes differ."
             )
-        return Taking(
-            lambda: source if _take(asked, out) else None,
-            f"{where}: nothing came from rank {source}, tag {tag},",
+        return PostedReceive(
+            lambda: source if _take(posted, out) else None,
+            f"{where}: nothing came from rank {source} with tag {tag}",
             timeout_s,
         )
 
-    def from_anybody(self, out: torch.Tensor, tag: int, timeout_s: float) -> "Taking":
-        """Begins a receive from whoever sends first."""
+    def from_any_source(self, out: torch.Tensor, tag: int, timeout_s: float) -> "PostedReceive":
+        """Starts a receive from whichever rank sends first."""
         with self._lock:
             self._open[tag] += 1
-            self._ask(out, tag)
-        return Taking(
+            self._post(out, tag)
+        return PostedReceive(
             lambda: self._first(out, tag), f"rank {self._group.rank}: recv: nobody sent with tag {tag}", timeout_s
         )
 
-    def _ask(self, out: torch.Tensor, tag: int) -> None:
-        """Asks everybody for as many messages as are waited for: all of them may come from one."""
+    def _post(self, out: torch.Tensor, tag: int) -> None:
+        """Posts as many receives from every rank as lack a message, since one rank may send them all."""
         for source in self._group.others():
-            asked = self._asked[source, tag]
-            while len(asked) < self._open[tag]:
+            posted = self._posted[source, tag]
+            while len(posted) < self._open[tag]:
                 into = torch.empty_like(out)
-                asked.append((receive(self._group, into, source, tag=tag, timeout_s=_FOREVER_S), into))
+                posted.append((receive(self._group, into, source, tag=tag, timeout_s=_FOREVER_S), into))
 
     def _first(self, out: torch.Tensor, tag: int) -> int | None:
-        """Whose message is there, which then stands in `out`."""
+        """Copies the first message that has arrived into `out` and returns its source; None if there is none."""
         with self._lock:
-            self._ask(out, tag)  # a receive from a known rank may have used some
+            self._post(out, tag)  # a receive from a named rank may have used some
             for source in self._group.others():
-                if _take(self._asked[source, tag][0], out):
-                    self._asked[source, tag].popleft()
+                if _take(self._posted[source, tag][0], out):
+                    self._posted[source, tag].popleft()
                     self._open[tag] -= 1
                     return source
         return None
 
 
-class Taking:
-    """A receive that takes a message already asked for, as soon as it is there. A `Pending` to whoever waits."""
+class PostedReceive:
+    """Receive that takes the message of a receive posted before. Behaves like a `Pending`."""
 
     exchanges = 1
 
@@ -86,18 +88,18 @@ class Taking:
         self._take, self._missing, self._timeout_s = take, missing, timeout_s
         self._give_up_at = time.monotonic() + timeout_s
         self.source: int | None = None
-        """Who sent it, once it is there."""
+        """Rank that sent the message; None until it has arrived."""
         self.ended = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not, so that `wait` does not block."""
+        """Asks whether it has ended, well or not, so that `wait` would not block."""
         try:
             return self._look() or time.monotonic() >= self._give_up_at
         except Exception:
-            return True  # and `wait` will raise it again
+            return True  # `wait` will raise the error again
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks until it is there, at most until the receive's own time is over."""
+        """Blocks until the message has arrived or a time-out, this one or the receive's own, is over."""
         begin = time.monotonic()
         give_up_at = self._give_up_at if timeout_s is None else min(begin + timeout_s, self._give_up_at)
         while not self._look():
@@ -113,11 +115,11 @@ class Taking:
         return self.ended
 
 
-def _take(asked: Asked, out: torch.Tensor) -> bool:
-    pending, into = asked
+def _take(posted: Posted, out: torch.Tensor) -> bool:
+    pending, into = posted
     if not pending.done():
         return False
     pending.wait()
-    # Bytes: the receive that asked for them may have had another type.
+    # Copy bytes: the receive that was posted may have had another type.
     out.view(-1).view(torch.uint8).copy_(into.view(-1).view(torch.uint8))
     return True

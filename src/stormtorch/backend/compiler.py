@@ -1,4 +1,4 @@
-"""Keeps torch.compile from looking into a process group: it must call its methods."""
+"""Keeps torch.compile from tracing into a process group: it must call the methods as they are."""
 
 import functools
 import sys
@@ -20,8 +20,8 @@ def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # What torch offers for it imports the compiler, which takes seconds: only where that has happened anyway.
+        # torch's own wrapper imports the compiler, which takes seconds. Use it only if that has happened already.
         return guarded(*args, **kwargs) if "torch._dynamo" in sys.modules else method(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compile looks for
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark that torch.compile looks for
     return call

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined"
-"""Makes process groups. All groups of a job share one transport: one socket, one thread, one view of the network."""
+"""Creates process groups. All groups of a job share one transport: one socket, one thread, one view of the network."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ from stormtorch.transport.rendezvous import connect
 from stormtorch.transport.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
-"""Interface or address to use where the options name none, as GLOO_SOCKET_IFNAME is for gloo."""
+"""Environment variable with the interface or address to use if the options name none, like GLOO_SOCKET_IFNAME."""
 
 
 class Shared:
-    """A transport and how many groups use it; the last one to leave closes it.
+    """Transport shared by several groups; the last group to leave closes it.
 
     Args:
-        transport: What they share.
-        longest_s: What the options allow a collective, whatever torch's time-outs allow.
+        transport: The transport that they share.
+        longest_s: Longest time for a collective, from the options; torch's own time-outs may only be shorter.
     """
 
     def __init__(self, transport: UdpTransport, longest_s: float) -> None:
@@ -36,14 +36,15 @@ class Shared:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """One group more."""
+        """Counts one more group."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """One group less."""
+        """Counts one group less; the last one tells the peers and closes the transport."""
         if self.transport.inherited:
-            self._close(None)  # of a copy, which tells nobody; its lock may be held by a thread that is not here
+            # Close this forked copy without telling the peers. Take no lock: a thread of the parent may have held it.
+            self._close(None)
             return
         with self._lock:
             self._users -= 1
@@ -53,7 +54,7 @@ class Shared:
             self._close(None)
 
     def abort(self) -> None:
-        """Ends whatever runs on it, at once: peers may be dead, and are not waited for."""
+        """Closes the transport and ends whatever runs on it, without waiting for peers, which may be dead."""
         self._close(0.0)
 
     def _close(self, linger_s: float | None) -> None:
@@ -67,21 +68,21 @@ _job: Shared | None = None
 
 
 def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
-    """A process group for torch.distributed.
+    """Creates a process group for torch.distributed.
 
     Args:
         how: Store, rank, size, time-out and name, from torch.
-        options: `pg_options`: a `stormtorch.Options`, or None.
+        options: The caller's `pg_options`: a `stormtorch.Options`, or None.
     """
     global _job
     members = list(how.global_ranks_in_group)
     shared = _job
     if shared is None or not members or options is not None or max(members) >= shared.transport.world:
-        # The first group, or one with options of its own: its ranks are the transport's.
+        # The first group, or one with its own options, gets its own transport, whose ranks are the group's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
         shared = Shared(transport, math.inf if options is None else options.timeout_s)
         if not members:
-            _job = shared  # ranks of other groups are ranks of this one
+            _job = shared  # later groups name their members by ranks of this one
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id)
     return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
@@ -91,7 +92,7 @@ def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float)
     if isinstance(options, Options) and options.rejoin:
         generation = _generation_of_others(store, rank, size)
     else:
-        # A store may outlive a group, as torchrun's does: what an earlier one has left there must not be read again.
+        # A store may outlive a group, as torchrun's does: do not read what an earlier group has left there.
         generation = store.add(f"generation/{rank}", 1)
     prefix = f"storm/{generation}"
     with Attendance(store, prefix, rank, size, timeout_s).or_note():
@@ -113,9 +114,9 @@ def _checked(options: Any, timeout_s: float) -> Options:
 
 
 def _generation_of_others(store: Store, rank: int, size: int) -> int:
-    """The generation that a job is in. Our own count may be off: a process may have died after it had counted."""
+    """Returns the job's generation. This rank's own count may be too high: a process may have died after counting."""
     counters = [f"generation/{peer}" for peer in range(size) if peer != rank]
     generation = max((int(store.get(each)) for each in counters if store.check([each])), default=0)
     if generation == 0:
-        raise ValueError(f"rank {rank}: there is no job to rejoin in this store; is it the one that the others met in?")
+        raise ValueError(f"rank {rank}: there is no job to rejoin in this store; is it the store that the others use?")
     return generation

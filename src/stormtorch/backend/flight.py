@@ -1,4 +1,4 @@
-"""The last operations of a group, written down when one of them runs out of time."""
+"""Flight record: the last operations of a group, written to a file when one of them fails."""
 
 import json
 import logging
@@ -16,13 +16,13 @@ from stormtorch.collectives import Group
 from stormtorch.errors import StormError
 
 DIRECTORY_VARIABLE = "STORM_FLIGHT_DIR"
-"""Where flight records go; the folder for temporary files by default."""
+"""Environment variable with the folder for flight records; by default the one for temporary files."""
 _LENGTH = 256
 _logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """A ring of what was started when, and how it ended."""
+    """Ring of the last operations: when each one started, and the error if it failed."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -30,7 +30,7 @@ class Flight:
         self._dumped = False
 
     def begin(self, what: str, sequence: int, tensors: Sequence[torch.Tensor]) -> Callable[[BaseException], None]:
-        """Notes an operation; what it returns is to be called if that fails."""
+        """Records an operation. Returns a function to call if the operation fails."""
         record = {
             "sequence": sequence,
             "operation": what,
@@ -47,7 +47,7 @@ class Flight:
         return failed
 
     def records(self) -> list[dict[str, Any]]:
-        """The last operations, oldest first."""
+        """Returns the last operations, oldest first."""
         return list(self._records)
 
     def _dump(self, error: BaseException) -> None:
@@ -66,6 +66,6 @@ class Flight:
         try:
             path.write_text(json.dumps(content, indent=1), encoding="utf-8")
         except OSError as problem:
-            _logger.warning("the flight record could not be written to %s: %s", path, problem)
+            _logger.warning("could not write the flight record to %s: %s", path, problem)
         else:
             _logger.error("%s The last operations are in %s", error, path)

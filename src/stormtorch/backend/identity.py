@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override, assignment, attr-defined, misc"
-"""What a process group is: its names, its rank and size, and what torch asks about it before it calls anything."""
+"""Identity of a process group: names, rank, size, and the features that torch asks about."""
 
 from datetime import timedelta
 
@@ -11,10 +11,10 @@ from stormtorch.collectives import Group
 
 
 class Identity(dist.ProcessGroup):
-    """The part of a process group that says who it is."""
+    """Part of a process group that holds its names, rank, size and time-out."""
 
     def __init__(self, group: Group, store: Store, timeout: timedelta, longest_s: float) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # declared with a store, made without
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # declared with a store, but created without one
         self.group = group
         self._store = store
         self._longest_s = longest_s
@@ -23,60 +23,60 @@ class Identity(dist.ProcessGroup):
         self._sequence = 0
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Returns the backend's name, under torch's older name of the method."""
         return "storm"
 
     def name(self) -> str:
-        """For torch."""
+        """Returns the backend's name."""
         return "storm"
 
     def getRank(self) -> int:
-        """For torch."""
+        """Returns the rank of this process in the group, under torch's older name of the method."""
         return self.group.rank
 
     def getSize(self) -> int:
-        """For torch."""
+        """Returns the number of processes, under torch's older name of the method."""
         return self.group.size
 
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Returns the rank of this process in the group."""
         return self.group.rank
 
     def size(self) -> int:
-        """How many processes."""
+        """Returns the number of processes in the group."""
         return self.group.size
 
     def setGroupName(self, name: str) -> None:
-        """For torch."""
+        """Sets the group's name."""
         self._group_name = name
 
     def getGroupName(self) -> str:
-        """For torch."""
+        """Returns the group's name."""
         return self._group_name
 
     def setGroupDesc(self, text: str) -> None:
-        """For torch."""
+        """Sets the group's description."""
         self._group_desc = text
 
     def getGroupDesc(self) -> str:
-        """For torch."""
+        """Returns the group's description."""
         return self._group_desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     @property
     def group_name(self) -> str:
-        """For torch."""
+        """Name of the group."""
         return self._group_name
 
     @property
     def group_desc(self) -> str:
-        """For torch."""
+        """Description of the group."""
         return self._group_desc
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # The first is where torch puts what has no place of its own, such as pickled objects.
+        # torch puts data without a device, such as pickled objects, on the first of these.
         return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
 
     def _get_backend(self, _device: torch.device) -> "Identity":
@@ -87,35 +87,35 @@ class Identity(dist.ProcessGroup):
 
     @property
     def supports_coalescing(self) -> bool:
-        """Several collectives may be started between `_start_coalescing` and `_end_coalescing`."""
+        """True: several collectives may be started between `_start_coalescing` and `_end_coalescing`."""
         return True
 
     @property
     def supports_splitting(self) -> bool:
-        """Groups are made by `new_group` alone."""
+        """False: only `new_group` makes groups."""
         return False
 
     @property
     def supports_time_estimate(self) -> bool:
-        """No estimates of what a collective would take."""
+        """False: nothing estimates how long a collective would take."""
         return False
 
     @property
     def supports_tensor_alloc(self) -> bool:
-        """Any memory will do."""
+        """False: tensors need no memory of the backend's own."""
         return False
 
     def get_group_store(self) -> Store:
-        """The store that the group met in."""
+        """Returns the store in which the group's ranks met."""
         return self._store
 
     @property
     def timeout_s(self) -> float:
-        """Of collectives that are given none of their own."""
+        """Time-out of collectives that are given none, in seconds."""
         return self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of collectives that are given none of their own; the options' `timeout_s` holds where it is shorter."""
+        """Sets the time-out of collectives that are given none; the options' `timeout_s` counts if it is shorter."""
         self._timeout_s = min(timeout.total_seconds(), self._longest_s)
 
     _set_default_timeout = set_timeout

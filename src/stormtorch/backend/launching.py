@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override, assignment, attr-defined"
-"""How a process group begins its work, and how it ends: what all of torch.distributed's calls have in common."""
+"""Start and end of a process group's work: what all calls of torch.distributed have in common."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,15 +33,17 @@ _OPS = {
 
 
 def reduce_operation(asked: Any) -> Op:
-    """Ours for torch's."""
+    """Translates a reduce operation of torch into one of ours."""
     for theirs, ours in _OPS.items():
         if asked == theirs:
             return ours
-    raise RuntimeError(f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX or bits")
+    raise RuntimeError(
+        f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR"
+    )
 
 
 class _Part:
-    """A work as a part of another."""
+    """One work of several that were started together."""
 
     exchanges = 1
 
@@ -60,7 +62,7 @@ class _Part:
 
 
 class Launching(Identity):
-    """The part of a process group that starts collectives and keeps their order."""
+    """Part of a process group that starts collectives in order and shuts the group down."""
 
     def __init__(
         self,
@@ -81,33 +83,33 @@ class Launching(Identity):
         self._open = True
         enter()
 
-    # --- its end ----------------------------------------------------------------------------------------------------
+    # --- shutting down ----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leaves; the last group of a job also closes the socket, after telling the peers."""
+        """Leaves the job's transport; the last group to leave tells the peers and closes the socket."""
         if self._open:
             self._open = False
             self._leave()
 
     def abort(self) -> None:
-        """Ends whatever runs, in all groups of the job: calls that wait raise `Closed`."""
+        """Ends whatever runs in all groups of the job: waiting calls raise `Closed`."""
         self._open = False
         self._close()
         if self.inherited:
             return
-        self._order.abandon(Closed(f"rank {self.group.rank}: the group was aborted before this had begun."))
+        self._order.abandon(Closed(f"rank {self.group.rank}: the group was aborted before this operation had begun."))
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that joined the job."""
+        """Whether this process was forked from the one that joined the job, so that it has no part in it."""
         return bool(getattr(self.group.transport, "inherited", False))
 
     def check_owner(self, what: str) -> None:
-        """Raises `Closed` in a forked process, before any lock that a thread of the other one may have held."""
+        """Raises `Closed` in a forked process. Call it before taking a lock, which a thread of the parent may hold."""
         if self.inherited:
             self.group.transport.check_owner(what)
 
-    # --- several at once --------------------------------------------------------------------------------------------
+    # --- several collectives at once --------------------------------------------------------------------------------
 
     def _start_coalescing(self, _device: torch.device) -> None:
         self._together = []
@@ -120,7 +122,7 @@ class Launching(Identity):
             staged.include(work.staged)
         return StormWork("coalesced", [_Part(work) for work in works], results, staged)
 
-    # --- how all of them begin --------------------------------------------------------------------------------------
+    # --- starting a collective --------------------------------------------------------------------------------------
 
     def begin_work(
         self,
@@ -133,17 +135,17 @@ class Launching(Identity):
         finish: Callable[[], None] | None = None,
         value: Sequence[Tensors] | None = None,
     ) -> StormWork:
-        """Begins an operation after those that were asked for before, and notes it.
+        """Starts an operation after all earlier ones, and records it.
 
         Args:
-            what: Its name, for errors, the flight record and the profiler.
+            what: The operation's name, for errors, the flight record and the profiler.
             begin: Starts the exchanges.
-            results: The tensors that hold the results, which are the inputs too unless `inputs` are given.
-            staged: Their stand-ins, and what remains to be copied at the end.
-            source: Of a receive, tells whose it is.
-            inputs: What the profiler shows the shapes of.
-            finish: What else remains to be done at the end.
-            value: What its future holds, where that is not the list of results.
+            results: The tensors that hold the results.
+            staged: Contiguous copies of the tensors on the CPU, and the copies to make at the end.
+            source: Returns the sender, for a receive.
+            inputs: The tensors whose shapes the profiler shows; None takes `results`.
+            finish: Called at the end, after the results are copied.
+            value: Content of the work's future, if that is not the list of results.
         """
         self.check_owner(what)
         self._sequence += 1

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="attr-defined, arg-type"
-"""Gradients that may lose packets, while the replicas stay bit-identical.
+"""Lossy gradients for DDP and FSDP2 that keep the replicas bit-identical.
 
     state = stormtorch.LossyGradients()
     model.register_comm_hook(state, stormtorch.lossy_hook)      # DistributedDataParallel
     stormtorch.lossy_reduce_scatter(model, state)               # fully_shard
 
-Each rank owns a part of the gradients and averages what arrived of it, its own contribution included. For DDP, the
-average is then shared exactly; with FSDP, parameters are gathered exactly. So every rank applies the same gradients,
-and nothing waits for what the first half has lost.
+Each rank owns a shard of the gradients and averages the contributions to it that arrived, its own among them. Under
+DDP, owners then send their averages exactly; under FSDP2, parameters are gathered exactly. So every rank applies the
+same gradients, and no rank waits for what the first half has lost.
 """
 
 import threading
@@ -26,59 +26,59 @@ from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending
+from stormtorch.collectives.wire import WIRES
 from stormtorch.reliability import EXACT, Reliability
 
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _MAY_LOSE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(kw_only=True)
 class LossyGradients:
-    """How gradients travel, and what was met on the way.
+    """Settings of lossy gradients, and a count of what arrived.
 
     Args:
-        group: A group of the backend storm; None is the default group. Only for `lossy_hook`.
-        wire: Type of what is sent. bfloat16 halves the bytes and int8 quarters them; sums are made in float32 all the
-            same. int8 rounds to a random grid, which is right in expectation.
-        deadline_s: What may lose is not waited for longer; None waits until every sender has said that it is done,
-            which needs no setting.
+        group: A group of the backend storm; None takes the default group. Only `lossy_hook` uses it.
+        wire: Type in which gradients travel. bfloat16 halves the bytes and int8 quarters them; sums are in float32
+            either way. int8 rounds to a randomly shifted grid, which is unbiased in expectation.
+        deadline_s: Seconds after which a lossy stage ends with what has arrived; None waits until every sender has
+            said that it is done.
     """
 
     group: Any = None
     wire: torch.dtype = torch.float32
     deadline_s: float | None = None
     reductions: int = field(default=0, init=False)
-    """How many were made."""
+    """Number of reductions so far."""
     arrived_sum: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.wire not in WIRE_DTYPES:
-            raise ValueError(f"wire must be one of {', '.join(map(str, WIRE_DTYPES))}, got {self.wire}")
+        if self.wire not in WIRES:
+            raise ValueError(f"wire must be one of {', '.join(map(str, WIRES))}, got {self.wire}")
         self.reliability = Reliability(budget=1.0, deadline_s=self.deadline_s)
         self._lock = threading.Lock()
 
     @property
     def arrived(self) -> float:
-        """The mean fraction of all contributions that arrived at this rank."""
+        """Fraction of the contributions that arrived at this rank, averaged over all reductions."""
         return self.arrived_sum / self.reductions if self.reductions else 1.0
 
     def process_group(self) -> StormProcessGroup:
-        """The group to use.
+        """Returns the group to use.
 
         Raises:
-            TypeError: It is on another backend.
+            TypeError: The group is of another backend.
         """
         return _storm(self.group or dist.distributed_c10d._get_default_group())
 
     def count(self, pending: Pending) -> None:
-        """Takes notice of what arrived."""
+        """Counts what arrived in a reduction."""
         for arrival in pending.wait():
             with self._lock:
                 self.reductions += 1
                 self.arrived_sum += arrival.fraction(stage=0)
 
     def wire_for(self, gradients: torch.Tensor) -> torch.dtype:
-        """What these travel as: themselves where they may not lose."""
+        """Returns the type in which gradients travel: their own if they may not lose."""
         return self.wire if gradients.dtype in _MAY_LOSE else gradients.dtype
 
 
@@ -92,7 +92,7 @@ def lossy_hook(
     state: LossyGradients,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # public, but not marked as exported
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for DistributedDataParallel."""
+    """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, lossy_hook)`."""
     group = state.process_group()
     gradients = bucket.buffer()
     wire = state.wire_for(gradients)
@@ -123,13 +123,13 @@ def _only(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 class LossyReduceScatter:
-    """What FSDP2 calls to reduce gradients; see `lossy_reduce_scatter`."""
+    """Reduce-scatter that FSDP2 calls for gradients; see `lossy_reduce_scatter`."""
 
     def __init__(self, state: LossyGradients) -> None:
         self.state = state
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for inputs and outputs."""
+        """Allocates memory for inputs and outputs."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -140,13 +140,13 @@ class LossyReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> StormWork | None:
-        """Begins a reduce-scatter and, unless it is asynchronous, waits for it."""
+        """Starts a reduce-scatter and, unless `async_op` is set, waits for it."""
         to, state, operation = _storm(group), self.state, reduce_operation(op)
         wire = state.wire_for(input_tensor)
         staged = Staged("lossy_reduce_scatter")
         sent = staged.read(input_tensor, torch.float32 if wire == torch.int8 else wire)
         parts = pieces(sent, to.group.size, "lossy_reduce_scatter")
-        # The engine's sums are float32, and it writes them so or as what was sent.
+        # The engine adds in float32 and writes the result as float32 or in the type of the inputs.
         out = staged.write(output_tensor, sent.dtype if output_tensor.dtype == sent.dtype else torch.float32).view(-1)
         started: list[Pending] = []
 
@@ -173,17 +173,17 @@ class LossyReduceScatter:
 
 
 def lossy_reduce_scatter(model: nn.Module, state: LossyGradients) -> None:
-    """Lets the gradients of every `fully_shard`ed module in `model` lose packets.
+    """Makes the gradients of every `fully_shard`ed module in `model` lossy.
 
     Args:
-        model: With at least one module that `fully_shard` was applied to, on a group of the backend storm.
-        state: How, and where to count.
+        model: A model with at least one module that `fully_shard` was applied to, on a group of the backend storm.
+        state: Settings, and the count of what arrived.
 
     Raises:
-        ValueError: There is none.
+        ValueError: `fully_shard` was not applied to any module of the model.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        raise ValueError("lossy_reduce_scatter needs a model that fully_shard was applied to")
+        raise ValueError("lossy_reduce_scatter needs a model with fully_shard applied to it or to some of its modules")
     for module in sharded:
         module.set_custom_reduce_scatter(LossyReduceScatter(state))

@@ -1,11 +1,12 @@
 """Futures whose value C++ can read.
 
-A future made in Python holds a Python object, whatever is put into it. DDP's C++ reads such an object everywhere but in
-its built-in hook FP16_COMPRESS, which insists on a list of tensors of C++'s own kind. Only TorchScript makes a future
-that holds one and is completed later: by a function that waits for ours and returns the tensors.
+A future made in Python holds a Python object, whatever its value. DDP's C++ reads such an object everywhere except in
+its built-in hook FP16_COMPRESS, which needs a C++ list of tensors. Only TorchScript can make a future that holds one
+and is completed later: by a function that waits for our future and returns the tensors.
 
-TorchScript's threads complete it, and they are as few as there are cores. A callback in Python may wait for a later
-collective, as PowerSGD's do, and would stop them all; so Python never gets such a future.
+TorchScript completes such a future on one of its own threads, of which there are only as many as cores. A callback in
+Python may wait for a later collective, as PowerSGD's do, and would block all of them; so Python code never gets such a
+future.
 """
 
 import functools
@@ -20,16 +21,16 @@ Future = torch.futures.Future[Tensors]
 
 
 def wanted(results: Sequence[torch.Tensor]) -> bool:
-    """Whether whoever called our caller is C++, with tensors such as the built-in hook has."""
+    """Tells whether C++ called the method that calls this, with tensors such as the built-in hook has."""
     if not results or any(each.dtype is not torch.float16 for each in results):
         return False
     asked, caller = sys._getframe(1), sys._getframe(1).f_back
-    # Python code names the method that it calls. C++ calls on behalf of code that does not, or without any.
+    # Python code contains the name of a method that it calls. A call from C++ comes from code without it, or from none.
     return caller is None or asked.f_code.co_name not in caller.f_code.co_names
 
 
 def readable(future: Future, tensors: Tensors) -> Future:
-    """Completes with the tensors when `future` does, and fails when it fails."""
+    """Returns a future that completes with the tensors when `future` completes, and fails when it fails."""
     return _compiled()(future, tensors)
 
 
@@ -46,6 +47,6 @@ def readable(signal: Future[List[Tensor]], tensors: List[Tensor]) -> Future[List
 @functools.cache
 def _compiled() -> Callable[[Future, Tensors], Future]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole; nothing else does this
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, but has no replacement here
         script: Callable[[Future, Tensors], Future] = torch.jit.CompilationUnit(_SOURCE).readable
         return script

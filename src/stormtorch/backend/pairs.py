@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override, assignment, attr-defined"
-"""Sends, receives and barriers of a process group."""
+"""Sends, receives and barriers of a process group, as torch.distributed calls them."""
 
 import time
 from datetime import timedelta
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stormtorch import collectives
-from stormtorch.backend.any_source import Taking
+from stormtorch.backend.any_source import PostedReceive
 from stormtorch.backend.launching import Launching
 from stormtorch.backend.tensors import Staged, one
 from stormtorch.backend.work import StormWork
@@ -19,12 +19,12 @@ _POLL_S = 0.002
 
 
 class Pairs(Launching):
-    """The part of a process group in which ranks meet one by one."""
+    """Part of a process group that sends, receives and waits at barriers."""
 
-    # --- one to one -------------------------------------------------------------------------------------------------
+    # --- sends and receives -----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int) -> StormWork:
-        """To one rank, which receives it."""
+        """Sends a tensor to one rank."""
         staged = Staged("send")
         tensor = one(tensors, "send")
         given = staged.read(tensor)
@@ -36,46 +36,46 @@ class Pairs(Launching):
         )
 
     def recv(self, tensors: Any, source: int, tag: int) -> StormWork:
-        """From one rank."""
+        """Receives a tensor from one rank."""
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
         return self.begin_work(
             "recv",
-            lambda: [self._receives.start(out, source, tag, self._timeout_s)],
+            lambda: [self._receives.from_source(out, source, tag, self._timeout_s)],
             [tensor],
             staged,
             source=lambda: source,
         )
 
     def recv_anysource(self, tensors: Any, tag: int) -> StormWork:
-        """From whoever sends first."""
+        """Receives a tensor from whichever rank sends first."""
         tensor = one(tensors, "recv")
         staged = Staged("recv")
         out = staged.write(tensor)
-        taking: list[Taking] = []
+        begun: list[PostedReceive] = []
 
-        def begin() -> list[Taking]:
-            taking.append(self._receives.from_anybody(out, tag, self._timeout_s))
-            return taking
+        def begin() -> list[PostedReceive]:
+            begun.append(self._receives.from_any_source(out, tag, self._timeout_s))
+            return begun
 
-        return self.begin_work("recv", begin, [tensor], staged, source=lambda: taking[0].source if taking else None)
+        return self.begin_work("recv", begin, [tensor], staged, source=lambda: begun[0].source if begun else None)
 
     # --- barriers ---------------------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Nobody goes on before all have come."""
+        """Waits until all ranks of the group have called this."""
         timeout_s = self._timeout(opts, timeout)
         return self.begin_work(
             "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")
         )
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that did not come.
+        """Waits at a barrier whose error names the ranks that did not arrive.
 
         Args:
-            timeout: How long to wait for them, seconds where it is a number; None is the group's.
-            wait_all_ranks: Name all that are missing, not only the first.
+            timeout: How long to wait; a number means seconds, None takes the group's time-out.
+            wait_all_ranks: Name all missing ranks, not only the first.
         """
         self.check_owner("monitored_barrier")
         asked = self._timeout_s if timeout is None else timeout

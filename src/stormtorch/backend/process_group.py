@@ -1,8 +1,9 @@
 # mypy: disable-error-code="override, assignment, attr-defined"
-# torch declares overloads that it calls by position, in two generations of names.
-"""The process group "storm": torch.distributed's calls, turned into collectives.
+# torch declares these methods as overloads under two generations of names, and passes arguments by position.
+"""Process group "storm": turns calls of torch.distributed into collectives.
 
-Names and arguments are torch's, old and new, as it calls them from Python and from C++. Everything here is exact.
+Methods have torch's names and arguments, old and new, as torch calls them from Python and from C++. Everything here is
+exact.
 """
 
 from collections.abc import Sequence
@@ -22,15 +23,15 @@ from stormtorch.collectives import Op
 
 
 def _root(opts: Any) -> int:
-    """Of a call with a root: torch gives the rank itself, or options that hold it."""
+    """Returns the root of a call: torch passes the rank itself or options that hold it."""
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
 class StormProcessGroup(Pairs):
-    """Made by torch.distributed; use it through `dist.all_reduce` and the like."""
+    """Process group that torch.distributed creates; use it through `dist.all_reduce` and the like."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Every rank ends with the reduction of all."""
+        """Reduces a tensor over all ranks; every rank gets the result."""
         op, timeout_s = self._reducing(opts, timeout)
         tensor = one(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo and op is Op.SUM:
@@ -48,7 +49,7 @@ class StormProcessGroup(Pairs):
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> StormWork:
-        """Several all-reduces at once."""
+        """Starts several all-reduces at once."""
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("all_reduce")
         dense = [staged.update(each) for each in tensors]
@@ -60,7 +61,7 @@ class StormProcessGroup(Pairs):
         )
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> StormWork:
-        """The root ends with the reduction of all."""
+        """Reduces a tensor over all ranks; the root gets the result."""
         root = _root(opts)
         operation, timeout_s = self._reducing(op if isinstance(opts, int) else opts, timeout)
         tensor = one(tensors, "reduce")
@@ -74,7 +75,7 @@ class StormProcessGroup(Pairs):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Every rank ends with the root's tensor."""
+        """Copies the root's tensor to every rank."""
         root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         tensor = one(tensors, "broadcast")
@@ -88,23 +89,23 @@ class StormProcessGroup(Pairs):
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Every rank ends with every rank's tensor."""
+        """Copies every rank's tensor to every rank."""
         tensor = one(inputs, "all_gather")
         lists = outputs if isinstance(outputs[0], torch.Tensor) else one_list(outputs, "all_gather")
         return self._gather_all([lists], [tensor], lists, self._timeout(opts, timeout))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> StormWork:
-        """Several all-gathers at once: `outputs[rank][index]`."""
+        """Starts several all-gathers at once, into `outputs[rank][index]`."""
         lists = [[of_rank[index] for of_rank in outputs] for index in range(len(inputs))]
         results = [each for row in outputs for each in row]
         return self._gather_all(lists, inputs, results, self._timeout(opts, None), value=outputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
-        """The same into one tensor."""
+        """Gathers every rank's tensor into one tensor on every rank."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> StormWork:
-        """Several of them at once."""
+        """Starts several all-gathers into one tensor each."""
         staged = Staged("all_gather")
         lists = [pieces(staged.write(each), self.group.size, "all_gather") for each in outputs]
         return self._gather_all(lists, inputs, outputs, self._timeout(opts, None), staged)
@@ -133,18 +134,18 @@ class StormProcessGroup(Pairs):
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Each rank ends with the reduction of its part."""
+        """Reduces one tensor per rank over all ranks; each rank gets its own result."""
         op, timeout_s = self._reducing(opts, timeout)
         parts = inputs if isinstance(inputs[0], torch.Tensor) else one_list(inputs, "reduce_scatter")
         output = one(outputs, "reduce_scatter")
         return self._reduce_scatter_all([output], [parts], op, timeout_s, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
-        """The same from one tensor."""
+        """Reduces a tensor over all ranks; each rank gets one of its equal parts."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> StormWork:
-        """Several of them at once."""
+        """Starts several reduce-scatters of one tensor each."""
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("reduce_scatter")
         parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in inputs]
@@ -183,7 +184,7 @@ class StormProcessGroup(Pairs):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """The root ends with every rank's tensor."""
+        """Copies every rank's tensor to the root."""
         root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         staged = Staged("gather")
@@ -202,7 +203,7 @@ class StormProcessGroup(Pairs):
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Each rank ends with its tensor of the root's."""
+        """Copies one of the root's tensors to each rank."""
         root = _root(opts)
         timeout_s = self._timeout(opts, timeout)
         staged = Staged("scatter")
@@ -221,7 +222,7 @@ class StormProcessGroup(Pairs):
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Every rank gives every rank its own tensor."""
+        """Sends a different tensor to each rank, and receives one from each."""
         staged = Staged("all_to_all")
         outs, given = [staged.write(each) for each in outputs], [staged.read(each) for each in inputs]
         return self._exchange_all(outputs, outs, given, staged, self._timeout(opts, timeout), inputs)
@@ -235,7 +236,7 @@ class StormProcessGroup(Pairs):
         opts: Any = None,
         timeout: Any = None,
     ) -> StormWork:
-        """The same with parts of one tensor."""
+        """Sends a part of one tensor to each rank, and receives the parts of another."""
         staged = Staged("all_to_all")
         size = self.group.size
         outs = split(staged.write(output), output_splits, size, "all_to_all")
@@ -257,7 +258,7 @@ class StormProcessGroup(Pairs):
 
 
 def one_list(lists: Sequence[Tensors], what: str) -> Tensors:
-    """The only list of lists of tensors."""
+    """Returns the only list of tensors, as one process has one device."""
     if len(lists) != 1:
         raise ValueError(f"storm: {what} takes one list of tensors, got {len(lists)}")
     return lists[0]

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors: everyone gets everyone's indices and values, which may be of different numbers."""
+"""Sum of sparse tensors: every rank gathers all indices and values, of which ranks may have different numbers."""
 
 import torch
 
@@ -6,7 +6,7 @@ from stormtorch.collectives import Group, all_gather
 
 
 def sum_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> None:
-    """Replaces a sparse tensor by the sum over the group. Blocks."""
+    """Replaces a sparse tensor by its sum over the group. Blocks until that is done."""
     own = tensor.detach().coalesce().cpu()
     counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
     all_gather(group, counts, torch.tensor([own._nnz()], device="cpu"), timeout_s=timeout_s).wait()

@@ -1,4 +1,4 @@
-"""From the tensors that users pass to those that the collectives take: contiguous, on the CPU, one per rank."""
+"""Conversion of users' tensors to those that collectives take: contiguous, on the CPU, one per rank."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from stormtorch.staging.copies import Visit
 
 
 class Staged:
-    """Contiguous stand-ins on the CPU for tensors, and the copies that remain to be made when the results are there.
+    """Contiguous stand-ins on the CPU for users' tensors, and the copies to make once the results have arrived.
 
-    Tensors that are already dense and on the CPU stand for themselves.
+    A tensor that is already contiguous and on the CPU is its own stand-in.
     """
 
     def __init__(self, what: str) -> None:
@@ -20,16 +20,19 @@ class Staged:
         self._visits: dict[torch.device, Visit] = {}
         self._parts: list[Staged] = []
 
-    # --- before -----------------------------------------------------------------------------------------------------
+    # --- before the collective --------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor with the same values, of another dtype if wished; on a GPU, once `moments` have happened."""
+        """Returns a stand-in with the tensor's values, in another dtype if given.
+
+        For a tensor on a GPU, the values are there once `moments` have happened.
+        """
         given = self._given(tensor)
         given = given if dtype is None else given.to(dtype)
         return self._visit(given).fetch(given) if given.is_cuda else given.contiguous()
 
     def write(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor whose values end up in `tensor`, of another dtype if wished."""
+        """Returns a stand-in whose values `finish` copies into `tensor`, in another dtype if given."""
         target = self._given(tensor)
         dtype = dtype or target.dtype
         if target.is_cuda:
@@ -42,10 +45,10 @@ class Staged:
         return dense
 
     def update(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Both: it begins with the values of `tensor`, and what it ends with is copied there."""
+        """Returns a stand-in with the tensor's values, which `finish` copies back into `tensor`."""
         target = tensor.detach()
         if target.is_cuda and dtype not in (None, target.dtype):
-            narrow = self._given(target).to(dtype)  # there, where it is fast, and less has to travel
+            narrow = self._given(target).to(dtype)  # convert on the GPU: faster, and fewer bytes to copy
             dense = self.read(narrow)
             self._copies.append((narrow, dense))
             self._copy_later(target, narrow)
@@ -56,22 +59,22 @@ class Staged:
         return dense
 
     def moments(self) -> list[torch.cuda.Event]:
-        """What must have happened before the stand-ins can be read. Empty on the CPU."""
+        """Returns events that must have happened before the stand-ins can be read; none for tensors on the CPU."""
         return [event for event in (visit.fetched() for visit in self._visits.values()) if event is not None]
 
     def include(self, other: "Staged") -> None:
-        """The same work has the results of another, which finishes by itself."""
+        """Adds the GPUs of another work that this one waits for; that work copies its own results."""
         self._parts.append(other)
 
-    # --- after ------------------------------------------------------------------------------------------------------
+    # --- after the collective ---------------------------------------------------------------------------------------
 
     @property
     def devices(self) -> list[torch.device]:
-        """The GPUs that take part."""
+        """GPUs that hold any of the tensors."""
         return list({visit.device for visit in self._all_visits()})
 
     def finish(self) -> None:
-        """Copies the results to where they belong. Does not wait for a GPU."""
+        """Copies the results into the users' tensors. Does not wait for a GPU."""
         with torch.no_grad():
             for tensor, values in self._copies:
                 if tensor.is_cuda:
@@ -81,12 +84,12 @@ class Staged:
         self._copies.clear()
 
     def join(self) -> None:
-        """What the current streams are given from now on finds the results."""
+        """Makes the current streams wait for the results. Returns at once."""
         for visit in self._all_visits():
             visit.join()
 
     def on_streams(self) -> contextlib.AbstractContextManager[object]:
-        """The streams on which the results are become the current ones."""
+        """Makes the streams that copy the results the current ones."""
         stack = contextlib.ExitStack()
         for visit in self._all_visits():
             stack.enter_context(visit.stream())
@@ -94,10 +97,10 @@ class Staged:
 
     def _copy_later(self, target: torch.Tensor, values: torch.Tensor) -> None:
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
-            # Said here and not by the copy at the end, when the peers have taken part already.
+            # Refuse it here: the copy at the end would fail only after the peers have taken part.
             raise RuntimeError(
-                f"storm: {self._what} cannot write into an expanded tensor, in which one number in memory stands for "
-                "several; clone() it first"
+                f"storm: {self._what} cannot write into an expanded tensor, whose elements share memory; "
+                "clone() it first"
             )
         self._copies.append((target, values))
 
@@ -113,7 +116,9 @@ class Staged:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"storm: {self._what} needs tensors, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
-            raise RuntimeError(f"storm: {self._what} of {tensor.layout} tensors is not supported; make it dense first")
+            raise RuntimeError(
+                f"storm: {self._what} of {tensor.layout} tensors is not supported; convert them with to_dense()"
+            )
         if tensor.device.type not in ("cpu", "cuda"):
             raise RuntimeError(
                 f"storm: {self._what} of tensors on {tensor.device} is not supported; use the CPU or CUDA"
@@ -122,28 +127,29 @@ class Staged:
 
 
 def pieces(tensor: torch.Tensor, count: int, what: str) -> list[torch.Tensor]:
-    """`count` equal parts of a contiguous tensor, as views."""
+    """Splits a contiguous tensor into `count` equal views."""
     if tensor.numel() % count:
-        raise ValueError(f"storm: {what}: {tensor.numel()} elements cannot be divided among {count} ranks")
+        raise ValueError(f"storm: {what}: {tensor.numel()} elements cannot be divided evenly among {count} ranks")
     return list(tensor.view(-1).chunk(count)) if tensor.numel() else [tensor.view(-1)] * count
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[torch.Tensor]:
-    """Parts of a contiguous tensor along its first dimension, of the sizes given or, with none, equal."""
+    """Splits a contiguous tensor along its first dimension, into parts of the given sizes or equal ones."""
     if not sizes:
         if tensor.dim() and tensor.size(0) % count:
             raise ValueError(f"storm: {what}: the first dimension, {tensor.size(0)}, is not divisible by {count}")
         return pieces(tensor, count, what)
     if len(sizes) != count or sum(sizes) != tensor.size(0):
         raise ValueError(
-            f"storm: {what}: splits {list(sizes)} of {count} ranks must add up to the first dimension, {tensor.size(0)}"
+            f"storm: {what}: splits must be {count} sizes, one per rank, that add up to the first dimension, "
+            f"{tensor.size(0)}, got {list(sizes)}"
         )
     row = tensor.numel() // max(tensor.size(0), 1)
     return list(torch.split(tensor.view(-1), [row * size for size in sizes]))
 
 
 def one(tensors: "Sequence[torch.Tensor] | torch.Tensor", what: str) -> torch.Tensor:
-    """The only tensor of a list, as one process has one device."""
+    """Returns the only tensor of a list, as one process has one device."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:

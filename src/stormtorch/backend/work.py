@@ -1,4 +1,4 @@
-"""A collective under way, as torch.distributed sees it."""
+"""Collective under way, as torch.distributed sees it."""
 
 import contextlib
 import os
@@ -19,11 +19,14 @@ from stormtorch.staging.threads import run_soon
 from stormtorch.transport.waiting import doing
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]
-"""The exchanges of a collective, or the promise of them where it has yet to begin."""
+"""Exchanges of a collective, or a future of them if it has yet to begin."""
 
 
 class StormWork(dist.Work):
-    """Some exchanges and what follows them. Whoever waits drives the engine; a future has a thread of the pool."""
+    """Exchanges of one call, and the copies that follow them.
+
+    A thread that calls `wait` drives the engine. For a future, a background thread does.
+    """
 
     def __init__(
         self,
@@ -40,13 +43,13 @@ class StormWork(dist.Work):
         self.what = what
         self._begun = begun
         self._results = list(results)
-        # A future holds what gloo's holds: the results, or lists of them where the call was given lists of lists.
+        # The future's value is the same as gloo's: the results, or lists of them if the call was given lists of lists.
         self._value: list[Any] = self._results if value is None else [list(each) for each in value]
         self.staged = staged
         self._finish = finish
         self._failed = failed
         self._source = source
-        # A pool's thread does not inherit it.
+        # Background threads do not inherit inference mode.
         self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -55,10 +58,10 @@ class StormWork(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until it is done.
+        """Blocks until the results are there.
 
         Raises:
-            StormError: It did not end well; the message names rank, peer, operation and what is missing.
+            StormError: The collective failed; the message names rank, peer, operation and what is missing.
         """
         self._check_owner()
         with doing(f"torch.distributed's {self.what}", elsewhere=True):
@@ -79,17 +82,17 @@ class StormWork(dist.Work):
         return True
 
     def _check_owner(self) -> None:
-        # A thread of the process that this one was forked from may have held the lock.
+        # Check before taking the lock: in a forked process, a thread of the parent may have held it.
         if os.getpid() != self._owner:
             raise Closed(
-                f"{self.what}: it was begun by process {self._owner}, from which this one was forked: wait there"
+                f"{self.what}: process {self._owner} began it and this process was forked from that one: wait there"
             )
 
     def go_on(self) -> None:
-        """Has a thread of the pool wait for what would otherwise stand still until the user does.
+        """Starts a background wait if the collective makes several exchanges.
 
-        Ranks may wait for several collectives in different orders: each would stand between two exchanges of the one
-        that the other waits for.
+        The next exchange starts only while somebody waits. Ranks may wait for two collectives in different orders;
+        without this, each would wait for one whose next exchange the other rank has yet to start.
         """
         if isinstance(self._begun, futures.Future):
             self._begun.add_done_callback(lambda begun: None if begun.exception() else self._go_on(begun.result()))
@@ -101,12 +104,12 @@ class StormWork(dist.Work):
             run_soon(self._wait_quietly)
 
     def _wait_quietly(self) -> None:
-        with self._on_own_streams(), contextlib.suppress(Exception):  # `wait` raises it again
+        with self._on_own_streams(), contextlib.suppress(Exception):  # `wait` will raise the error again
             self._wait()
 
     def _on_own_streams(self) -> contextlib.AbstractContextManager[object]:
         for device in self.staged.devices:
-            torch.cuda.set_device(device)  # a thread of the pool begins on GPU 0, and would set up that one too
+            torch.cuda.set_device(device)  # a new thread is on GPU 0 and would initialise that one too
         return self.staged.on_streams()
 
     def _run(self, seconds: float | None) -> None:
@@ -121,7 +124,7 @@ class StormWork(dist.Work):
                     self._finish()
         except TimeoutError as error:
             if seconds is not None and not (pending and all(each.ended for each in pending)):
-                # Only this waiting took too long; the collective goes on.
+                # Only this wait took too long; the collective goes on.
                 raise ExchangeTimeout(str(error) or f"{self.what} has not begun after {seconds:g} s") from error
             self._end(error)
         except Exception as error:
@@ -136,7 +139,7 @@ class StormWork(dist.Work):
             self._failed(error)
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not. Never blocks."""
+        """Asks whether the collective has ended, well or not. Never blocks."""
         self._check_owner()
         if not self._lock.acquire(blocking=False):
             return False
@@ -149,7 +152,7 @@ class StormWork(dist.Work):
 
     @property
     def ended(self) -> bool:
-        """Whether it is done, as far as is known without looking."""
+        """Whether the collective is already known to have ended, without asking the transport."""
         return self._done
 
     def _ended(self) -> bool:
@@ -164,40 +167,40 @@ class StormWork(dist.Work):
         return self._begun.exception() is not None or all(each.done() for each in self._begun.result())
 
     def is_success(self) -> bool:
-        """Whether it is done and went well."""
+        """Asks whether the collective has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Any:
-        """The error it ended with, or None."""
+        """Returns the error that the collective ended with, or None."""
         return self._error
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
+        """Waits, as `wait` does."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the results."""
+        """Returns the tensors that hold the results."""
         return self._results
 
     def source_rank(self) -> int:
-        """Of a receive that has ended, whose it was; -1 otherwise."""
+        """Returns the sender of a receive that has ended; -1 otherwise."""
         found = None if self._source is None else self._source()
         return -1 if found is None else found
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future with the results, completed by a thread that may itself wait for other collectives."""
+        """Returns a future of the results. Its callbacks may wait for other collectives."""
         for_native = native_future.wanted(self._results)
         if self._future is None:
             root: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self.staged.devices])
-            # An exception set on a future that C++ holds ends the process; one that a callback raises does not.
+            # Raise errors in a callback: an exception set on a future that C++ holds would end the process.
             self._future = root.then(self._conclude)
             run_soon(lambda: self._complete(root, for_native))
         return native_future.readable(self._future, self._results) if for_native else self._future
 
     def _complete(self, root: "torch.futures.Future[list[torch.Tensor]]", for_native: bool) -> None:
-        # On a GPU, whoever waits for the future waits for the stream that it was completed on.
+        # On a GPU, a waiter of the future waits for the stream on which it was completed.
         with self._on_own_streams():
             try:
                 self._wait()
@@ -205,7 +208,7 @@ class StormWork(dist.Work):
                 self._error = error
             if for_native:
                 for device in self.staged.devices:
-                    torch.cuda.current_stream(device).synchronize()  # TorchScript's future knows of no streams
+                    torch.cuda.current_stream(device).synchronize()  # TorchScript's futures ignore streams
             root.set_result(self._value)
 
     def _conclude(self, _root: "torch.futures.Future[list[torch.Tensor]]") -> list[torch.Tensor]:
