@@ -1,6 +1,6 @@
-"""Accelerate on two processes of this machine.
+"""Accelerate on two processes on this machine.
 
-Run it by `torchrun --nproc-per-node 2 examples/accelerate_ddp.py`.
+Run it with `torchrun --nproc-per-node 2 examples/accelerate_ddp.py`.
 """
 
 import torch

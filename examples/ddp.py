@@ -1,6 +1,6 @@
-"""DDP by torchrun.
+"""DDP, started by torchrun.
 
-On two processes of this machine, and on four virtual hosts whose network loses every tenth packet:
+Run it on two processes on this machine, or on four virtual hosts whose network loses every tenth packet:
 
     torchrun --nproc-per-node 2 examples/ddp.py
     stormtorch lab run --hosts 4 --rate 100mbit --loss 0.1 --management -- torchrun examples/ddp.py
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from digits import load, make_model, report
 
-dist.init_process_group("storm")  # the only line that knows of it
+dist.init_process_group("storm")  # the only line about stormtorch
 
 train, test = load()
 sampler = DistributedSampler(train)

@@ -1,4 +1,4 @@
-"""What the examples share: small pictures of digits, a model for them, and a line that tells how it went."""
+"""Parts that the examples share: small pictures of digits, a model for them, and a line about the result."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Pictures for training and others for testing: scikit-learn's if it is installed, ten noisy shapes otherwise."""
+    """Returns pictures for training and for testing: scikit-learn's digits if installed, else ten noisy shapes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -24,14 +24,14 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model(seed: int) -> nn.Module:
-    """A small network. Every rank may pass a seed of its own: DDP and prepare() begin with rank 0's parameters."""
+    """Makes a small network. Each rank may pass a different seed: DDP and prepare() start from rank 0's parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 @torch.no_grad()
 def report(model: nn.Module, test: TensorDataset) -> None:
-    """Rank 0 prints the backend, loss and accuracy, and whether the parameters of all ranks are the same bits."""
+    """Prints, on rank 0, the backend, loss and accuracy, and whether all ranks have bit-identical parameters."""
     pictures, labels = test.tensors
     answers = model(pictures)
     loss = nn.functional.cross_entropy(answers, labels).item()

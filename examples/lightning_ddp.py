@@ -1,6 +1,6 @@
-"""Lightning on two processes, which it starts itself.
+"""Lightning on two processes, which Lightning starts itself.
 
-Run it by `python examples/lightning_ddp.py`.
+Run it with `python examples/lightning_ddp.py`.
 """
 
 import lightning
@@ -20,12 +20,12 @@ class Classifier(lightning.LightningModule):
         self.model = make_model(seed=0)
 
     def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Computes the loss of a batch."""
         pictures, labels = batch
         return torch.nn.functional.cross_entropy(self.model(pictures), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """For Lightning."""
+        """Makes the optimizer."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
@@ -35,12 +35,12 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend="storm"),  # the only line that knows of it
+        strategy=DDPStrategy(process_group_backend="storm"),  # the only line about stormtorch
         max_epochs=10,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(classifier, DataLoader(train, batch_size=32, shuffle=True))  # Lightning shards it
+    trainer.fit(classifier, DataLoader(train, batch_size=32, shuffle=True))  # Lightning splits it among the ranks
     report(classifier.model, test)
     dist.destroy_process_group()

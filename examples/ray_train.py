@@ -1,6 +1,6 @@
 """Ray Train with two workers on this machine.
 
-Run it by `python examples/ray_train.py`.
+Run it with `python examples/ray_train.py`.
 """
 
 import ray
@@ -13,7 +13,7 @@ from digits import load, make_model, report
 
 
 def work() -> None:
-    """What each worker does; nothing in it knows of the backend."""
+    """Trains on one worker. Nothing here depends on the backend."""
     train, test = load()
     context = ray.train.get_context()
     model = prepare_model(make_model(seed=context.get_world_rank()))  # DDP
@@ -33,5 +33,5 @@ if __name__ == "__main__":
     TorchTrainer(
         work,
         scaling_config=ScalingConfig(num_workers=2),
-        torch_config=TorchConfig(backend="storm"),  # the only line that knows of it
+        torch_config=TorchConfig(backend="storm"),  # the only line about stormtorch
     ).fit()

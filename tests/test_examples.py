@@ -57,7 +57,7 @@ def test_any_model_is_simulated(tmp_path: Path) -> None:
     command = [*PYTHON, str(EXAMPLES / "simulate.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"(.+): loss ([0-9.]+), accuracy ([0-9.]+)%, replicas apart by (\S+)", done.stdout)
+    found = re.findall(r"(.+): loss ([0-9.]+), accuracy ([0-9.]+)%, replicas differ by (\S+)", done.stdout)
     assert [name for name, *_ in found] == ["lossless", "without a lead", "with the lead"]
     losses = [float(loss) for _, loss, _, _ in found]
     assert all(float(accuracy) > 80 for _, _, accuracy, _ in found)
