@@ -39,7 +39,7 @@ class LossyGradients:
     Args:
         group: A group of the backend storm; None takes the default group. Only `lossy_hook` uses it.
         wire: Type in which gradients travel. bfloat16 halves the bytes and int8 quarters them; sums are in float32
-            either way. int8 rounds to a randomly shifted grid, which is unbiased in expectation.
+            either way. int8 rounds to a randomly shifted grid, which is unbiased.
         deadline_s: Seconds after which a lossy stage ends with what has arrived; None waits until every sender has
             said that it is done.
     """

@@ -64,7 +64,7 @@ class Pairs(Launching):
     # --- barriers ---------------------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> StormWork:
-        """Waits until all ranks of the group have called this."""
+        """Starts a barrier, which ends when all ranks of the group have called this."""
         timeout_s = self._timeout(opts, timeout)
         return self.begin_work(
             "barrier", lambda: [collectives.barrier(self.group, timeout_s=timeout_s)], [], Staged("barrier")

@@ -12,7 +12,7 @@ from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode
 # Up to this size each rank may send its whole tensor to every other. That saves a trip but needs a copy of the tensor,
 # which takes too long for larger ones.
 _DIRECT_BYTES = 512 << 10
-# Largest exchange. A message's length field ends at 4 GiB.
+# Bytes of the largest exchange, well below the 4 GiB that a message's length field can express.
 _PIECE_BYTES = 1 << 31
 
 

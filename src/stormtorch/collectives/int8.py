@@ -1,4 +1,4 @@
-"""Averages float32 tensors that travel as eight bits per element: a quarter of the bytes, unbiased in expectation.
+"""Averages float32 tensors that travel as eight bits per element: a quarter of the bytes, unbiased.
 
 Each block of 1,024 elements has a grid of 255 steps between its smallest and largest value, shifted by a random offset;
 every element is rounded to the nearest point of the grid. Owners add in float32 and round the result once more before
