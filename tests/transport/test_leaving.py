@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 # Stands for one over UDP: what it says is all that counts here.
 TRANSPORT = """
-from stormtorch import leaving
+from stormtorch.transport import leaving
 
 class Transport:
     store, closed, rank, prefix = None, False, 0, "storm"
