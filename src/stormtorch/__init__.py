@@ -12,7 +12,7 @@ from stormtorch.transport.options import Options
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
-    from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+    from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
     from stormtorch.policies.ledger import Ledger
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
@@ -28,6 +28,9 @@ _PLACES = {
     "Ledger": "policies.ledger",
     "LossyGradients": "backend.lossy",
     "ModelAveraging": "policies",
+    "OwnerPolicy": "policies",
+    "Policy": "policies",
+    "RankPolicy": "policies",
     "clip_grad_norm_": "runtime.norms",
     "connect": "transport.rendezvous",
     "exact": "runtime.prepare",
@@ -49,6 +52,9 @@ __all__ = [
     "LossyGradients",
     "ModelAveraging",
     "Options",
+    "OwnerPolicy",
+    "Policy",
+    "RankPolicy",
     "Reliability",
     "StormError",
     "__version__",

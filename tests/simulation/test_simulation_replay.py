@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from example_runs import EXAMPLES
 from own_policies import Anchored, Blended, Damped, Weighed
 from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
 from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.presets import PolicySettings, make_policy
 from stormtorch.runtime.arrivals import Links
 from stormtorch.simulation import replicated, sharded
 from stormtorch.simulation.run import DATAGRAM_BYTES
@@ -149,6 +151,7 @@ POLICIES: dict[str, Policy] = {
     "anchored": Anchored(),
     "weighed": Weighed(),
     "damped": Damped(guard=None),
+    "from a file": make_policy(f"{EXAMPLES / 'own_policy.py'}:Elastic", PolicySettings(every=2)),
 }
 
 

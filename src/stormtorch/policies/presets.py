@@ -125,7 +125,7 @@ def _module(path: Path) -> object:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as error:
         del sys.modules[name]
-        raise
+        raise ValueError(f"policy: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

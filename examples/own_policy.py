@@ -1,0 +1,32 @@
+"""A policy of one's own in one file: elastic averaging. It runs on real ranks and on virtual workers alike.
+
+stormtorch simulate --workers 16 --policy lead,examples/own_policy.py:Elastic
+stormtorch train lm --policy lead,examples/own_policy.py:Elastic
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import stormtorch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(stormtorch.RankPolicy):
+    """Every rank trains a model of its own, and is pulled a part of the way to a slowly moving centre."""
+
+    every: int = 4
+    """Steps between two exchanges."""
+    pull: float = 0.5
+    """Part of the way to the centre that a rank goes."""
+    inertia: float = 0.5
+    """How much of the old centre is in the new one."""
+
+    def update(self, owner, combined):
+        """The centre, which its owner remembers from one exchange to the next."""
+        centre = owner.setdefault("centre", combined.clone())
+        return centre.lerp_(combined, 1.0 - self.inertia)
+
+    def accept(self, own, came, arrived):
+        """Where the centre is lost, a rank goes on with its own model."""
+        return torch.where(arrived, own.lerp(came, self.pull), own)

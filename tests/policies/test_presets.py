@@ -1,0 +1,68 @@
+"""Policies by name: presets with the settings of commands, and classes from files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_runs import EXAMPLES
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, RankPolicy, Reliability
+from stormtorch.policies.presets import PRESETS, PolicySettings, make_policy
+
+pytestmark = pytest.mark.pure
+
+OWN = EXAMPLES / "own_policy.py"
+
+
+def test_presets_are_the_librarys_policies_with_the_settings_that_were_chosen() -> None:
+    settings = PolicySettings(wire="bfloat16", budget=0.1, gradient_budget=0.3, lead=2.0, max_lag=7, every=5)
+    some, wire = Reliability(budget=0.1), torch.bfloat16
+    drift = BoundedDrift(gradients=Reliability(budget=0.3), broadcast=some, lead=0.0, max_lag=7, wire=wire)
+    assert [make_policy(name, settings) for name in PRESETS] == [
+        BoundedDrift(reliability=EXACT, wire=wire),
+        drift,
+        BoundedDrift(gradients=Reliability(budget=0.3), broadcast=some, lead=2.0, max_lag=7, wire=wire),
+        ModelAveraging(every=5, reliability=some, wire=wire),
+        GradientAveraging(reliability=some, wire=wire),
+    ]
+
+
+def test_budget_is_of_gradients_too_unless_they_have_their_own() -> None:
+    policy = make_policy("lead", PolicySettings(budget=0.2))
+    assert policy.up == policy.down == Reliability(budget=0.2)
+
+
+def test_the_example_is_a_complete_policy_of_under_forty_lines() -> None:
+    assert len(OWN.read_text().splitlines()) < 40
+    policy = make_policy(f"{OWN}:Elastic", PolicySettings(every=9, wire="int8", budget=0.5, max_lag=3))
+    assert isinstance(policy, RankPolicy)
+    assert (policy.every, policy.wire, policy.reliability) == (9, torch.int8, Reliability(budget=0.5))
+    assert policy.pull == 0.5  # type: ignore[attr-defined]
+
+
+def test_a_class_of_a_file_is_the_same_one_each_time() -> None:
+    assert type(make_policy(f"{OWN}:Elastic")) is type(make_policy(f"{OWN}:Elastic"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("leed", "policy must be one of lossless, plain, lead"),
+        ("nowhere.py:Mine", "policy: there is no Python file nowhere.py"),
+        (f"{OWN}:Nobody", "has no class Nobody"),
+        (f"{OWN}:torch", r"derive torch in .*own_policy.py from stormtorch.OwnerPolicy or stormtorch.RankPolicy"),
+        (f"{OWN}", "policy must name a class in a file, as in my.py:MyPolicy"),
+    ],
+)
+def test_a_wrong_name_is_refused_in_a_sentence_that_says_what_to_write(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_policy(name)
+
+
+def test_a_file_that_cannot_be_imported_says_so_and_may_be_mended(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import nothing_of_this_name\n")
+    with pytest.raises(ValueError, match="nothing_of_this_name"):
+        make_policy(f"{path}:Mine")
+    path.write_text("import stormtorch\nclass Mine(stormtorch.RankPolicy): pass\n")
+    assert type(make_policy(f"{path}:Mine")).__name__ == "Mine"
