@@ -10,7 +10,7 @@ from grid import Run, above, explain, main, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.jobs.counters import mean
+from stormtorch.results.statistics import mean
 
 BURSTS = (1.0, 8.0, 64.0)
 LOSS = 0.2

@@ -14,7 +14,7 @@ from typing import Any
 from grid import Run, above, main, mean_text
 from small import small
 
-from stormtorch.jobs.counters import mean
+from stormtorch.results.statistics import mean
 
 SEEDS = 8
 LOSS = 0.4

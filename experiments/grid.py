@@ -27,14 +27,14 @@ from unittest.mock import patch
 
 import torch
 
-from stormtorch.jobs.counters import mean
+from stormtorch.cli.screen import progress_bar
 from stormtorch.policies import rules
+from stormtorch.results.report import without_nan
+from stormtorch.results.statistics import mean
 from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import progress_bar
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
 from stormtorch.studies.on_workers import simulate_one, task_of
-from stormtorch.studies.rank_results import without_nan
 from stormtorch.studies.worker_settings import SimSettings
 from stormtorch.tasks.kinds import Task
 

@@ -16,8 +16,8 @@ from small import small
 from torch import nn
 
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.jobs.counters import mean
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
+from stormtorch.results.statistics import mean
 from stormtorch.studies.worker_settings import SimSettings
 from stormtorch.tasks.batches import Batch
 from stormtorch.tasks.kinds import Task, open_task

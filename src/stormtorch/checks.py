@@ -1,23 +1,36 @@
-"""Checks that name the setting they refuse, so that a command line can name its option."""
+"""Checks of settings. Each error names the setting that it refuses, so that a command line can name its option."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from stormtorch.lab.conditions import BadCondition
+
+class BadSetting(ValueError):
+    """Raised for a setting without a sensible value: `name` is the setting, `problem` what is wrong with it."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
 
 
-class BadSetting(BadCondition):
-    """A setting has no sensible value: `name` is the setting, `problem` what is wrong with it."""
+class BadCondition(BadSetting):
+    """Raised for a condition of a network that has no sensible value."""
 
 
 @contextmanager
 def blaming(name: str) -> Iterator[None]:
-    """A `BadSetting` from within names this setting, the one that was turned, whatever it is called there."""
+    """Makes every `BadSetting` raised inside the block name this setting: the one that the user chose."""
     try:
         yield
     except BadSetting as error:
         raise BadSetting(name, error.problem) from error
+
+
+def check(right: bool, knob: str, demand: str, got: object) -> None:
+    """Raises `BadSetting`, "`knob` must `demand`, got `got`", unless the value is right."""
+    if not right:
+        raise BadSetting(knob, f"must {demand}, got {got!r}")
 
 
 def check_between(name: str, value: float, low: float, high: float) -> None:
@@ -32,7 +45,7 @@ def check_subset(name: str, values: Sequence[str], known: Sequence[str]) -> None
         raise BadSetting(name, f"must name at least one of {', '.join(known)}")
     for value in values:
         if value not in known:
-            raise BadSetting(name, f"knows {', '.join(known)}, got {value!r}")
+            raise BadSetting(name, f"must be one of {', '.join(known)}, got {value!r}")
     if len(set(values)) != len(values):
         raise BadSetting(name, f"must name each only once, got {','.join(values)}")
 

@@ -13,16 +13,17 @@ import torch
 from commands import ranks_left
 from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch.bench.backends import BACKENDS, Copies
-from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, latency_table, run_latency
+from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, run_latency
 from stormtorch.bench.pattern import Pattern
 from stormtorch.bench.results import AllReduceReport
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.bench import check_plot, plot_allreduce
-from stormtorch.cli.tables.bench import allreduce_table
-from stormtorch.jobs.counters import Counters, Log, Sample, median, merge, percentile
+from stormtorch.cli.tables.bench import allreduce_table, latency_table
+from stormtorch.jobs.counters import Counters, Log, Sample, merge
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.surroundings import write_json
+from stormtorch.results.report import write_json
+from stormtorch.results.statistics import median, percentile
 from stormtorch.results.text import crowding_text, loss_text, share_text, size_text, time_text
 
 

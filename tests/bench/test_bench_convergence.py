@@ -10,7 +10,7 @@ from commands import ranks_left, text_of
 from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, run_convergence
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.convergence import plot_convergence
-from stormtorch.cli.tables.bench import convergence_table
+from stormtorch.cli.tables.steps import convergence_table
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
 

@@ -12,7 +12,7 @@ from stormtorch.bench.ddp import DdpReport, DdpSettings, StepResult, run_ddp
 from stormtorch.bench.replicas import BACKENDS, NO_SYNC, transformer
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.bench import plot_ddp
-from stormtorch.cli.tables.bench import ddp_table
+from stormtorch.cli.tables.steps import ddp_table
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
 

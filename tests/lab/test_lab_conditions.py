@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from stormtorch.checks import BadCondition
 from stormtorch.cli.tables.lab import requested_text
 from stormtorch.lab.access import LabUnavailable, find_access, tool
-from stormtorch.lab.conditions import BadCondition, Conditions, HostLine
+from stormtorch.lab.conditions import Conditions, HostLine
 from stormtorch.lab.measured import LineCount, LinkCount, Measured
 from stormtorch.lab.per_link import read_per_link
 from stormtorch.lab.wires import _bits, ruleset, shape

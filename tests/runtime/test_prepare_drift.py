@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stormtorch import BoundedDrift, Options, theory
-from stormtorch.jobs.counters import mean
+from stormtorch.results.statistics import mean
 from training import (
     WORLD,
     Optimizer,

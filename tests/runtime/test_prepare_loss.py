@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from stormtorch import EXACT, LOSSY, BoundedDrift, Options, Reliability, theory
-from stormtorch.jobs.counters import mean
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
+from stormtorch.results.statistics import mean
 from training import Rank, adamw, on_ranks, perceptron
 
 pytestmark = pytest.mark.pure

@@ -22,8 +22,8 @@ from stormtorch import (
     exact,
     theory,
 )
-from stormtorch.jobs.counters import mean
 from stormtorch.policies.policy import Policy
+from stormtorch.results.statistics import mean
 from training import (
     Rank,
     Vector,

@@ -12,11 +12,11 @@ from torch import nn
 from mask_statistics import CPU
 from simulating import Data, outcome
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability, theory
-from stormtorch.jobs.counters import mean
 from stormtorch.network.loss import Bernoulli, PerLink
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
+from stormtorch.results.statistics import mean
 from stormtorch.simulation.chunks import Cut
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived

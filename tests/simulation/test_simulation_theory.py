@@ -14,9 +14,9 @@ from torch import nn
 from mask_statistics import within
 from simulating import Data, keep_trainings, outcome, replicas_of
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _engine, theory
-from stormtorch.jobs.counters import mean
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
+from stormtorch.results.statistics import mean
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from training import Optimizer, Vector
 

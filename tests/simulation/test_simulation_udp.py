@@ -17,12 +17,12 @@ import stormtorch
 from mask_statistics import within
 from stormtorch import BoundedDrift, Options
 from stormtorch.collectives import Group
-from stormtorch.jobs.counters import mean
 from stormtorch.jobs.ranks import Member, run_ranks
+from stormtorch.results.statistics import mean
 from stormtorch.simulation import simulate
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.studies.rank_settings import LmSettings
-from stormtorch.tasks.batches import Batch, Task, loss_of, open_task, rate_at
+from stormtorch.tasks.batches import Batch, Task, loss_of, rate_at
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class Trained:
 def train_over_udp(member: Member) -> dict[tuple[float, int], Trained]:
     """One rank's part of all trainings."""
     torch.set_num_threads(1)
-    task = open_task(SETTINGS)
+    task = SETTINGS.open_task()
     found = {}
     for number, (loss, seed) in enumerate((loss, seed) for loss in LOSSES for seed in range(SEEDS)):
         options = Options(datagram_bytes=DATAGRAM_BYTES, interface=member.interface)
@@ -101,7 +101,7 @@ def over_udp() -> dict[tuple[float, int], Trained]:
 
 @functools.cache
 def in_the_simulator(loss: float, seed: int) -> Trained:
-    task = open_task(SETTINGS)
+    task = SETTINGS.open_task()
 
     def batches(step: int, first: int, last: int) -> Batch:
         each = [task.batch(seed, step, rank) for rank in range(first, last)]

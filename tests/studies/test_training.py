@@ -20,7 +20,7 @@ from stormtorch.lab.fixtures import lab_or_skip
 from stormtorch.studies.on_ranks import run_training
 from stormtorch.studies.rank_results import TrainReport
 from stormtorch.studies.rank_settings import POLICIES, WIRES, ImageSettings, LmSettings
-from stormtorch.tasks.batches import open_task, rate_at
+from stormtorch.tasks.batches import rate_at
 from task_files import write_cifar10_batches
 
 pytestmark = pytest.mark.pure
@@ -77,7 +77,7 @@ def test_bursts_must_go_with_the_loss() -> None:
 
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
-    task, again = open_task(SMALL), open_task(SMALL)
+    task, again = SMALL.open_task(), SMALL.open_task()
     first = task.batch(1, 2, 0)
     assert first.inputs.shape == first.targets.shape == (2, 16)
     assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
@@ -92,7 +92,7 @@ def test_batches_depend_on_seed_step_and_rank_alone() -> None:
 
 def test_an_epoch_shows_every_picture_once_on_one_of_the_ranks(tmp_path: Path) -> None:
     write_cifar10_batches(tmp_path, images_per_batch=8)
-    task = open_task(ImageSettings(ranks=2, batch=4, cifar10=tmp_path))
+    task = ImageSettings(ranks=2, batch=4, cifar10=tmp_path).open_task()
     seen = torch.cat([task.batch(0, step, rank).inputs[:, 0, 0] for step in range(5) for rank in range(2)])
     assert len({tuple(picture.flatten().tolist()) for picture in seen}) == 40
     assert sum(len(batch.targets) for rank in range(2) for batch in task.validation(rank)) == 8

@@ -8,17 +8,17 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, Copies
+from stormtorch.bench.backends import BACKENDS, DTYPES, Copies, check_backends, congestion_controls
 from stormtorch.bench.results import AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.jobs.control import BARRIER, ORDER, TIMES
 from stormtorch.jobs.counters import Counters, Log, merge
-from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
+from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import Advance, ignore_progress
 
 LINE_IDEAL = (
     "computed: 2(n-1)/n x bytes x 8 / rate, what every rank must send and receive, at the rate of its line with "
@@ -85,7 +85,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     if settings.network is not None:
-        with open_lab(settings.hosts, settings.network, settings.backends) as lab:
+        with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
     logs, where = run_here(

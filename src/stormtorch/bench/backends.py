@@ -1,18 +1,20 @@
 """What is measured: the same all-reduce by stormtorch and by its peers, each with connections of its own."""
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from stormtorch.bench.tcp import opened_by
+from stormtorch.checks import BadSetting, check_subset
 from stormtorch.collectives import Group, all_reduce
+from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
+from stormtorch.jobs.gloo import GlooGroup, gloo_group
 from stormtorch.jobs.ranks import Member
+from stormtorch.lab.conditions import Conditions
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
@@ -34,11 +36,7 @@ _IN_FLIGHT_BYTES = 1 << 20
 
 
 # Groups with a call that was given up. Freeing one would wait for it, minutes if need be; they end with the process.
-_ABANDONED: "list[GlooGroup]" = []
-
-
-class TooSlow(RuntimeError):
-    """A call did not end within its limit; its backend can make no further ones."""
+_ABANDONED: list[GlooGroup] = []
 
 
 class Backend(Protocol):
@@ -152,6 +150,25 @@ def chosen_tcp(name: str) -> str | None:
     return name.removeprefix("gloo").removeprefix("-") or None
 
 
+def congestion_controls(names: Sequence[str]) -> tuple[str, ...]:
+    """Congestion controls that some of these backends ask for."""
+    return tuple(name.removeprefix("gloo-") for name in names if name in BY_TCP)
+
+
+def check_backends(names: Sequence[str], network: Conditions | None, known: Sequence[str] = BACKENDS) -> None:
+    """Raises `BadSetting` unless all of these backends can be compared there.
+
+    Args:
+        names: Backends that were asked for.
+        network: Conditions of a lab; None is loopback, which has no choice of congestion control.
+        known: Names that loopback has.
+    """
+    check_subset("backends", names, (*known, *BY_TCP))
+    for name in names:
+        if network is None and name not in known:
+            raise BadSetting("backends", f"has {name} only in a lab; here it must be one of {', '.join(known)}")
+
+
 def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
     """Connects the backends of those names, of `BACKENDS` and `BY_TCP`; all ranks call this together."""
     return [_open_backend(name, member, datagram_bytes) for name in names]
@@ -164,26 +181,6 @@ def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Back
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
 
 
-def _met(group: "GlooGroup") -> "GlooGroup":
+def _met(group: GlooGroup) -> GlooGroup:
     group.barrier().wait()  # by now, everybody is connected
     return group
-
-
-class GlooGroup(Protocol):
-    """What torch's type stubs do not say about ProcessGroupGloo."""
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
-        """Sums in place."""
-        ...
-
-    def barrier(self) -> Work:
-        """Waits for all."""
-        ...
-
-
-def gloo_group(member: Member, name: str, world: int | None = None, interface: str | None = None) -> GlooGroup:
-    """A gloo group of the first `world` ranks, of all by default, on the interface that is measured by default."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface or member.interface
-    store = PrefixStore(name, member.store)
-    group = ProcessGroupGloo(store, member.rank, world or member.world, timedelta(minutes=10))
-    return cast(GlooGroup, group)

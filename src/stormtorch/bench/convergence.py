@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stormtorch.bench.backends import check_backends, congestion_controls
 from stormtorch.bench.replicas import (
     BACKENDS,
     WIRES,
@@ -30,11 +31,12 @@ from stormtorch.bench.replicas import (
 from stormtorch.checks import check_between, check_subset
 from stormtorch.jobs.control import Cue, Stage
 from stormtorch.jobs.counters import Delivery
-from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
-from stormtorch.results.surroundings import surroundings, write_json
-from stormtorch.results.text import Advance, ignore_progress
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.report import write_json
+from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.models.llama import Llama, LlamaSize
 
@@ -209,7 +211,7 @@ def run_convergence(settings: ConvergenceSettings, advance: Advance = ignore_pro
     with contextlib.ExitStack() as places:
         network, lab = settings.network, None
         if network is not None:
-            lab = places.enter_context(open_lab(settings.hosts, network, settings.backends))
+            lab = places.enter_context(open_lab(settings.hosts, network, congestion_controls(settings.backends)))
         for index, name in enumerate(settings.contenders):
             told = partial(_progress, advance, round(index * settings.seconds))
             advance(name, round(index * settings.seconds))

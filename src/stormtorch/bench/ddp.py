@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from stormtorch._engine import int8_bytes
+from stormtorch.bench.backends import check_backends, congestion_controls
 from stormtorch.bench.replicas import (
     BACKENDS,
     DRIFT,
@@ -31,12 +32,13 @@ from stormtorch.bench.replicas import (
 from stormtorch.bench.results import BackendResult, Report, ideal_s, statistics
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
-from stormtorch.jobs.counters import Counters, Log, Sample, median, merge
-from stormtorch.jobs.places import check_backends, open_lab, run_here, run_in_lab
+from stormtorch.jobs.counters import Counters, Log, Sample, merge
+from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.statistics import median
 from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import Advance, ignore_progress
 
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
@@ -162,7 +164,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
     if settings.network is None:
         logs, where = run_here(_rank_steps, settings.hosts, (settings,), timeout_s=settings.timeout_s, advance=advance)
     else:
-        with open_lab(settings.hosts, settings.network, settings.backends) as lab:
+        with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             logs, where = run_in_lab(
                 _rank_steps,
                 lab,

@@ -6,19 +6,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from stormtorch.bench.backends import BACKENDS, Storm, gloo_group
+from stormtorch.bench.backends import BACKENDS, Storm
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import check_between, check_subset
 from stormtorch.collectives import Group, barrier
 from stormtorch.jobs.control import BARRIER, TIMES
-from stormtorch.jobs.counters import Log, median, merge, percentile
+from stormtorch.jobs.counters import Log, merge
+from stormtorch.jobs.gloo import gloo_group
 from stormtorch.jobs.places import run_here
 from stormtorch.jobs.ranks import LOOPBACK, Member
 from stormtorch.reliability import EXACT
-from stormtorch.results.surroundings import surroundings, write_json
-from stormtorch.results.text import Advance, crowding_text, ignore_progress, new_table, size_text, time_text
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.report import write_json
+from stormtorch.results.statistics import median, percentile
+from stormtorch.results.surroundings import surroundings
 from stormtorch.transport.options import Options
 
 SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
@@ -171,33 +172,3 @@ def _timed_calls(call: Callable[[], object], settings: LatencySettings) -> list[
         if index >= settings.warmup:
             times_s.append(time.perf_counter() - begin)
     return times_s
-
-
-def latency_table(report: LatencyReport) -> Table:
-    """One row per size; median and 99th percentile of each backend."""
-    conditions = report.conditions
-    names: list[str] = conditions["backends"]
-    empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
-    idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
-    table = new_table(
-        f"latency of all-reduce over {conditions['hosts']} ranks, loopback",
-        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier."
-        + crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
-        + f" An empty exchange between two ranks, back to back, median: {empty}."
-        + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
-    )
-    table.add_column("size", justify="right")
-    for name in names:
-        table.add_column(f"{name.removeprefix('storm-')}\nmedian", justify="right", no_wrap=True)
-        table.add_column("\np99", justify="right", no_wrap=True)
-    compared = [name for name in names if name != "gloo"] if "gloo" in names else []
-    for name in compared:
-        table.add_column(f"{name.removeprefix('storm-')}\nx gloo", justify="right", no_wrap=True)
-    for size in SIZES_BYTES:
-        by_name = {result.backend: result for result in report.results if result.bytes == size}
-        cells = [size_text(size)]
-        for name in names:
-            cells += [time_text(by_name[name].median_s), time_text(by_name[name].p99_s)]
-        cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in compared]
-        table.add_row(*cells)
-    return table

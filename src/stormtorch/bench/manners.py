@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from stormtorch.checks import check_between, check_subset
 from stormtorch.collectives import Group, all_reduce, all_to_all, gather, receive, send
-from stormtorch.jobs.counters import median
 from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.lab import Conditions, Lab
 from stormtorch.lab.access import available_tcp
-from stormtorch.results.surroundings import surroundings, write_json
-from stormtorch.results.text import Advance, ignore_progress, new_table
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.report import write_json
+from stormtorch.results.statistics import median
+from stormtorch.results.surroundings import surroundings
 from stormtorch.transport.options import Options, parse_rate
 from stormtorch.transport.rendezvous import connect
 
@@ -109,18 +109,6 @@ def run_manners(settings: MannersSettings, advance: Advance = ignore_progress) -
         findings += _LOOKS[name](settings)
     advance("done", len(settings.only))
     return MannersReport(surroundings() | {"settings": asdict(settings)}, findings)
-
-
-def manners_table(report: MannersReport) -> Table:
-    """One row per finding."""
-    table = new_table("on a network that it does not know, with no rate given")
-    for heading in ("", "figure", "bound", ""):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for finding in report.findings:
-        percent = finding.name != "step"
-        figure, bound = (f"{100 * x:.2f} %" if percent else f"{x:.0f}" for x in (finding.figure, finding.bound))
-        table.add_row(finding.what, figure, f"{'≤' if finding.at_most else '≥'} {bound}", "" if finding.good else "✗")
-    return table
 
 
 # --- overflow --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch.backend.lossy import LossyGradients, lossy_hook
 from stormtorch.backend.process_group import StormProcessGroup
-from stormtorch.bench.backends import TooSlow, chosen_tcp
+from stormtorch.bench.backends import chosen_tcp
 from stormtorch.bench.tcp import opened_by
+from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
 from stormtorch.policies import BoundedDrift

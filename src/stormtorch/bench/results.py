@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from stormtorch.bench.backends import Copies
-from stormtorch.jobs.counters import Log, Sample, median, percentile
-from stormtorch.results.surroundings import write_json
+from stormtorch.jobs.counters import Log, Sample
+from stormtorch.results.report import write_json
+from stormtorch.results.statistics import median, percentile
 
 
 @dataclass(frozen=True, kw_only=True)

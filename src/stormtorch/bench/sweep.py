@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.bench.allreduce import LINE_IDEAL, AllReduceSettings, run_allreduce_in
-from stormtorch.bench.backends import LAB_DEFAULT
+from stormtorch.bench.backends import LAB_DEFAULT, congestion_controls
 from stormtorch.bench.results import AllReduceResult, ideal_bytes
-from stormtorch.checks import BadSetting, check_between
-from stormtorch.cli.tables.bench import condition_text
+from stormtorch.checks import BadCondition, BadSetting, check_between
 from stormtorch.jobs.control import BARRIER, TIMES
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.places import open_lab
 from stormtorch.lab.access import LabError, LabUnavailable
-from stormtorch.lab.conditions import BadCondition, Conditions
+from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
-from stormtorch.results.surroundings import surroundings, write_json
-from stormtorch.results.text import Advance, ignore_progress
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.report import write_json
+from stormtorch.results.surroundings import surroundings
+from stormtorch.results.text import condition_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,8 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
                 # Only the loss can change without another lab.
                 if lab is None or lab.conditions.changed(loss=0.0) != point.network.changed(loss=0.0):
                     labs.close()
-                    lab = labs.enter_context(open_lab(settings.hosts, point.network, settings.backends))
+                    tcp = congestion_controls(settings.backends)
+                    lab = labs.enter_context(open_lab(settings.hosts, point.network, tcp))
                 report = run_allreduce_in(lab, point, _behind(advance, what, index * settings.iters))
             except LabUnavailable:
                 raise

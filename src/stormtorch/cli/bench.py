@@ -96,8 +96,8 @@ def allreduce(
     with friendly_errors():
         from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
         from stormtorch.cli.plots.bench import plot_allreduce
+        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import allreduce_table
-        from stormtorch.results.text import progress_bar
 
         network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = AllReduceSettings(
@@ -182,8 +182,8 @@ def ddp(
     with friendly_errors():
         from stormtorch.bench.ddp import DdpSettings, run_ddp
         from stormtorch.cli.plots.bench import plot_ddp
-        from stormtorch.cli.tables.bench import ddp_table
-        from stormtorch.results.text import progress_bar
+        from stormtorch.cli.screen import progress_bar
+        from stormtorch.cli.tables.steps import ddp_table
 
         network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = DdpSettings(
@@ -272,8 +272,8 @@ def convergence(
     with friendly_errors():
         from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, run_convergence
         from stormtorch.cli.plots.convergence import plot_convergence
-        from stormtorch.cli.tables.bench import convergence_table
-        from stormtorch.results.text import progress_bar
+        from stormtorch.cli.screen import progress_bar
+        from stormtorch.cli.tables.steps import convergence_table
 
         network = network_of(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = ConvergenceSettings(
@@ -343,8 +343,8 @@ def sweep(
     with friendly_errors():
         from stormtorch.bench.sweep import SweepReport, SweepSettings, run_sweep
         from stormtorch.cli.plots.sweep import plot_sweep
+        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import sweep_table
-        from stormtorch.results.text import progress_bar
 
         settings = SweepSettings(
             hosts=hosts,
@@ -396,8 +396,9 @@ def latency(
       stormtorch bench latency --hosts 4 --iters 1000 --json latency.json
     """
     with friendly_errors():
-        from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, latency_table, run_latency
-        from stormtorch.results.text import progress_bar
+        from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, run_latency
+        from stormtorch.cli.screen import progress_bar
+        from stormtorch.cli.tables.bench import latency_table
 
         settings = LatencySettings(
             hosts=hosts, iters=iters, warmup=warmup, backends=names(backends), idle_s=idle_s, timeout_s=timeout_s
@@ -432,8 +433,9 @@ def manners(
       stormtorch bench manners --only incast --queue 64kb --hosts 8
     """
     with friendly_errors():
-        from stormtorch.bench.manners import MannersSettings, manners_table, run_manners
-        from stormtorch.results.text import progress_bar
+        from stormtorch.bench.manners import MannersSettings, run_manners
+        from stormtorch.cli.screen import progress_bar
+        from stormtorch.cli.tables.bench import manners_table
 
         settings = MannersSettings(
             only=names(only), rate=rate, queue=queue, delay=delay, hosts=hosts, tcp=names(tcp), timeout_s=timeout_s

@@ -15,13 +15,13 @@ def friendly_errors() -> Iterator[None]:
     """Exit code 2 and the option for a bad value, 1 and one message for a rank or a lab that failed, 130 for Ctrl-C."""
     try:
         # Here, so that --help answers without them.
+        from stormtorch.checks import BadSetting
         from stormtorch.jobs.failed import RankFailed
         from stormtorch.lab.access import LabError
-        from stormtorch.lab.conditions import BadCondition
 
         try:
             yield
-        except BadCondition as error:  # and BadSetting, which is one
+        except BadSetting as error:
             raise typer.BadParameter(error.problem, param_hint=f"--{error.name.replace('_', '-')}") from error
         except RankFailed as error:
             _show(str(error), error.details)

@@ -87,7 +87,8 @@ def run(
     from stormtorch.cli.console import check_file, friendly_errors, save
 
     with friendly_errors(), _ending_signals():
-        from stormtorch.lab.conditions import BadCondition, Conditions
+        from stormtorch.checks import BadCondition
+        from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
 
@@ -143,8 +144,9 @@ def change(
     from stormtorch.cli.console import friendly_errors
 
     with friendly_errors():
+        from stormtorch.checks import BadCondition
         from stormtorch.cli.tables.lab import requested_text
-        from stormtorch.lab.conditions import BadCondition, Conditions
+        from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.registry import ask
 
         changes = _changes(rate=rate, loss=loss, burst=burst, trace=None, delay=delay, jitter=jitter, queue=queue)
@@ -193,7 +195,7 @@ def clean() -> None:
 
 def _changes(**options: Any) -> dict[str, Any]:
     """The options that were given, as conditions."""
-    from stormtorch.lab.conditions import BadCondition
+    from stormtorch.checks import BadCondition
 
     changes = {name: value for name, value in options.items() if value is not None}
     if changes.get("rate") == "unlimited":
@@ -206,7 +208,7 @@ def _changes(**options: Any) -> dict[str, Any]:
 
 
 def _read_trace(text: str) -> Any:
-    from stormtorch.lab.conditions import BadCondition
+    from stormtorch.checks import BadCondition
     from stormtorch.network.loss import Trace
 
     name, colon, line = text.rpartition(":")

@@ -96,7 +96,8 @@ Patience = Annotated[
 
 def network_of(seed: int, **conditions: str | float | None) -> "Conditions | None":
     """The lab's network; None where no condition was given: that is loopback."""
-    from stormtorch.lab.conditions import BadCondition, Conditions
+    from stormtorch.checks import BadCondition
+    from stormtorch.lab.conditions import Conditions
 
     given = {name: value for name, value in conditions.items() if value is not None}
     if not given:

@@ -262,7 +262,7 @@ def simulate(
 @contextlib.contextmanager
 def _one_voice(checkpoint: Path | None) -> Iterator[None]:
     """Of all processes of torchrun, only the first tells what went wrong, and how to go on after Ctrl-C."""
-    from stormtorch.lab.conditions import BadCondition
+    from stormtorch.checks import BadSetting
 
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -274,7 +274,7 @@ def _one_voice(checkpoint: Path | None) -> Iterator[None]:
         if first:
             typer.echo(f"interrupted: {kept}", err=True)
         raise typer.Exit(130) from None
-    except BadCondition as error:
+    except BadSetting as error:
         if first:
             raise
         raise typer.Exit(2) from error
@@ -288,8 +288,9 @@ def run(
     from rich.console import Console
 
     from stormtorch.cli.plots.simulate import plot_simulation
+    from stormtorch.cli.screen import progress_bar
     from stormtorch.cli.tables.simulate import show_simulation
-    from stormtorch.results.text import ignore_progress, progress_bar
+    from stormtorch.results.progress import ignore_progress
     from stormtorch.simulation.processes import first, join, leave
     from stormtorch.studies.on_workers import run_simulations
 

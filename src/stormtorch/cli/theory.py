@@ -78,7 +78,7 @@ def _write(prediction: "Prediction", path: Path) -> None:
 
 def show_prediction(prediction: "Prediction", console: "Console") -> None:
     """A table for each part, a sentence for each number."""
-    from stormtorch.results.text import new_table
+    from stormtorch.cli.screen import new_table
     from stormtorch.theory import KINDS
 
     bound = "" if prediction.max_lag is None else f", no copy older than {prediction.max_lag} steps"

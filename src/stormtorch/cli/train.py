@@ -227,8 +227,8 @@ def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None
     from rich.console import Console
 
     from stormtorch.cli.plots.train import plot_training
+    from stormtorch.cli.screen import progress_bar
     from stormtorch.cli.tables.train import show_training
-    from stormtorch.results.text import progress_bar
     from stormtorch.studies.on_ranks import run_training
 
     check_outputs(json, plot)

@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from stormtorch.bench.backends import TooSlow, gloo_group
 from stormtorch.jobs.counters import Delivery, Sample
+from stormtorch.jobs.gloo import gloo_group
 from stormtorch.jobs.ranks import Member
 
 BARRIER = "gloo, on connections of its own, before and after each timed call"
@@ -18,6 +18,10 @@ TIMES = "wall time of the slowest rank, from leaving the barrier to the end of i
 ORDER = "every round calls every backend once; each round begins with another one"
 # The first calls meet cold connections but no loss: they may take so many times what patience allows.
 _CHECK_PATIENCE = 5
+
+
+class TooSlow(RuntimeError):
+    """Raised when a call did not end within its limit; its contender can make no further ones."""
 
 
 class Contender(Protocol):

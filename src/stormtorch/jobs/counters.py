@@ -1,6 +1,5 @@
-"""What was measured: single calls, the log of a rank or of a whole job, and statistics of times."""
+"""Measurements: single calls, counters of the engine, and the log of a rank or of a whole job."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
@@ -110,21 +109,3 @@ def merge(logs: Sequence[Log]) -> Log:
         )
     counters = {key: sum((log.counters[key] for log in logs), Counters()) for key in logs[0].counters}
     return Log(samples, counters, logs[0].chunk_bytes, logs[0].tcp)
-
-
-def mean(values: Sequence[float]) -> float:
-    """Of one value at least; without an end, or no number, where one of them is."""
-    return sum(values) / len(values)
-
-
-def median(times_s: Sequence[float]) -> float:
-    """The middle one, or the mean of the two in the middle."""
-    ordered = sorted(times_s)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def percentile(times_s: Sequence[float], percent: float) -> float:
-    """The smallest time that `percent` of all do not exceed; of few times, a high one is simply the worst."""
-    ordered = sorted(times_s)
-    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]

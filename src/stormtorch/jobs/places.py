@@ -1,34 +1,29 @@
 """Where the ranks run: beside this process, or on hosts of a lab whose loss begins when all results were checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from stormtorch.bench.backends import BACKENDS, BY_TCP
-from stormtorch.checks import BadSetting, check_subset
 from stormtorch.jobs.control import Cue
 from stormtorch.jobs.ranks import run_ranks
 from stormtorch.lab.access import checked_tcp
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import Measured
-from stormtorch.results.text import Advance
+from stormtorch.results.progress import Advance
 
 Result = TypeVar("Result")
 
 
-def check_backends(backends: tuple[str, ...], network: Conditions | None, known: tuple[str, ...] = BACKENDS) -> None:
-    """Raises `BadSetting` unless all of them can be compared there; None is loopback, where there are those known."""
-    check_subset("backends", backends, (*known, *BY_TCP))
-    for name in backends:
-        if network is None and name not in known:
-            raise BadSetting("backends", f"knows {name} only in a lab; here {', '.join(known)}")
+def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
+    """Makes the lab, for a `with` statement; it loses nothing until the ranks have checked their results.
 
-
-def open_lab(hosts: int, network: Conditions, backends: tuple[str, ...]) -> Lab:
-    """The lab for that, without loss at first; for a `with` statement."""
-    for name in backends:
-        if name in BY_TCP:
-            checked_tcp(name.removeprefix("gloo-"))
+    Args:
+        hosts: Number of hosts.
+        network: Its conditions.
+        tcp: Congestion controls that the kernel must have.
+    """
+    for congestion_control in tcp:
+        checked_tcp(congestion_control)
     return Lab(hosts, network.changed(loss=0.0), management=True)
 
 

@@ -6,8 +6,9 @@ with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
     statuses = lab.run(["python", "train.py"])
 """
 
+from stormtorch.checks import BadCondition
 from stormtorch.lab.access import LabError, LabUnavailable
-from stormtorch.lab.conditions import BadCondition, Conditions, HostLine
+from stormtorch.lab.conditions import Conditions, HostLine
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import LineCount, LinkCount, Measured
 from stormtorch.lab.per_link import read_per_link

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from stormtorch.checks import BadCondition
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace
 from stormtorch.transport.options import parse_rate
 
@@ -26,15 +27,6 @@ LEAST_RATE = 64e3
 """Bits per second below which one Ethernet frame takes longer than a fifth of a second."""
 MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
-
-
-class BadCondition(ValueError):
-    """A condition has no sensible value. `name` is its name, `problem` what is wrong with it."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name = name
-        self.problem = problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stormtorch.checks import BadCondition
 from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
-from stormtorch.lab.conditions import MOST_HOSTS, BadCondition, Conditions
+from stormtorch.lab.conditions import MOST_HOSTS, Conditions
 from stormtorch.lab.measured import Measured
 from stormtorch.lab.namespaces import Holder
 from stormtorch.lab.registry import Registration

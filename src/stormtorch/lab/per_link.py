@@ -12,7 +12,8 @@ trace's file is looked for beside the file that names it.
 from pathlib import Path
 from typing import Any
 
-from stormtorch.lab.conditions import BadCondition, Conditions, HostLine, rate_of, size_of, time_of
+from stormtorch.checks import BadCondition
+from stormtorch.lab.conditions import Conditions, HostLine, rate_of, size_of, time_of
 from stormtorch.network.link_file import entries, link_entries, ranks_of, read_file
 from stormtorch.network.loss import PerLink
 

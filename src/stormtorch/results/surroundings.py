@@ -1,17 +1,14 @@
-"""Under which conditions a number was measured: without them it cannot be compared with another."""
+"""Conditions under which a number was measured: without them it cannot be compared with another."""
 
-import json
 import os
 import platform
-import re
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-import stormtorch
 
 
 def surroundings() -> dict[str, Any]:
@@ -28,7 +25,7 @@ def surroundings() -> dict[str, Any]:
         "tcp_congestion_control": _first_line("/proc/sys/net/ipv4/tcp_congestion_control"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
-            "stormtorch": stormtorch.__version__,
+            "stormtorch": version("stormtorch"),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
@@ -36,16 +33,8 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes readable JSON, each list of numbers on one line; makes missing folders."""
-    text = json.dumps(data, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[\n[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
 def cpu_model() -> str:
-    """The processor's name, or its architecture where the kernel does not tell (as on many ARM machines)."""
+    """Name of the processor, or its architecture where the kernel does not tell (as on many ARM machines)."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:
@@ -58,8 +47,8 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this runs from, with "+changes" if files differ from it; None outside of git."""
-    here = Path(stormtorch.__file__).parent
+    """Commit of the source tree this runs from, with "+changes" if files differ from it; None outside of git."""
+    here = Path(__file__).parents[1]
     head = _git(here, "rev-parse", "--short=12", "HEAD")
     # Installed into some other project's tree, its commit would say nothing about us.
     if not head or not _git(here, "ls-files", "--", "*.py"):

@@ -2,25 +2,31 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-import stormtorch
 from stormtorch.collectives import Group, Op, all_reduce, broadcast
 from stormtorch.jobs.control import Contender, Cue, Stage
 from stormtorch.jobs.counters import Counters
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
+from stormtorch.network.faults import faults
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.reliability import EXACT, Reliability
+from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.statistics import mean, median
 from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import Advance, ignore_progress
-from stormtorch.studies.rank_results import TrainReport, result_of
+from stormtorch.runtime.norms import clip_grad_norm_
+from stormtorch.runtime.prepare import exact, prepare
+from stormtorch.studies.rank_results import TrainReport, TrainResult, exp_of
 from stormtorch.studies.rank_settings import TrainSettings
-from stormtorch.tasks.batches import Task, loss_of, open_task, rate_at
+from stormtorch.tasks.batches import Task, loss_of, rate_at
 from stormtorch.transport.options import Options
+from stormtorch.transport.rendezvous import connect
 
 # Ethernet's: loss then strikes chunks of the size that it would strike on a network.
 _DATAGRAM_BYTES = 1472
@@ -53,7 +59,7 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
         stormtorch.jobs.failed.RankFailed: A rank failed or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
-    task = open_task(settings)
+    task = settings.open_task()
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
     asked = settings.to_json() | {"data": task.to_json(), "params": params}
     conditions = surroundings()
@@ -74,15 +80,38 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
     return TrainReport(settings, asked, measured, conditions, results)
 
 
+def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
+    """All ranks' view of one training."""
+    first = trainings[0]
+    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
+    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
+    counters = sum((each.counters for each in trainings), Counters())
+    _, val_loss, accuracy = first.validations[-1]
+    return TrainResult(
+        policy=first.policy,
+        seed=first.seed,
+        loss=mean(losses[-max(len(losses) // 10, 1) :]),
+        val_loss=val_loss,
+        perplexity=exp_of(val_loss) if language else None,
+        accuracy=None if language else accuracy,
+        step_s=median(times_s),
+        drift=first.drift,
+        arrived=mean([each.arrived for each in trainings]),
+        loss_measured=counters.loss if counters.seen else None,
+        curve=[(step + 1, round(loss, 5)) for step, loss in enumerate(losses)],
+        val_curve=[(step, round(sum(times_s[:step]), 3), round(loss, 5)) for step, loss, _ in first.validations],
+    )
+
+
 def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]:
     """One rank's part of all trainings."""
-    task = open_task(settings)
+    task = settings.open_task()
     found: list[RankTraining] = []
     stage: Stage[Contender]
     with Stage(member, (), lab=settings.network is not None) as stage:
         for number, (seed, policy) in enumerate(settings.trainings):
             # Not in a with statement: the goodbye of a rank that failed would make the others' errors hide its own.
-            transport = stormtorch.connect(
+            transport = connect(
                 member.store,
                 member.rank,
                 member.world,
@@ -105,7 +134,7 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
 def _faults(settings: TrainSettings, seed: int) -> contextlib.AbstractContextManager[object]:
     if settings.network is not None:
         return contextlib.nullcontext()
-    return stormtorch.faults(loss=settings.loss, burst=settings.burst, seed=seed)
+    return faults(loss=settings.loss, burst=settings.burst, seed=seed)
 
 
 def policy_of(name: str, settings: TrainSettings) -> Any:
@@ -113,12 +142,12 @@ def policy_of(name: str, settings: TrainSettings) -> Any:
     lossy = Reliability(budget=settings.budget)
     wire = _WIRES[settings.wire]
     if name == "model-averaging":
-        return stormtorch.ModelAveraging(every=1, reliability=lossy)
+        return ModelAveraging(every=1, reliability=lossy)
     if name == "gradient-averaging":
-        return stormtorch.GradientAveraging(reliability=lossy)
+        return GradientAveraging(reliability=lossy)
     if name == "lossless":
-        return stormtorch.BoundedDrift(gradients=EXACT, broadcast=EXACT, wire=wire)
-    return stormtorch.BoundedDrift(
+        return BoundedDrift(gradients=EXACT, broadcast=EXACT, wire=wire)
+    return BoundedDrift(
         gradients=lossy, broadcast=lossy, lead=float(name == "lead"), max_lag=settings.max_lag, wire=wire
     )
 
@@ -127,9 +156,7 @@ def _train(
     stage: Stage[Contender], group: Group, task: Task, settings: TrainSettings, training: RankTraining
 ) -> RankTraining:
     model = task.model(training.seed)
-    model, optimizer = stormtorch.prepare(
-        model, task.optimizer(model), policy=policy_of(training.policy, settings), group=group
-    )
+    model, optimizer = prepare(model, task.optimizer(model), policy=policy_of(training.policy, settings), group=group)
     rank = stage.member.rank
     stage.barrier()
     for step in range(settings.steps):
@@ -140,7 +167,7 @@ def _train(
         loss = loss_of(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if task.clip is not None:
-            stormtorch.clip_grad_norm_(model.parameters(), task.clip)
+            clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         optimizer.zero_grad()
         training.losses.append(float(loss.detach()))
@@ -176,7 +203,7 @@ def _validate(stage: Stage[Contender], model: nn.Module, task: Task) -> tuple[fl
     """The loss and the fraction of right answers on what is held out, each rank judging its part of it."""
     total, right, count = 0.0, 0, 0
     model.eval()
-    with stormtorch.exact(model), torch.inference_mode():
+    with exact(model), torch.inference_mode():
         for inputs, targets in task.validation(stage.member.rank):
             scores = model(inputs)
             total += float(loss_of(scores, targets)) * targets.numel()

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
+from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import Advance, ignore_progress
 from stormtorch.simulation.checkpoints import digest
 from stormtorch.simulation.processes import Together
 from stormtorch.simulation.run import Simulated, Spot, simulate

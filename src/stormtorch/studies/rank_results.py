@@ -1,17 +1,12 @@
 """What trainings found out: one result per policy and seed, and the report of all of them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from stormtorch.jobs.counters import Counters, mean, median
-from stormtorch.results.surroundings import write_json
+from stormtorch.results.report import without_nan, write_json
 from stormtorch.studies.rank_settings import TrainSettings
-
-if TYPE_CHECKING:
-    from stormtorch.studies.on_ranks import RankTraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +35,6 @@ class TrainResult:
     """Step and training loss, mean over the ranks."""
     val_curve: list[tuple[int, float, float]]
     """Step, seconds of training until then, validation loss."""
-
-
-def result_of(trainings: "Sequence[RankTraining]", *, language: bool) -> TrainResult:
-    """All ranks' view of one training."""
-    first = trainings[0]
-    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
-    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
-    counters = sum((each.counters for each in trainings), Counters())
-    _, val_loss, accuracy = first.validations[-1]
-    return TrainResult(
-        policy=first.policy,
-        seed=first.seed,
-        loss=mean(losses[-max(len(losses) // 10, 1) :]),
-        val_loss=val_loss,
-        perplexity=exp_of(val_loss) if language else None,
-        accuracy=None if language else accuracy,
-        step_s=median(times_s),
-        drift=first.drift,
-        arrived=mean([each.arrived for each in trainings]),
-        loss_measured=counters.loss if counters.seen else None,
-        curve=[(step + 1, round(loss, 5)) for step, loss in enumerate(losses)],
-        val_curve=[(step, round(sum(times_s[:step]), 3), round(loss, 5)) for step, loss, _ in first.validations],
-    )
 
 
 SettingsT = TypeVar("SettingsT")
@@ -126,15 +98,6 @@ def _above(own: TrainResult, other: TrainResult) -> float:
         return own.accuracy - other.accuracy
     assert own.perplexity is not None and other.perplexity is not None
     return own.perplexity / other.perplexity - 1
-
-
-def without_nan(data: Any) -> Any:
-    """JSON knows no infinity: what a training that diverged leaves becomes null."""
-    if isinstance(data, dict):
-        return {key: without_nan(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [without_nan(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def exp_of(value: float) -> float:

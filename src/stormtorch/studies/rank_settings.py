@@ -7,6 +7,7 @@ from typing import Any
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
 from stormtorch.network.faults import faults
+from stormtorch.tasks.batches import Task, open_language, open_pictures
 
 POLICIES = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
 """What can be compared, from the most careful to the least."""
@@ -73,6 +74,14 @@ class TrainSettings:
         """Steps from one validation to the next: ten in all."""
         return max(self.steps // 10, 1)
 
+    def open_task(self) -> Task:
+        """Reads the data, and makes what is learned.
+
+        Raises:
+            BadSetting: The data cannot be read.
+        """
+        raise NotImplementedError
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "network"}
@@ -99,6 +108,18 @@ class LmSettings(TrainSettings):
         if self.width % 16:
             raise BadSetting("width", f"must be a multiple of 16, got {self.width}")
 
+    def open_task(self) -> Task:
+        """See `TrainSettings`."""
+        return open_language(
+            self.text,
+            ranks=self.ranks,
+            batch=self.batch,
+            lr=self.lr,
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(TrainSettings):
@@ -108,3 +129,7 @@ class ImageSettings(TrainSettings):
     lr: float = 0.1
     cifar10: Path | None = None
     """The folder of CIFAR-10's Python version; None are scikit-learn's digits, 8 x 8."""
+
+    def open_task(self) -> Task:
+        """See `TrainSettings`."""
+        return open_pictures(self.cifar10, ranks=self.ranks, batch=self.batch, lr=self.lr)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stormtorch.jobs.counters import mean, median
 from stormtorch.policies.ledger import Row
+from stormtorch.results.statistics import mean, median
 from stormtorch.simulation.run import Simulated
 from stormtorch.studies.rank_results import Report, TrainResult, exp_of
 from stormtorch.studies.worker_settings import SimSettings

@@ -3,15 +3,15 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.studies.rank_settings import ImageSettings, LmSettings, TrainSettings
-from stormtorch.tasks.data.corpus import open_corpus
-from stormtorch.tasks.data.images import CLASSES, open_images
+from stormtorch.tasks.data.corpus import Corpus, open_corpus
+from stormtorch.tasks.data.images import CLASSES, Images, open_images
 from stormtorch.tasks.models.llama import Llama, LlamaSize
 from stormtorch.tasks.models.resnet import ResNet
 
@@ -55,16 +55,40 @@ class Task(Protocol):
         ...
 
 
-def open_task(settings: TrainSettings) -> Task:
-    """The task of these settings; reads its data.
+def open_language(
+    text: Path | None = None, *, ranks: int, batch: int, lr: float, context: int, layers: int, width: int
+) -> Task:
+    """Reads a text and makes the task of learning its next byte.
+
+    Args:
+        text: File to learn from; None is the source of Python's standard library.
+        ranks: Ranks that learn together.
+        batch: Examples of each rank in a step.
+        lr: Highest learning rate.
+        context: Bytes of each example.
+        layers: Layers of the model.
+        width: Width of the model.
 
     Raises:
-        stormtorch.checks.BadSetting: The data cannot be read.
+        stormtorch.checks.BadSetting: The text cannot be read.
     """
-    if isinstance(settings, LmSettings):
-        return _Language(settings)
-    assert isinstance(settings, ImageSettings)
-    return _Pictures(settings)
+    size = LlamaSize(layers=layers, width=width, heads=max(width // 32, 1))
+    return _Language(open_corpus(text), size, ranks, batch, lr, context)
+
+
+def open_pictures(cifar10: Path | None = None, *, ranks: int, batch: int, lr: float) -> Task:
+    """Reads pictures and makes the task of telling them apart.
+
+    Args:
+        cifar10: Folder of CIFAR-10's Python version; None takes scikit-learn's digits, 8 x 8.
+        ranks: Ranks that learn together.
+        batch: Examples of each rank in a step.
+        lr: Highest learning rate.
+
+    Raises:
+        stormtorch.checks.BadSetting: The pictures cannot be read.
+    """
+    return _Pictures(open_images(cifar10), ranks, batch, lr)
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -127,29 +151,28 @@ class _Language:
     language = True
     clip: float | None = 1.0
 
-    def __init__(self, settings: LmSettings) -> None:
-        self._settings = settings
-        self._size = LlamaSize(layers=settings.layers, width=settings.width, heads=max(settings.width // 32, 1))
-        self._corpus = open_corpus(settings.text)
+    def __init__(self, corpus: Corpus, size: LlamaSize, ranks: int, batch: int, lr: float, context: int) -> None:
+        self._corpus, self._size = corpus, size
+        self._ranks, self._batch, self._lr, self._context = ranks, batch, lr, context
 
     def model(self, seed: int) -> nn.Module:
         return seeded(seed, lambda: Llama(self._size))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return adamw(model.parameters(), self._settings.lr)
+        return adamw(model.parameters(), self._lr)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        return self._windows(self._corpus.training, self._settings.batch, generator_of(seed, step, rank))
+        return self._windows(self._corpus.training, self._batch, generator_of(seed, step, rank))
 
     def validation(self, rank: int) -> Iterator[Batch]:
         inputs, targets = self._windows(self._corpus.validation, _VALIDATION_SEQUENCES, generator_of(0, 0, 0))
-        return _parts(inputs, targets, rank, self._settings.ranks)
+        return _parts(inputs, targets, rank, self._ranks)
 
     def to_json(self) -> dict[str, object]:
         return self._corpus.to_json()
 
     def _windows(self, text: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
-        length = self._settings.context + 1
+        length = self._context + 1
         first = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
         windows = text[first + torch.arange(length)].long()
         return Batch(windows[:, :-1], windows[:, 1:])
@@ -159,23 +182,23 @@ class _Pictures:
     language = False
     clip: float | None = None
 
-    def __init__(self, settings: ImageSettings) -> None:
-        self._settings = settings
-        self._images = open_images(settings.cifar10)
-        self._epochs = Epochs(len(self._images.training), settings.batch)
+    def __init__(self, images: Images, ranks: int, batch: int, lr: float) -> None:
+        self._images = images
+        self._ranks, self._lr = ranks, lr
+        self._epochs = Epochs(len(images.training), batch)
 
     def model(self, seed: int) -> nn.Module:
         return seeded(seed, lambda: ResNet(self._images.training.shape[1], CLASSES))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self._settings.lr, momentum=0.9, weight_decay=5e-4)
+        return torch.optim.SGD(model.parameters(), lr=self._lr, momentum=0.9, weight_decay=5e-4)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        chosen = self._epochs.chosen(seed, step, self._settings.ranks)[rank]
+        chosen = self._epochs.chosen(seed, step, self._ranks)[rank]
         return Batch(self._images.training[chosen], self._images.training_labels[chosen])
 
     def validation(self, rank: int) -> Iterator[Batch]:
-        return _parts(self._images.validation, self._images.validation_labels, rank, self._settings.ranks)
+        return _parts(self._images.validation, self._images.validation_labels, rank, self._ranks)
 
     def to_json(self) -> dict[str, object]:
         return self._images.to_json()

@@ -1,27 +1,26 @@
-"""Checks of what formulas are asked for: a `ValueError` names the argument."""
+"""Checks of the arguments of formulas. Each error is a `ValueError` that names the argument."""
 
 import math
 
+from stormtorch.checks import check
+
 
 def check_loss(p: float) -> None:
-    """A chance below 1: where everything is lost, nothing has a limit."""
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"p must lie in [0, 1), got {p:g}")
+    """Raises unless `p` is a chance below 1: where everything is lost, nothing has a limit."""
+    check(0.0 <= p < 1.0, "p", "lie in [0, 1)", p)
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:
-    """A whole number, `least` or more."""
-    if value != int(value) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+    """Raises unless `value` is a whole number of at least `least`."""
+    check(value == int(value) and value >= least, name, f"be a whole number of at least {least}", value)
 
 
 def check_max_lag(max_lag: int | None) -> None:
-    """None is no bound."""
+    """Raises unless `max_lag` is None, which is no bound, or a whole number of at least 1."""
     if max_lag is not None:
         check_count("max_lag", max_lag)
 
 
 def check_size(name: str, value: float) -> None:
-    """Finite and not negative."""
-    if not (math.isfinite(value) and value >= 0.0):
-        raise ValueError(f"{name} must be finite and not negative, got {value:g}")
+    """Raises unless `value` is finite and not negative."""
+    check(math.isfinite(value) and value >= 0.0, name, "be finite and not negative", value)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormtorch.cli.plots.bench import COLOURS
-from stormtorch.cli.tables.bench import condition_text
+from stormtorch.results.text import condition_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.convergence import ConvergenceReport

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.cli.plots.bench import COLOURS
-from stormtorch.cli.tables.bench import loss_of, network_text
+from stormtorch.results.text import loss_of, network_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.sweep import SweepPoint, SweepReport

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.train import (
     MEANINGS,
     against_text,
@@ -15,9 +16,9 @@ from stormtorch.cli.tables.train import (
     spread_text,
     success_text,
 )
-from stormtorch.jobs.counters import mean, median
 from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
-from stormtorch.results.text import loss_text, new_table, share_text, size_text, time_text
+from stormtorch.results.statistics import mean, median
+from stormtorch.results.text import loss_text, share_text, size_text, time_text
 from stormtorch.studies.worker_results import SimReport, SimResult
 
 

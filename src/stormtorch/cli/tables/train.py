@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stormtorch.cli.tables.bench import network_text
-from stormtorch.jobs.counters import mean, median
-from stormtorch.results.text import crowding_text, loss_text, new_table, ratio_text, share_text, time_text
+from stormtorch.cli.screen import new_table
+from stormtorch.results.statistics import mean, median, spread
+from stormtorch.results.text import crowding_text, loss_text, network_text, ratio_text, share_text, time_text
 from stormtorch.studies.rank_results import Report, TrainReport, TrainResult
 
 MEANINGS = {
@@ -153,8 +153,7 @@ def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
     centre = mean(values)
     text = format(centre, form) if math.isfinite(centre) else "-"
     if len(values) > 1 and math.isfinite(centre):
-        spread = math.sqrt(sum((each - centre) ** 2 for each in values) / (len(values) - 1))
-        text += f" ± {format(spread, form.lstrip('+'))}"
+        text += f" ± {format(spread(values), form.lstrip('+'))}"
     return text + unit if math.isfinite(centre) else text
 
 

@@ -1,0 +1,36 @@
+"""Sentences below the tables of benchmarks: rounds, loss and drops."""
+
+from typing import Any
+
+from stormtorch.results.statistics import median
+from stormtorch.results.text import loss_text, time_text
+
+
+def round_text(conditions: dict[str, Any]) -> str:
+    """How rounds were made and given up."""
+    return (
+        f"Interleaved rounds, {conditions['iters']} asked for; times are the slowest rank's, > where a call did not "
+        f"end within {conditions['patience_s']:g} s"
+    )
+
+
+def loss_sentence(requested: dict[str, Any], measured: dict[str, Any]) -> str:
+    """Loss that was asked for and measured."""
+    loss = requested["loss"]
+    text = "Loss of packets, the same for all backends"
+    if isinstance(loss, float):
+        text += f": {loss_text(loss)} asked, "
+    elif "burst" in loss:
+        text += f": {loss_text(loss['p'])} in bursts of {loss['burst']:g} asked, "
+    else:
+        text += " by a model: "
+    text += f"{loss_text(measured['loss'])} measured; {loss_text(measured['overflow'])} more found a queue full."
+    if measured["round_trips_s"]:
+        text += f" Round trip measured: {time_text(median(measured['round_trips_s']))}."
+    return text
+
+
+def drops_text(conditions: dict[str, Any]) -> str:
+    """Datagrams that the kernel dropped, if any."""
+    drops = conditions["kernel_drops"]
+    return f" The kernel dropped {drops} datagrams for want of buffer." if drops else ""
