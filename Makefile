@@ -129,10 +129,11 @@ python-test: setup
 	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS)
 
-lint: setup stub-check  ## ruff, mypy and clang-format; changes nothing
+lint: setup stub-check  ## ruff, mypy, import-linter and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 # mypy cannot look into a native module: its types stand in a stub made from the module itself.
