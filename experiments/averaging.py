@@ -13,7 +13,7 @@ from typing import Any
 
 from grid import Run, explain, main, mean_text, seeds
 
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 LOSSES = (0.0, 0.01, 0.05, 0.1)
 MODELS = ("resnet20", "resnet110", "lstm")

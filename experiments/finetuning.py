@@ -14,7 +14,7 @@ from typing import Any
 from grid import Run, explain, main, seeds
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 
 def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:
@@ -60,9 +60,9 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             add(kind, "lead", 0.4, seed)
     for kind in ("hot", "gentle", "wide", "slow"):
         for seed in range(SEEDS):
-            add(kind, "lead", 0.1, seed, budget=REPAIRED_TO)
+            add(kind, "lead", 0.1, seed, budget=REPAIRED_TO, gradient_budget=1.0)
             add(kind, "plain", 0.4, seed)
-            add(kind, "lead", 0.4, seed, budget=REPAIRED_TO)
+            add(kind, "lead", 0.4, seed, budget=REPAIRED_TO, gradient_budget=1.0)
             for loss in LOSSES:
                 if loss not in TELLING:
                     add(kind, "lead", loss, seed)

@@ -20,17 +20,28 @@ SEEDS = 8
 LOSS = 0.4
 RATE = 1e-3
 BASE = "lossless, 5 sequences"
+EXACT_BROADCAST: dict[str, Any] = {"budget": 0.0, "gradient_budget": 1.0}
 KINDS: dict[str, dict[str, Any]] = {
     BASE: {"policies": ("lossless",), "batch": 5},
     "lossless, 3 sequences": {"policies": ("lossless",), "batch": 3},
     "lossless, 5 sequences, higher rate": {"policies": ("lossless",), "batch": 5, "lr": RATE / math.sqrt(1 - LOSS)},
-    "gradients lost, 5 sequences": {"policies": ("lead",), "batch": 5, "loss": LOSS, "budget": 0.0},
-    "gradients lost, 8 sequences": {"policies": ("lead",), "batch": 8, "loss": LOSS, "budget": 0.0},
+    "gradients lost, 5 sequences": {
+        "policies": ("lead",),
+        "batch": 5,
+        "loss": LOSS,
+        **EXACT_BROADCAST,
+    },
+    "gradients lost, 8 sequences": {
+        "policies": ("lead",),
+        "batch": 8,
+        "loss": LOSS,
+        **EXACT_BROADCAST,
+    },
     "gradients lost, 5 sequences, higher rate": {
         "policies": ("lead",),
         "batch": 5,
         "loss": LOSS,
-        "budget": 0.0,
+        **EXACT_BROADCAST,
         "lr": RATE / math.sqrt(1 - LOSS),
     },
     "both lost, lead, 5 sequences": {"policies": ("lead",), "batch": 5, "loss": LOSS},

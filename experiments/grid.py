@@ -35,7 +35,7 @@ from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
 from stormtorch.studies.on_workers import simulate_one, task_of
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 from stormtorch.tasks.kinds import Task
 
 RESULTS = Path(__file__).parent / "results"

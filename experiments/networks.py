@@ -18,7 +18,7 @@ from torch import nn
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
 from stormtorch.results.statistics import mean
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 from stormtorch.tasks.batches import Batch
 from stormtorch.tasks.kinds import Task, open_task
 
@@ -95,7 +95,8 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     add("uneven/lossless", small(chosen, policies=("lossless",), **only), task=uneven)
     for weights in ("mean", "horvitz-thompson"):
         # Its broadcast is repaired: it is the gradients that are compared.
-        settings = small(chosen, policies=("lead",), network=bad, weights=weights, budget=0.01, guard=None, **only)
+        repaired: dict[str, Any] = {"budget": 0.01, "gradient_budget": 1.0, "guard": None}
+        settings = small(chosen, policies=("lead",), network=bad, weights=weights, **repaired, **only)
         add(f"uneven/{weights}", settings, task=uneven)
     models = {
         "wifi": PerLink.traces(chosen.data / "rutgers.jsonl", 16, 0),

@@ -12,7 +12,7 @@ from typing import Any
 
 from grid import Run, above, explain, main, mean_and_bar, mean_text
 
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 LOSSES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)
 REPAIRED_TO = 0.01
@@ -65,7 +65,7 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
                 add("short", "lead", loss, seed)
                 add("short", "plain", loss, seed)
         for loss in TELLING:
-            add("short", "lead", loss, seed, budget=REPAIRED_TO)
+            add("short", "lead", loss, seed, budget=REPAIRED_TO, gradient_budget=1.0)
     for seed in range(1, SEEDS):
         for loss in TELLING:
             add("long", "plain", loss, seed, steps=1500)

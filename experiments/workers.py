@@ -13,7 +13,7 @@ from typing import Any
 from grid import Run, above, explain, main, mean_and_bar, mean_text, seeds
 
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 WORKERS = (4, 16, 64, 256, 1024)
 TIMED = (4, 16, 64, 128, 256, 512, 1024)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stormtorch.network.loss import Bernoulli
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 pytestmark = pytest.mark.pure
 

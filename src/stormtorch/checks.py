@@ -19,11 +19,18 @@ class BadCondition(BadSetting):
 
 
 @contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """Makes every `BadSetting` raised inside the block name this setting: the one that the user chose."""
+def blaming(name: str, *instead_of: str) -> Iterator[None]:
+    """Makes a `BadSetting` raised inside the block name the setting that the user chose.
+
+    Args:
+        name: That setting.
+        instead_of: Names inside the block that mean the same; none of them means every name.
+    """
     try:
         yield
     except BadSetting as error:
+        if instead_of and error.name not in instead_of:
+            raise
         raise BadSetting(name, error.problem) from error
 
 

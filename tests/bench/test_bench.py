@@ -17,7 +17,8 @@ from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, run_latency
 from stormtorch.bench.pattern import Pattern
 from stormtorch.bench.results import AllReduceReport
 from stormtorch.checks import BadSetting
-from stormtorch.cli.plots.bench import check_plot, plot_allreduce
+from stormtorch.cli.plots import check_plot
+from stormtorch.cli.plots.bench import plot_allreduce
 from stormtorch.cli.tables.bench import allreduce_table, latency_table
 from stormtorch.jobs.counters import Counters, Log, Sample, merge
 from stormtorch.jobs.failed import RankFailed
@@ -85,7 +86,7 @@ def test_ranks_that_do_not_end_are_ended_at_the_time_out() -> None:
 @pytest.fixture(scope="module")
 def report() -> AllReduceReport:
     settings = AllReduceSettings(
-        hosts=2, mb=(1.0, 0.5), iters=4, warmup=1, faults=0.1, datagram_bytes=1472, timeout_s=100
+        ranks=2, mb=(1.0, 0.5), iters=4, warmup=1, faults=0.1, datagram_bytes=1472, timeout_s=100
     )
     steps: list[int] = []
     report = run_allreduce(settings, lambda _what, done: steps.append(done))
@@ -102,7 +103,7 @@ def test_the_report_holds_conditions_and_one_result_per_backend_and_size(
     data = json.loads(path.read_text())
     assert set(data) == {"conditions", "results"}
     conditions = data["conditions"]
-    assert (conditions["hosts"], conditions["mb"], conditions["iters"]) == (2, [1.0, 0.5], 4)
+    assert (conditions["ranks"], conditions["mb"], conditions["iters"]) == (2, [1.0, 0.5], 4)
     assert (conditions["network"], conditions["faults_requested"]) == ("loopback", 0.1)
     assert conditions["faults_apply_to"] == ["storm", "storm-lossy"]
     assert conditions["loss_measured"] == pytest.approx(0.1, abs=0.03)
@@ -166,7 +167,7 @@ def test_a_plot_is_drawn_where_matplotlib_is_there(
 
 
 def test_latency_covers_all_sizes_an_empty_exchange_and_idling(tmp_path: Path) -> None:
-    report = run_latency(LatencySettings(hosts=2, iters=5, warmup=2, idle_s=0.3, timeout_s=100))
+    report = run_latency(LatencySettings(ranks=2, iters=5, warmup=2, idle_s=0.3, timeout_s=100))
     assert [(each.bytes, each.backend) for each in report.results] == [(s, b) for s in SIZES_BYTES for b in BACKENDS]
     assert all(0 < each.median_s <= each.p99_s <= each.worst_s for each in report.results)
     assert set(report.empty_exchange_s) == set(report.idle_cpu_percent) == {"storm", "gloo"}
@@ -186,7 +187,7 @@ def test_latency_covers_all_sizes_an_empty_exchange_and_idling(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("hosts", 1),
+        ("ranks", 1),
         ("mb", ()),
         ("mb", (0.0,)),
         ("mb", (1.0, 1.0)),

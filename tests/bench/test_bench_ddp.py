@@ -16,7 +16,7 @@ from stormtorch.cli.tables.steps import ddp_table
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
 
-SMALL = DdpSettings(hosts=2, params=0.5, tokens=4, iters=4, warmup=1, timeout_s=100)
+SMALL = DdpSettings(ranks=2, params_m=0.5, tokens=4, iters=4, warmup=1, timeout_s=100)
 
 
 def parameters(params_m: float) -> int:
@@ -50,7 +50,7 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
     report.write(tmp_path / "ddp.json")
     data = json.loads((tmp_path / "ddp.json").read_text())
     conditions = data["conditions"]
-    assert (conditions["hosts"], conditions["iters"], conditions["network"]) == (2, 4, "loopback")
+    assert (conditions["ranks"], conditions["iters"], conditions["network"]) == (2, 4, "loopback")
     assert conditions["params"] == parameters(0.5)
     assert conditions["no_sync_s"] > 0
     assert {"machine", "commit", "date", "versions", "model", "step", "barrier", "kernel_drops"} <= set(conditions)
@@ -99,7 +99,7 @@ def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
 
 def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may_have_several_steps() -> None:
     settings = replace(
-        SMALL, params=0.1, iters=1, steps=3, backends=("storm-drift", "storm-lossy"), wires=("bfloat16", "int8")
+        SMALL, params_m=0.1, iters=1, steps=3, backends=("storm-drift", "storm-lossy"), wires=("bfloat16", "int8")
     )
     report = run_ddp(settings)
     assert [result.backend for result in report.results] == [
@@ -122,8 +122,8 @@ def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("hosts", 1),
-        ("params", 0.0),
+        ("ranks", 1),
+        ("params_m", 0.0),
         ("tokens", 0),
         ("iters", 0),
         ("steps", 0),
@@ -139,7 +139,7 @@ def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may
 def test_a_bad_setting_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(BadSetting) as caught:
         DdpSettings(**{name: value})  # type: ignore[arg-type]  # that is the point
-    assert caught.value.name == name
+    assert caught.value.name == {"wires": "wire"}.get(name, name)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_lon
     lab_or_skip()
     settings = replace(
         SMALL,
-        params=1.0,
+        params_m=1.0,
         iters=2,
         backends=("storm", "storm-lossy", "storm-drift", "gloo-cubic"),
         wires=("float32", "bfloat16"),

@@ -123,7 +123,7 @@ def test_the_points_of_a_sweep_are_all_combinations_those_of_one_lab_together() 
         ("queue", "1b"),
         ("mb", 0.0),
         ("ideal_s", 0.0),
-        ("hosts", 1),
+        ("ranks", 1),
         ("backends", ("nccl",)),
         ("patience_s", 0.0),
     ],
@@ -163,7 +163,7 @@ def test_connections_can_be_found_changed_and_cut() -> None:
 def report() -> AllReduceReport:
     lab_or_skip()
     settings = AllReduceSettings(
-        hosts=2,
+        ranks=2,
         mb=(1.0,),
         iters=2,
         warmup=1,
@@ -217,7 +217,7 @@ def test_the_table_and_the_plot_of_a_lab_name_its_conditions(report: AllReduceRe
 def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
     lab_or_skip()
     settings = AllReduceSettings(
-        hosts=2,
+        ranks=2,
         mb=(1.0, 4.0),
         iters=2,
         warmup=1,
@@ -270,7 +270,7 @@ def interfaces(member: Member) -> tuple[str, str]:
 
 
 SMALL = SweepSettings(
-    hosts=2,
+    ranks=2,
     rates=("100mbit",),
     delays=("0ms",),
     losses=(0.0, 0.1),
@@ -313,7 +313,7 @@ def test_a_point_that_fails_says_why_and_the_next_one_is_measured() -> None:
 def test_ctrl_c_keeps_the_points_that_were_measured(tmp_path: Path) -> None:
     lab_or_skip()
     out = tmp_path / "sweep.json"
-    options = ["--hosts", "2", "--rates", "100mbit", "--delays", "0ms", "--losses", "0,0.01,0.02,0.03,0.04,0.05"]
+    options = ["--ranks", "2", "--rates", "100mbit", "--delays", "0ms", "--losses", "0,0.01,0.02,0.03,0.04,0.05"]
     options += ["--mb", "1", "--iters", "1", "--backends", "storm", "--json", str(out)]
     process = subprocess.Popen(
         [*STORMTORCH, "bench", "sweep", *options],

@@ -12,7 +12,11 @@ from stormtorch import Options, __version__
 from stormtorch.bench import replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.manners import MANNERS
-from stormtorch.cli import options as arguments
+from stormtorch.cli import choices
+from stormtorch.cli.plots.train import COLOURS
+from stormtorch.policies.presets import PRESETS, WIRES
+from stormtorch.studies.settings import PRECISIONS, LmSettings, SimSettings
+from stormtorch.tasks.kinds import TASKS
 
 
 def test_version_and_help_answer() -> None:
@@ -49,19 +53,51 @@ def test_keygen_prints_another_strong_key_each_time() -> None:
 
 
 def test_what_help_lists_is_what_exists() -> None:
-    assert tuple(arguments.BACKENDS.split(",")) == BACKENDS
-    assert tuple(arguments.LAB_BACKENDS.split(",")) == LAB_DEFAULT
-    assert tuple(arguments.DDP_BACKENDS.split(",")) == replicas.BACKENDS
-    assert tuple(arguments.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
-    assert tuple(arguments.MANNERS.split(",")) == MANNERS
-    assert [each.value for each in arguments.Dtype] == list(DTYPES)
+    assert tuple(choices.BACKENDS.split(",")) == BACKENDS
+    assert tuple(choices.LAB_BACKENDS.split(",")) == LAB_DEFAULT
+    assert tuple(choices.DDP_BACKENDS.split(",")) == replicas.BACKENDS
+    assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
+    assert tuple(choices.MANNERS.split(",")) == MANNERS
+    assert [each.value for each in choices.Dtype] == list(DTYPES)
+    assert tuple(choices.POLICIES.split(",")) == PRESETS == tuple(COLOURS)
+    assert tuple(choices.TRAIN_POLICIES.split(",")) == LmSettings().policies
+    assert tuple(choices.SIMULATE_POLICIES.split(",")) == SimSettings().policies
+    assert choices.WIRES.split(",") == [each.value for each in choices.Wire] == list(WIRES)
+    assert tuple(choices.MODELS.split(",")) == TASKS
+    assert tuple(each.value for each in choices.Precision) == PRECISIONS
+
+
+OLD_SPELLINGS = ("--policies", "--wires", "--hosts", "--params ", "--patience ", "--text", "--cifar10", "bounded-drift")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "lm"),
+        ("train", "image"),
+        ("simulate",),
+        ("theory",),
+        ("demo",),
+        ("bench", "allreduce"),
+        ("bench", "ddp"),
+        ("bench", "convergence"),
+        ("bench", "sweep"),
+        ("bench", "latency"),
+        ("bench", "manners"),
+    ],
+    ids=" ".join,
+)
+def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> None:
+    code, text = call(*command, "--help")
+    assert code == 0
+    assert [old for old in OLD_SPELLINGS if old in text] == []
 
 
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("--hosts", "1", "must lie in [2, 64], got 1"),
-        ("--hosts", "many", "int"),
+        ("--ranks", "1", "must lie in [2, 64], got 1"),
+        ("--ranks", "many", "int"),
         ("--mb", "1,x", "must be numbers separated by commas, got '1,x'"),
         ("--mb", "-3", "got -3"),
         ("--iters", "0", "got 0"),
@@ -92,8 +128,9 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
 @pytest.mark.parametrize(
     "command",
     [
-        ("bench", "ddp", "--params", "0"),
+        ("bench", "ddp", "--params-m", "0"),
         ("bench", "ddp", "--tokens", "0"),
+        ("bench", "ddp", "--wire", "float32,float8"),
         ("bench", "ddp", "--steps", "0"),
         ("bench", "ddp", "--backends", "gloo-bbr"),
         ("bench", "ddp", "--loss", "2"),

@@ -12,17 +12,16 @@ import pytest
 from rich.console import Console
 
 from commands import call
-from stormtorch import BoundedDrift
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
 from stormtorch.checks import BadSetting
-from stormtorch.cli import simulate_options as arguments
+from stormtorch.cli.networks import SimulatedNetwork
 from stormtorch.cli.plots.simulate import plot_simulation
-from stormtorch.cli.simulate_settings import TYPED_POLICIES, Typed
 from stormtorch.cli.tables.simulate import network_text, sentences, show_simulation
-from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers, Trace
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
+from stormtorch.policies.presets import PRESETS
 from stormtorch.studies.on_workers import run_simulations
-from stormtorch.studies.rank_settings import POLICIES
-from stormtorch.studies.worker_results import SimReport, SimResult
-from stormtorch.studies.worker_settings import PRECISIONS, WIRES, SimSettings
+from stormtorch.studies.results import SimReport, SimResult
+from stormtorch.studies.settings import LmSettings, SimSettings
 from stormtorch.tasks.kinds import TASKS
 
 pytestmark = pytest.mark.pure
@@ -31,8 +30,10 @@ SMALL = ("--workers", "4", "--steps", "3", "--batch", "1", "--width", "16", "--l
 SETTINGS = SimSettings(workers=5, steps=4, batch=1, width=16, layers=1, context=8, held_out=2, loss=0.3, lr=1e-3)
 
 
-def typed(*policies: str, **options: Any) -> SimSettings:
-    return Typed(policy=",".join(policies) or "lossless,bounded-drift", **options).settings()
+def typed(**options: Any) -> LossModel:
+    network = SimulatedNetwork(**options)
+    settings = SimSettings(loss=network.plain_loss, burst=network.burst)
+    return replace(settings, network=network.model()).loss_model()
 
 
 # --- what was typed ---------------------------------------------------------------------------------------------------
@@ -41,16 +42,11 @@ def typed(*policies: str, **options: Any) -> SimSettings:
 def test_help_answers_without_torch_and_lists_what_exists() -> None:
     code = "import sys; from stormtorch import cli, simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    assert tuple(arguments.POLICIES.split(",")) == TYPED_POLICIES
-    assert tuple(arguments.MODELS.split(",")) == TASKS
-    assert [each.value for each in arguments.Wire] == list(WIRES)
-    assert [each.value for each in arguments.Precision] == list(PRECISIONS)
-    assert set(TYPED_POLICIES) == {*POLICIES, "bounded-drift"}
     code_, text = call("simulate", "--help")
     assert code_ == 0
     for panel in ("The network", "Policies", "The model", "How it is computed", "torchrun"):
         assert panel in text
-    for name in (*TYPED_POLICIES, *TASKS):
+    for name in (*PRESETS, *TASKS):
         assert name in text, "not cut off"
 
 
@@ -61,17 +57,23 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--steps", "0"), "--steps", "must lie in [1, 10000000], got 0"),
         (("--seeds", "0"), "--seeds", "got 0"),
         (("--first-seed", "-1"), "--first-seed", "got -1"),
-        (("--policy", "lossy"), "--policy", "must be one of lossless, bounded-drift, plain"),
-        (("--policy", "lead,bounded-drift"), "--policy", "bounded-drift is lead here"),
-        (("--lead", "far"), "--lead", "must be on, off or a factor, got 'far'"),
+        (("--policy", "lossy"), "--policy", "must be one of lossless, plain, lead"),
+        (("--policy", "lead,lead"), "--policy", "must name each only once"),
+        (("--policy", ","), "--policy", "must name at least one"),
+        (("--lead", "far"), "--lead", "far"),
         (("--lead", "11"), "--lead", "must lie in [0, 10], got 11"),
-        (("--lead", "off", "--policy", "lead"), "--lead", "is off, and --policy names lead"),
-        (("--lead", "off", "--policy", "plain"), "--lead", "belongs to bounded-drift"),
-        (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to bounded-drift"),
-        (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to bounded-drift"),
+        (("--lead", "2", "--policy", "plain"), "--lead", "belongs to lead, and --policy has plain"),
+        (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to plain, lead"),
+        (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to plain, lead"),
+        (("--gradient-budget", "1", "--policy", "model-averaging"), "--gradient-budget", "belongs to plain, lead"),
+        (("--wire", "float16", "--policy", "gradient-averaging"), "--wire", "belongs to lossless, plain, lead"),
         (("--every", "2"), "--every", "belongs to model-averaging"),
         (("--budget", "2"), "--budget", "must lie in [0, 1], got 2"),
-        (("--budget", "0.1", "--policy", "lossless"), "--budget", "belongs to policies that lose"),
+        (
+            ("--budget", "0.1", "--policy", "lossless"),
+            "--budget",
+            "belongs to plain, lead, model-averaging",
+        ),
         (("--gradient-budget", "-1"), "--gradient-budget", "got -1"),
         (("--loss", "0.95"), "--loss", "must lie in [0, 0.9], got 0.95"),
         (("--loss", "0", "--burst", "4"), "--burst", "needs a --loss"),
@@ -92,7 +94,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--model", "lstm"), "--data", "must name what lstm learns from"),
         (("--model", "resnet20", "--width", "32"), "--width", "belongs to llama"),
         (("--data", "/nowhere"), "--data", "/nowhere"),
-        (("--wire", "int8"), "--wire", "int8"),
+        (("--wire", "int8"), "--wire", "cannot be int8 in a simulation: float32, bfloat16, float16 can"),
         (("--at-once", "65"), "--at-once", "must lie in [1, 64], got 65"),
         (("--device", "tpu"), "--device", "tpu"),
         (("--json", "/dev/null/x.json"), "--json", "there is no folder /dev/null"),
@@ -112,12 +114,22 @@ def test_a_bad_value_or_a_contradiction_names_the_option(
     assert problem in text
 
 
-def test_bounded_drift_is_the_lead_or_without_it_plain() -> None:
-    assert typed().policies == ("lossless", "lead")
-    assert typed(lead="off").policies == ("lossless", "plain")
-    assert (typed(lead="0").policies, typed(lead="2").policies) == (("lossless", "plain"), ("lossless", "lead"))
-    assert (typed().lead, typed(lead="2").lead) == (1.0, 2.0)
-    assert typed("plain", "bounded-drift").policies == ("plain", "lead")
+def test_a_budget_holds_for_gradients_too_unless_they_have_their_own() -> None:
+    half, tenth = Reliability(budget=0.5), Reliability(budget=0.1)
+    for settings in (SimSettings(budget=0.5), LmSettings(budget=0.5)):
+        assert settings.policy_of("lead") == BoundedDrift(gradients=half, broadcast=half)
+        assert settings.policy_of("model-averaging") == ModelAveraging(reliability=half)
+        assert settings.policy_of("gradient-averaging") == GradientAveraging(reliability=half)
+        assert settings.policy_of("lossless") == BoundedDrift(gradients=EXACT, broadcast=EXACT)
+        assert settings.to_json()["gradient_budget"] == 0.5
+        apart = replace(settings, gradient_budget=0.1)
+        assert apart.policy_of("lead") == BoundedDrift(gradients=tenth, broadcast=half)
+        assert apart.to_json()["gradient_budget"] == 0.1
+
+
+@pytest.mark.parametrize("options", [("--budget", "0.1", "--gradient-budget", "0.1"), ("--gradient-budget", "1")])
+def test_a_budget_of_gradients_may_be_that_of_all(options: tuple[str, ...]) -> None:
+    assert call("simulate", *SMALL, "--steps", "1", "--policy", "lead", *options)[0] == 0
 
 
 @pytest.mark.parametrize("guard", [0.0, 1.0, -0.1])
@@ -129,21 +141,21 @@ def test_a_guard_that_would_never_or_always_be_on_is_refused(guard: float) -> No
 
 
 def test_options_become_one_network(tmp_path: Path) -> None:
-    assert typed().loss_model() == Bernoulli(p=0.1)
-    assert typed(loss=0.2, burst=8.0).loss_model() == GilbertElliott(p=0.2, burst=8.0)
-    assert typed(shared=0.5, burst=4.0).loss_model() == Shared(p=0.1, share=0.5, burst=4.0)
-    late = typed(loss=0.2, stragglers=0.1, delivered=0.5).loss_model()
+    assert typed() == Bernoulli(p=0.1)
+    assert typed(loss=0.2, burst=8.0) == GilbertElliott(p=0.2, burst=8.0)
+    assert typed(shared=0.5, burst=4.0) == Shared(p=0.1, share=0.5, burst=4.0)
+    late = typed(loss=0.2, stragglers=0.1, delivered=0.5)
     assert late == Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.2))
-    assert typed(shared=0.5, stragglers=0.1).loss_model() == Stragglers(chance=0.1, network=Shared(p=0.1, share=0.5))
+    assert typed(shared=0.5, stragglers=0.1) == Stragglers(chance=0.1, network=Shared(p=0.1, share=0.5))
     links = tmp_path / "links.json"
     links.write_text('{"links": [{"from": 0, "to": 1, "loss": 0.5}]}')
-    assert typed(per_link=links).loss_model() == PerLink(links={(0, 1): Bernoulli(p=0.5)})
-    assert typed(per_link=links, loss=0.2, burst=4.0).loss_model() == PerLink(
+    assert typed(per_link=links) == PerLink(links={(0, 1): Bernoulli(p=0.5)})
+    assert typed(per_link=links, loss=0.2, burst=4.0) == PerLink(
         default=GilbertElliott(p=0.2, burst=4.0), links={(0, 1): Bernoulli(p=0.5)}
     )
     traces = tmp_path / "traces.jsonl"
     traces.write_text('{"bits": "00000001"}\n{"bits": "00000000"}\n{"bits": "00010001"}\n')
-    drawn = typed(trace=traces).loss_model()
+    drawn = typed(trace=traces)
     assert isinstance(drawn, PerLink)
     assert len(drawn.links) == 64 * 63
     # The one without loss is left out.
@@ -170,7 +182,7 @@ def flat(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def report() -> SimReport:
-    return run_simulations(replace(SETTINGS, policies=POLICIES, seeds=2))
+    return run_simulations(replace(SETTINGS, policies=PRESETS, seeds=2))
 
 
 def test_the_report_is_that_of_train_with_workers(report: SimReport, tmp_path: Path) -> None:
@@ -198,7 +210,7 @@ def test_the_report_is_that_of_train_with_workers(report: SimReport, tmp_path: P
 
 def test_the_table_the_words_and_the_plot_tell_of_every_policy(report: SimReport, tmp_path: Path) -> None:
     text = shown(report)
-    for word in (*POLICIES, "5 virtual workers, 30 % loss", "drift", "lag", "lead", "arrived", "Means over 2 seeds"):
+    for word in (*PRESETS, "5 virtual workers, 30 % loss", "drift", "lag", "lead", "arrived", "Means over 2 seeds"):
         assert word in text
     told = sentences(report)
     assert any("ended the same" in sentence for sentence in told)
@@ -283,7 +295,7 @@ def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path) -> None
     pytest.importorskip("matplotlib")
     out, picture, lines = tmp_path / "out.json", tmp_path / "out.svg", tmp_path / "steps.jsonl"
     files = ("--json", str(out), "--plot", str(picture), "--ledger", str(lines), "--checkpoint", str(tmp_path / "run"))
-    options = ("--loss", "0.2", "--burst", "4", "--stragglers", "0.1", "--lead", "off", "--max-lag", "2")
+    options = ("--loss", "0.2", "--burst", "4", "--stragglers", "0.1", "--policy", "lossless,plain", "--max-lag", "2")
     for _ in range(2):  # the second time from the folder
         code, text = call("simulate", *SMALL, *options, *files, "--device", "cpu")
         assert code == 0

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from commands import call
-from stormtorch.cli.theory import table_rows
+from stormtorch.cli.tables.theory import table_rows
 from stormtorch.theory import KINDS, predict
 
 pytestmark = pytest.mark.pure
 
 
 def test_every_number_is_shown_with_its_kind_and_a_sentence() -> None:
-    code, text = call("theory", "--workers", "64", "--loss", "0.1")
+    code, text = call("theory", "--ranks", "64", "--loss", "0.1")
     assert code == 0
     assert "64 ranks, 10 % loss" in text
     for label, value, kind in (
@@ -61,7 +61,7 @@ def test_lines_fit_into_eighty_columns() -> None:
 
 def test_numbers_and_kinds_are_written_as_json(tmp_path: Path) -> None:
     out = tmp_path / "theory.json"
-    code, text = call("theory", "--workers", "16", "--loss", "0.3", "--max-lag", "2", "--json", str(out))
+    code, text = call("theory", "--ranks", "16", "--loss", "0.3", "--max-lag", "2", "--json", str(out))
     assert code == 0
     assert "16 ranks, 30 % loss, no copy older than 2 steps" in text
     written = json.loads(out.read_text())
@@ -71,7 +71,7 @@ def test_numbers_and_kinds_are_written_as_json(tmp_path: Path) -> None:
     assert written["kinds"] == {name: str(kind) for name, kind in KINDS.items()}
 
 
-@pytest.mark.parametrize("options", [("--max-lag", "4"), ("--loss", "0"), ("--loss", "0.9", "--workers", "2")])
+@pytest.mark.parametrize("options", [("--max-lag", "4"), ("--loss", "0"), ("--loss", "0.9", "--ranks", "2")])
 def test_a_picture_is_drawn_of_any_conditions(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "theory.svg"
@@ -83,7 +83,7 @@ def test_a_picture_is_drawn_of_any_conditions(tmp_path: Path, options: tuple[str
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("--workers", "1", "must lie in [2, 1000000], got 1"),
+        ("--ranks", "1", "must lie in [2, 1000000], got 1"),
         ("--loss", "1", "must lie in [0, 0.9], got 1"),
         ("--loss", "nan", "must lie in [0, 0.9], got nan"),
         ("--max-lag", "0", "got 0"),

@@ -21,7 +21,7 @@ from stormtorch.policies.policy import Policy
 from stormtorch.simulation import Simulated, Spot
 from stormtorch.simulation.checkpoints import digest
 from stormtorch.studies.on_workers import run_simulations
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.settings import SimSettings
 
 WORKERS, STEPS = 5, 12
 BURSTS = GilbertElliott(p=0.2, burst=4)

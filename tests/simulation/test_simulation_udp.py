@@ -21,7 +21,7 @@ from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.results.statistics import mean
 from stormtorch.simulation import simulate
 from stormtorch.simulation.run import DATAGRAM_BYTES
-from stormtorch.studies.rank_settings import LmSettings
+from stormtorch.studies.settings import LmSettings
 from stormtorch.tasks.batches import Batch, Task, loss_of, rate_at
 
 pytestmark = pytest.mark.slow

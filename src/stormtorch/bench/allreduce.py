@@ -1,7 +1,7 @@
 """All-reduce of large tensors beside gloo, in interleaved rounds: on loopback, or on the hosts of a lab.
 
-report = run_allreduce(AllReduceSettings(hosts=4, mb=(25.0,), faults=0.01))
-report = run_allreduce(AllReduceSettings(hosts=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
+report = run_allreduce(AllReduceSettings(ranks=4, mb=(25.0,), faults=0.01))
+report = run_allreduce(AllReduceSettings(ranks=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
 report.write(Path("allreduce.json"))
 """
 
@@ -28,10 +28,10 @@ LINE_IDEAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceSettings:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    hosts: int = 2
-    """Ranks, each a process of this machine, or on a host of its own in a lab."""
+    ranks: int = 2
+    """Processes of this machine, or hosts of a lab with one each."""
     mb: tuple[float, ...] = (25.0,)
     """Sizes of the tensor in 10^6 bytes."""
     iters: int = 20
@@ -40,22 +40,22 @@ class AllReduceSettings:
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     network: Conditions | None = None
-    """Of the lab, where loss is real and meets all backends; None is loopback."""
+    """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     faults: float = 0.0
     """On loopback: fraction of the datagrams lost by fault injection; TCP peers cannot feel it."""
     seed: int = 0
-    """Of the injected loss."""
+    """Seed of the injected loss."""
     dtype: str = "float32"
     datagram_bytes: int | None = None
-    """Of the storm backends; None lets them choose."""
+    """Payload of a datagram of the storm backends; None lets them choose."""
     patience_s: float = 30.0
     """In a lab: a call over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
     others."""
     timeout_s: float = 600.0
-    """For everything."""
+    """Seconds after which everything must have ended."""
 
     def __post_init__(self) -> None:
-        check_between("hosts", self.hosts, 2, 64)
+        check_between("ranks", self.ranks, 2, 64)
         if not self.mb:
             raise BadSetting("mb", "must name at least one size")
         for size in self.mb:
@@ -78,18 +78,18 @@ class AllReduceSettings:
 
 
 def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
-    """Measures, and returns when all ranks are gone.
+    """Runs the benchmark, and returns when all ranks are gone.
 
     Raises:
         stormtorch.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     if settings.network is not None:
-        with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
+        with open_lab(settings.ranks, settings.network, congestion_controls(settings.backends)) as lab:
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
     logs, where = run_here(
-        run_rounds, settings.hosts, (_schedule(settings),), timeout_s=settings.timeout_s, advance=advance
+        run_rounds, settings.ranks, (_schedule(settings),), timeout_s=settings.timeout_s, advance=advance
     )
     log = merge(logs)
     lossy = [counters for counters in log.counters.values() if counters.seen]
@@ -111,7 +111,7 @@ def run_allreduce_in(lab: Lab, settings: AllReduceSettings, advance: Advance = i
         run_rounds,
         lab,
         settings.network,
-        settings.hosts,
+        settings.ranks,
         (_schedule(settings),),
         timeout_s=settings.timeout_s,
         advance=advance,
@@ -139,7 +139,7 @@ def _schedule(settings: AllReduceSettings) -> Schedule:
 
 def _requested(settings: AllReduceSettings) -> dict[str, Any]:
     return {
-        "hosts": settings.hosts,
+        "ranks": settings.ranks,
         "mb": list(settings.mb),
         "iters": settings.iters,
         "warmup": settings.warmup,
@@ -156,5 +156,5 @@ def _report(settings: AllReduceSettings, conditions: dict[str, Any], log: Log) -
     conditions["kernel_drops"] = sum(counters.kernel_drops for counters in log.counters.values())
     conditions["chunk_bytes"] = log.chunk_bytes
     rate_bits = None if settings.network is None else settings.network.rate_bits
-    results = summarize(log, settings.backends, settings.mb, settings.hosts, rate_bits)
+    results = summarize(log, settings.backends, settings.mb, settings.ranks, rate_bits)
     return AllReduceReport(conditions, results, log.samples)

@@ -18,7 +18,6 @@ import torch
 from stormtorch.bench.backends import check_backends, congestion_controls
 from stormtorch.bench.replicas import (
     BACKENDS,
-    WIRES,
     GlooReplica,
     Replica,
     Task,
@@ -34,6 +33,7 @@ from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
+from stormtorch.policies.presets import WIRES
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.report import write_json
 from stormtorch.results.surroundings import surroundings
@@ -51,50 +51,50 @@ _VALIDATION_SEQUENCES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceSettings:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    hosts: int = 4
-    """Ranks, each a process of this machine, or on a host of its own in a lab."""
+    ranks: int = 4
+    """Processes of this machine, or hosts of a lab with one each."""
     seconds: float = 60.0
-    """Of training, for each backend."""
+    """Seconds of training for each backend."""
     every_s: float = 3.0
     """Seconds of training between two evaluations, about."""
     layers: int = 4
     width: int = 256
-    """Of the model, a multiple of 64: 4 layers of 256 have 3.2 million parameters."""
+    """Width of the model, a multiple of 64: 4 layers of 256 have 3.2 million parameters."""
     batch: int = 4
     """Sequences that each rank learns from in a step."""
     context: int = 64
     """Bytes of a sequence."""
     lr: float = 1e-3
     seed: int = 0
-    """Of weights and batches, the same for all backends."""
+    """Seed of weights and batches, the same for all backends."""
     backends: tuple[str, ...] = ("gloo", "storm-drift")
     wires: tuple[str, ...] = ("float32", "bfloat16")
-    """What storm-lossy and storm-drift send: each of them is a backend of its own."""
+    """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
     network: Conditions | None = None
-    """Of the lab, where loss is real and meets all backends; None is loopback."""
+    """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     patience_s: float = 60.0
     """In a lab: a backend over TCP is given up when no evaluation has come for so long."""
     timeout_s: float = 600.0
-    """For each backend."""
+    """Seconds after which a backend must have ended."""
 
     def __post_init__(self) -> None:
-        check_between("hosts", self.hosts, 2, 64)
+        check_between("ranks", self.ranks, 2, 64)
         check_between("seconds", self.seconds, 0.1, 1e5)
         check_between("every_s", self.every_s, 0.01, 1e5)
         check_between("batch", self.batch, 1, 10_000)
         check_between("context", self.context, 1, 10_000)
         check_between("lr", self.lr, 1e-9, 10)
         check_backends(self.backends, self.network, BACKENDS)
-        check_subset("wires", self.wires, tuple(WIRES))
+        check_subset("wire", self.wires, tuple(WIRES))
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
         _ = self.size
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """The backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
+        """Backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
         return contenders(self.backends, self.wires)
 
     @property
@@ -148,7 +148,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ConvergenceReport:
-    """What came out, under which conditions; curves are added one by one."""
+    """Results, and the conditions under which they came out; curves are added one by one."""
 
     conditions: dict[str, Any]
     curves: list[Curve] = field(default_factory=list)
@@ -197,7 +197,7 @@ class ConvergenceReport:
         return {"conditions": self.conditions | {"target_loss": self.target}, "results": results}
 
     def write(self, path: Path) -> None:
-        """As JSON; makes missing folders."""
+        """Writes JSON; makes missing folders."""
         write_json(path, self.to_json())
 
 
@@ -211,16 +211,16 @@ def run_convergence(settings: ConvergenceSettings, advance: Advance = ignore_pro
     with contextlib.ExitStack() as places:
         network, lab = settings.network, None
         if network is not None:
-            lab = places.enter_context(open_lab(settings.hosts, network, congestion_controls(settings.backends)))
+            lab = places.enter_context(open_lab(settings.ranks, network, congestion_controls(settings.backends)))
         for index, name in enumerate(settings.contenders):
             told = partial(_progress, advance, round(index * settings.seconds))
             advance(name, round(index * settings.seconds))
             args, limit_s = (settings, name), settings.timeout_s
             if lab is None or network is None:
-                curves, where = run_here(_rank_learns, settings.hosts, args, timeout_s=limit_s, advance=told)
+                curves, where = run_here(_rank_learns, settings.ranks, args, timeout_s=limit_s, advance=told)
             else:
                 curves, where = run_in_lab(
-                    _rank_learns, lab, network, settings.hosts, args, timeout_s=limit_s, advance=told
+                    _rank_learns, lab, network, settings.ranks, args, timeout_s=limit_s, advance=told
                 )
             arrived = sum(curve.arrived for curve in curves) / len(curves)
             yield Curve(**asdict(curves[0]) | {"arrived": arrived, "measured": where.get("measured")})

@@ -27,10 +27,10 @@ SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySettings:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    hosts: int = 2
-    """Ranks, each a process of this machine."""
+    ranks: int = 2
+    """Processes of this machine."""
     iters: int = 200
     """Timed rounds per size, and empty exchanges."""
     warmup: int = 20
@@ -39,10 +39,10 @@ class LatencySettings:
     idle_s: float = 3.0
     """For how long to watch the CPU time of connected transports that have nothing to do."""
     timeout_s: float = 600.0
-    """For everything."""
+    """Seconds after which everything must have ended."""
 
     def __post_init__(self) -> None:
-        check_between("hosts", self.hosts, 2, 64)
+        check_between("ranks", self.ranks, 2, 64)
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
         check_subset("backends", self.backends, BACKENDS)
@@ -64,7 +64,7 @@ class LatencyResult:
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """What came out, under which conditions."""
+    """Results, and the conditions under which they came out."""
 
     conditions: dict[str, Any]
     results: list[LatencyResult]
@@ -78,7 +78,7 @@ class LatencyReport:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """As JSON; makes missing folders."""
+        """Writes JSON; makes missing folders."""
         write_json(path, self.to_json())
 
 
@@ -91,13 +91,13 @@ class _RankLatency:
 
 
 def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -> LatencyReport:
-    """Measures, and returns when all ranks are gone.
+    """Runs the benchmark, and returns when all ranks are gone.
 
     Raises:
         stormtorch.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
     """
     conditions = {
-        "hosts": settings.hosts,
+        "ranks": settings.ranks,
         "iters": settings.iters,
         "warmup": settings.warmup,
         "backends": list(settings.backends),
@@ -109,7 +109,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "idle_s": settings.idle_s,
         "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
     } | surroundings()
-    ranks, where = run_here(_rank_latency, settings.hosts, (settings,), timeout_s=settings.timeout_s, advance=advance)
+    ranks, where = run_here(_rank_latency, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
     log = merge([rank.log for rank in ranks])
     results = []
     for size in SIZES_BYTES:

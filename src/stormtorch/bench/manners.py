@@ -33,7 +33,7 @@ from stormtorch.transport.options import Options, parse_rate
 from stormtorch.transport.rendezvous import connect
 
 MANNERS = ("all-to-all", "incast", "tcp", "low", "step")
-"""What can be asked for."""
+"""Things to look at."""
 
 _PORT = 4001
 # TCP and the engine run together for so long; the first part is not counted, as both still look for their share.
@@ -45,24 +45,24 @@ _STEADY = 1.3
 
 @dataclass(frozen=True, kw_only=True)
 class MannersSettings:
-    """What to look at, and on which network."""
+    """Settings: what to look at, and on which network."""
 
     only: tuple[str, ...] = MANNERS
     rate: str = "200mbit"
-    """Of each host's line."""
+    """Rate of each host's line."""
     queue: str = "256kb"
-    """At each end of a line."""
+    """Bytes that may wait at each end of a line."""
     delay: str = "0ms"
-    hosts: int = 4
-    """For all-to-all and incast; step has twice as many."""
+    ranks: int = 4
+    """Ranks for all-to-all and incast; step has twice as many."""
     tcp: tuple[str, ...] = ("cubic", "bbr")
     """Congestion controls of the bulk flow."""
     timeout_s: float = 300.0
-    """For each finding."""
+    """Seconds after which a finding must be there."""
 
     def __post_init__(self) -> None:
         check_subset("only", self.only, MANNERS)
-        check_between("hosts", self.hosts, 3, 16)
+        check_between("ranks", self.ranks, 3, 16)
         check_between("timeout_s", self.timeout_s, 30, 1e6)
         check_subset("tcp", self.tcp, available_tcp())
         Conditions(rate=self.rate, queue=self.queue, delay=self.delay)
@@ -90,13 +90,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class MannersReport:
-    """What came out, under which conditions."""
+    """Results, and the conditions under which they came out."""
 
     conditions: dict[str, Any]
     findings: list[Finding]
 
     def write(self, path: Path) -> None:
-        """As JSON; makes missing folders."""
+        """Writes JSON; makes missing folders."""
         findings = [asdict(finding) | {"good": finding.good} for finding in self.findings]
         write_json(path, {"conditions": self.conditions, "findings": findings})
 
@@ -117,10 +117,10 @@ def run_manners(settings: MannersSettings, advance: Advance = ignore_progress) -
 def _look_at_overflow(settings: MannersSettings, name: str) -> list[Finding]:
     bits = parse_rate(settings.rate)
     # A second's worth at the busiest line: the receiver's, in an incast.
-    size = round(bits / 8 / (settings.hosts - 1))
-    with _lab(settings, settings.hosts) as lab:
-        times = run_ranks(exchange_often, settings.hosts, (name, size, 5), timeout_s=settings.timeout_s, lab=lab)
-        return [_overflow(name, lab, settings.hosts, times)]
+    size = round(bits / 8 / (settings.ranks - 1))
+    with _lab(settings, settings.ranks) as lab:
+        times = run_ranks(exchange_often, settings.ranks, (name, size, 5), timeout_s=settings.timeout_s, lab=lab)
+        return [_overflow(name, lab, settings.ranks, times)]
 
 
 def _overflow(name: str, lab: Lab, hosts: int, times: list[list[float]]) -> Finding:
@@ -267,7 +267,7 @@ def _count_at(log: Sequence[tuple[float, int]], moment: float) -> float:
 
 
 def _look_at_step(settings: MannersSettings, name: str) -> list[Finding]:
-    hosts = 2 * settings.hosts
+    hosts = 2 * settings.ranks
     bits = parse_rate(settings.rate)
     size = round(bits / 8 * 0.1)  # a few tenths of a second each
     with _lab(settings, hosts) as lab:

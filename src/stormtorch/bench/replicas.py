@@ -1,4 +1,4 @@
-"""What `bench ddp` measures: replicas of a model, each trained in its own way on a process group of its own."""
+"""Replicas of a model that `bench ddp` measures, each trained in its own way on a process group of its own."""
 
 import contextlib
 import copy
@@ -23,32 +23,30 @@ from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
 from stormtorch.policies import BoundedDrift
+from stormtorch.policies.presets import WIRES
 from stormtorch.runtime.prepare import prepare
 from stormtorch.runtime.session import sessions_of
-from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.transport.options import Options
 from stormtorch.transport.udp import UdpTransport
 
 NO_SYNC = "no_sync"
-"""The name of the replica that computes but does not communicate."""
+"""Name of the replica that computes but does not communicate."""
 _LAYERS, _HEADS, _VOCABULARY = 8, 8, 256
 LEARNING_RATE = 1e-3
-"""Of the transformer's SGD."""
-WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-"""What a replica that may lose sends."""
-
-LOSSY = {"storm-lossy": "float32", "storm-lossy-bf16": "bfloat16", "storm-lossy-int8": "int8"}
-"""Replicas under DistributedDataParallel with the lossy hook, and what they send."""
-DRIFT = {"storm-drift": "float32", "storm-drift-bf16": "bfloat16", "storm-drift-int8": "int8"}
-"""Replicas prepared for `BoundedDrift`, and what they send."""
+"""Learning rate of the transformer's SGD."""
+_ENDINGS = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16", "int8": "-int8"}
+LOSSY = {f"storm-lossy{ending}": wire for wire, ending in _ENDINGS.items()}
+"""Wires of the replicas under DistributedDataParallel with the lossy hook."""
+DRIFT = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}
+"""Wires of the replicas prepared for `BoundedDrift`."""
 BACKENDS = ("storm", "storm-lossy", "storm-drift", "gloo")
-"""The names that can be asked for; in a lab there are also those of gloo by TCP's congestion control."""
+"""Backends that can be asked for; a lab also has those of gloo by TCP's congestion control."""
 LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
-"""What a lab compares unless asked otherwise."""
+"""Backends that a lab compares by default."""
 
 
 def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
-    """The backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
+    """Puts one contender for each of the wires in place of storm-lossy and of storm-drift."""
     families = {"storm-lossy": LOSSY, "storm-drift": DRIFT}
     return tuple(
         name
@@ -59,7 +57,7 @@ def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, 
 
 
 def wire_of(name: str) -> str:
-    """What a contender sends."""
+    """Wire of a contender."""
     return LOSSY.get(name) or DRIFT.get(name, "float32")
 
 
@@ -199,18 +197,16 @@ class DriftReplica(StormReplica):
         policy = BoundedDrift(wire=WIRES[DRIFT[name]])
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
-        (training,) = sessions_of(model)
-        assert isinstance(training, ShardedSession)
-        self._training = training
+        (self._session,) = sessions_of(model)
 
     def turn(self, steps: int) -> Delivery:
         """See `Replica`."""
         super().turn(steps)
-        rows = itertools.islice(reversed(self._training.ledger.rows), steps)
+        rows = itertools.islice(reversed(self._session.ledger.rows), steps)
         return Delivery(sum(row.arrived for row in rows) / steps)
 
     def _settle(self) -> None:
-        self._training.wait()
+        self._session.wait()
 
     def gradients(self) -> list[torch.Tensor]:
         """See `Replica`. No rank has all of them: they are told from what SGD made of the owners' parameters."""
@@ -225,7 +221,7 @@ class DriftReplica(StormReplica):
 
     def synchronise(self) -> None:
         """See `Replica`."""
-        self._training.synchronise()
+        self._session.synchronise()
 
 
 class GlooReplica(Replica):

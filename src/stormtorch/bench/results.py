@@ -1,4 +1,4 @@
-"""What benchmarks found out: one result per backend, and the report of all of them."""
+"""Results of benchmarks: one for each backend, and the report of all of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from stormtorch.results.statistics import median, percentile
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult:
-    """One backend over all timed rounds."""
+    """Result of one backend over all timed rounds."""
 
     backend: str
     median_s: float
@@ -22,13 +22,13 @@ class BackendResult:
     worst_over_median: float
     """The tail: 1 where every round takes the same time."""
     rounds: int
-    """Timed; fewer than asked for where patience ran out."""
+    """Timed rounds; fewer than asked for where patience ran out."""
     gave_up: bool
     """The last call did not end: it counts with the time it was waited for, which is less than it needs."""
     arrived: float
-    """Fraction of the chunks, mean over ranks and rounds."""
+    """Fraction of the chunks that arrived, mean over ranks and rounds."""
     loss_measured: float | None
-    """Fraction of the datagrams that fault injection lost; None where it has no hands in."""
+    """Fraction of the datagrams that fault injection lost; None without fault injection."""
     tcp: str | None
     """Congestion control of its connections, as the kernel told; None without TCP."""
     times_s: list[float]
@@ -41,7 +41,7 @@ class BackendResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceResult(BackendResult):
-    """All-reduces of one size."""
+    """Result of all-reduces of one size."""
 
     mb: float
     ideal_s: float | None
@@ -61,8 +61,8 @@ Result = TypeVar("Result", bound=BackendResult)
 
 
 @dataclass(frozen=True)
-class Report(Generic[Result]):
-    """What came out, under which conditions."""
+class BenchReport(Generic[Result]):
+    """Results, and the conditions under which they came out."""
 
     conditions: dict[str, Any]
     results: list[Result]
@@ -74,25 +74,25 @@ class Report(Generic[Result]):
         return {"conditions": self.conditions, "results": [asdict(result) for result in self.results]}
 
     def write(self, path: Path) -> None:
-        """As JSON; makes missing folders."""
+        """Writes JSON; makes missing folders."""
         write_json(path, self.to_json())
 
 
-AllReduceReport: TypeAlias = Report[AllReduceResult]
+AllReduceReport: TypeAlias = BenchReport[AllReduceResult]
 
 
-def ideal_s(hosts: int, size_bytes: float, rate_bits: float) -> float:
-    """What each rank must send, and receive as much, takes so long on a line of that rate."""
-    return 2 * (hosts - 1) / hosts * size_bytes * 8 / rate_bits
+def ideal_s(ranks: int, size_bytes: float, rate_bits: float) -> float:
+    """Seconds that a line of that rate needs for what each rank must send, and receive as much."""
+    return 2 * (ranks - 1) / ranks * size_bytes * 8 / rate_bits
 
 
-def ideal_bytes(hosts: int, seconds: float, rate_bits: float) -> float:
-    """The tensor whose ideal takes so long."""
-    return seconds / ideal_s(hosts, 1, rate_bits)
+def ideal_bytes(ranks: int, seconds: float, rate_bits: float) -> float:
+    """Size of the tensor whose ideal takes so long."""
+    return seconds / ideal_s(ranks, 1, rate_bits)
 
 
 def summarize(
-    log: Log, backends: Sequence[str], sizes_mb: Sequence[float], hosts: int, rate_bits: float | None
+    log: Log, backends: Sequence[str], sizes_mb: Sequence[float], ranks: int, rate_bits: float | None
 ) -> list[AllReduceResult]:
     """One result per size and backend that has at least begun a call of it."""
     results = []
@@ -101,7 +101,7 @@ def summarize(
         size = round(mb * 1e6)
         of_size = [sample for sample in log.samples if size - 4 < sample.bytes <= size]
         copies_s = [sample.seconds for sample in of_size if sample.backend == Copies.name]
-        ideal = median(copies_s) if copies_s else ideal_s(hosts, size, rate_bits) if rate_bits else None
+        ideal = median(copies_s) if copies_s else ideal_s(ranks, size, rate_bits) if rate_bits else None
         for name in backends:
             samples = [sample for sample in of_size if sample.backend == name]
             if samples:
@@ -120,7 +120,7 @@ def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float 
 
 
 def statistics(log: Log, name: str, samples: list[Sample]) -> dict[str, Any]:
-    """What every `BackendResult` holds."""
+    """Fields of every `BackendResult`."""
     times_s = [sample.seconds for sample in samples]
     counters = log.counters.get((name, samples[0].bytes))
     return {

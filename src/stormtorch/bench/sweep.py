@@ -29,12 +29,12 @@ from stormtorch.results.text import condition_text
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """What to measure: every rate with every delay and every loss."""
+    """Settings of the benchmark: every rate with every delay and every loss."""
 
-    hosts: int = 4
+    ranks: int = 4
     rates: tuple[str, ...] = ("100mbit", "400mbit", "1gbit")
     delays: tuple[str, ...] = ("0ms", "20ms")
-    """One way: a round trip takes twice as long."""
+    """Delays one way: a round trip takes twice as long."""
     losses: tuple[float, ...] = (0.0, 0.01, 0.1)
     burst: float = 1.0
     """Mean length of a run of losses."""
@@ -48,14 +48,14 @@ class SweepSettings:
     warmup: int = 1
     backends: tuple[str, ...] = LAB_DEFAULT
     seed: int = 0
-    """Of the loss."""
+    """Seed of the loss."""
     patience_s: float = 30.0
-    """Of a backend at a point."""
+    """Seconds of patience with a backend at a point."""
     timeout_s: float = 600.0
-    """For one point."""
+    """Seconds after which a point must have ended."""
 
     def __post_init__(self) -> None:
-        check_between("hosts", self.hosts, 2, 64)
+        check_between("ranks", self.ranks, 2, 64)
         check_between("ideal_s", self.ideal_s, 1e-3, 1e3)
         for name in ("rates", "delays", "losses"):
             if not getattr(self, name):
@@ -82,9 +82,9 @@ class SweepSettings:
         assert network.rate_bits is not None
         mb = self.mb
         if mb is None:
-            mb = round(ideal_bytes(self.hosts, self.ideal_s, network.rate_bits) / 1e6, 3)
+            mb = round(ideal_bytes(self.ranks, self.ideal_s, network.rate_bits) / 1e6, 3)
         return AllReduceSettings(
-            hosts=self.hosts,
+            ranks=self.ranks,
             mb=(mb,),
             iters=self.iters,
             warmup=self.warmup,
@@ -100,20 +100,20 @@ class SweepPoint:
     """One combination."""
 
     requested: dict[str, Any]
-    """Of the network."""
+    """Conditions that were asked of the network."""
     mb: float
     measured: dict[str, Any] | None = None
-    """By the network's own counters."""
+    """Counts of the network itself."""
     network: str | None = None
-    """What it was made of."""
+    """Kind of the lab."""
     results: list[AllReduceResult] = field(default_factory=list)
     error: str | None = None
-    """Why there are none."""
+    """Reason why there are no results."""
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What came out, under which conditions; points are added one by one."""
+    """Results, and the conditions under which they came out; points are added one by one."""
 
     conditions: dict[str, Any]
     points: list[SweepPoint] = field(default_factory=list)
@@ -129,7 +129,7 @@ class SweepReport:
         return {"conditions": self.conditions, "points": [asdict(point) for point in self.points]}
 
     def write(self, path: Path) -> None:
-        """As JSON; makes missing folders."""
+        """Writes JSON; makes missing folders."""
         write_json(path, self.to_json())
 
 
@@ -151,7 +151,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
                 if lab is None or lab.conditions.changed(loss=0.0) != point.network.changed(loss=0.0):
                     labs.close()
                     tcp = congestion_controls(settings.backends)
-                    lab = labs.enter_context(open_lab(settings.hosts, point.network, tcp))
+                    lab = labs.enter_context(open_lab(settings.ranks, point.network, tcp))
                 report = run_allreduce_in(lab, point, _behind(advance, what, index * settings.iters))
             except LabUnavailable:
                 raise

@@ -1,4 +1,4 @@
-"""The command line. It checks what was typed, shows progress and tables; the work is done elsewhere."""
+"""The command `stormtorch` and its parts. They check what was typed, show progress and tables; others do the work."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ import typer
 
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.options import Loss, Ranks, Steps
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
 
@@ -53,9 +54,9 @@ def stormtorch(
 
       stormtorch simulate --workers 64 --loss 0.1      many workers, in one process
 
-      stormtorch theory --workers 64 --loss 0.1        what to expect of it
+      stormtorch theory --ranks 64 --loss 0.1          what to expect of it
 
-      stormtorch bench allreduce --hosts 4 --mb 25     beside gloo
+      stormtorch bench allreduce --ranks 4 --mb 25     beside gloo
 
       stormtorch bench allreduce --loss 0.1            the same under real loss
 
@@ -67,7 +68,7 @@ def stormtorch(
 
       stormtorch keygen                                a key that seals a job's datagrams
 
-    `stormtorch COMMAND --help` tells more about each.
+    `stormtorch COMMAND --help` explains each of them.
     """
 
 
@@ -90,13 +91,13 @@ def keygen() -> None:
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(help="Processes of this machine, each with a replica: 2 to 64.")] = 4,
-    steps: Annotated[int, typer.Option(help="Of each of three trainings.")] = 100,
-    loss: Annotated[float, typer.Option(help="Fraction of the datagrams to lose: 0 to 0.9.")] = 0.1,
+    ranks: Ranks = 4,
+    steps: Steps = 100,
+    loss: Loss = 0.1,
 ) -> None:
     """Train a small language model on this machine while a tenth of the datagrams is lost.
 
-    Three times from the same weights: with every loss repaired, with none, and with none but a correction.
+    It trains three times from the same weights: every loss repaired, none repaired, and none repaired but corrected.
     It takes about a minute on two cores, and needs no root, no network and no other machine.
     `stormtorch train lm` is the same with all its options.
 
@@ -107,7 +108,7 @@ def demo(
       stormtorch demo --loss 0.3 --steps 30
     """
     with friendly_errors():
-        from stormtorch.studies.rank_settings import LmSettings
+        from stormtorch.studies.settings import LmSettings
 
         train.train(LmSettings(ranks=ranks, steps=steps, loss=loss, policies=("lossless", "plain", "lead")))
 

@@ -1,4 +1,4 @@
-"""What all commands share: how errors look and which exit code they get, lists of values, files to be written."""
+"""Console of all commands: how errors look and which exit code they get, lists of values, files to be written."""
 
 import contextlib
 import os
@@ -9,13 +9,16 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from stormtorch.checks import BadSetting
+
 
 @contextlib.contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Exit code 2 and the option for a bad value, 1 and one message for a rank or a lab that failed, 130 for Ctrl-C."""
+    """Exits with 2 and the option for a bad value, with 1 and one message for a rank or a lab that failed, and with
+    130 for Ctrl-C.
+    """
     try:
         # Here, so that --help answers without them.
-        from stormtorch.checks import BadSetting
         from stormtorch.jobs.failed import RankFailed
         from stormtorch.lab.access import LabError
 
@@ -42,18 +45,26 @@ def _show(message: str, details: str = "") -> None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Of what is separated by commas."""
+    """Splits a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """Of what is separated by commas; a `BadSetting` that names the option otherwise."""
-    from stormtorch.checks import BadSetting
-
+    """Splits a comma-separated list of numbers; raises a `BadSetting` that names the option for anything else."""
     try:
         return tuple(float(number) for number in names(text))
     except ValueError as error:
         raise BadSetting(option, f"must be numbers separated by commas, got {text!r}") from error
+
+
+def check_outputs(json: Path | None, plot: Path | None = None) -> None:
+    """Raises a `BadSetting` for results that could not be written, before anything is measured."""
+    check_file("json", json)
+    if plot is not None:
+        from stormtorch.cli.plots import check_plot
+
+        check_plot(plot)
+        check_file("plot", plot)
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -62,8 +73,6 @@ def check_file(option: str, path: Path | None) -> None:
     A file that exists is opened and left as it is; otherwise its folder must exist and take one. Asking for permissions
     alone would not do: root has them all, also for a folder that takes no files.
     """
-    from stormtorch.checks import BadSetting
-
     if path is None:
         return
     try:

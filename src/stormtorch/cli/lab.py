@@ -1,4 +1,4 @@
-"""`stormtorch lab`: the command line of the lab. It reads options, shows what was asked and what was measured."""
+"""`stormtorch lab`: reads options, shows what was asked for and what was measured."""
 
 import contextlib
 import os
@@ -13,6 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from stormtorch.checks import BadCondition
+from stormtorch.cli.console import check_file, friendly_errors, save
+from stormtorch.cli.options import (
+    Delay,
+    Hosts,
+    Jitter,
+    Json,
+    LabBurst,
+    LabLoss,
+    LabName,
+    PerLink,
+    Queue,
+    Rate,
+    Seed,
+    Tcp,
+    Trace,
+)
+
 if TYPE_CHECKING:
     from stormtorch.lab.conditions import Conditions
     from stormtorch.lab.running import Line
@@ -21,47 +39,29 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
 
-Rate = Annotated[
-    str | None, typer.Option(help="Of each host's line, both ways: 400mbit, 1gbit. Default: as fast as it goes.")
-]
-Loss = Annotated[float | None, typer.Option(help="Fraction of the packets to lose on every link: 0 to 1.")]
-Burst = Annotated[float | None, typer.Option(help="Mean length of a run of losses, in packets (Gilbert-Elliott).")]
-TraceFile = Annotated[
-    str | None, typer.Option(help="Replay losses: FILE or FILE:LINE of JSON lines with 'bits', 1 is lost.")
-]
-Delay = Annotated[str | None, typer.Option(help="From host to host, one way: 20ms is 40 ms for the round trip.")]
-Jitter = Annotated[str | None, typer.Option(help="Up to so much more delay, packet by packet; they stay in order.")]
-Queue = Annotated[str | None, typer.Option(help="What may wait at each end of a line: 64kb, 1mb.")]
-Tcp = Annotated[str | None, typer.Option(help="Congestion control of TCP on the hosts: bbr, cubic, ...")]
-LabName = Annotated[str | None, typer.Option("--lab", help="Which, if several run.")]
-
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="What to run on every host; put -- in front.", metavar="COMMAND")
+        list[str], typer.Argument(help="Command to run on every host; put -- in front.", metavar="COMMAND")
     ],
-    hosts: Annotated[int, typer.Option(help="Virtual hosts: 2 to 64.")] = 4,
+    hosts: Hosts = 4,
     per_node: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
     rate: Rate = None,
-    loss: Loss = None,
-    burst: Burst = None,
-    trace: TraceFile = None,
+    loss: LabLoss = None,
+    burst: LabBurst = None,
+    trace: Trace = None,
     delay: Delay = None,
     jitter: Jitter = None,
     queue: Queue = None,
     tcp: Tcp = None,
-    seed: Annotated[int, typer.Option(help="Of the losses: the same packets of each link are lost again.")] = 0,
-    per_link: Annotated[
-        Path | None, typer.Option(help="JSON file of links and hosts that differ from the others.", dir_okay=False)
-    ] = None,
+    seed: Seed = 0,
+    per_link: PerLink = None,
     management: Annotated[
         bool, typer.Option("--management", help="Rendezvous over a second network that loses nothing.")
     ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="End everything after so many seconds.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write what was asked, measured and returned to this file.", dir_okay=False)
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Run a command on virtual hosts whose network loses, limits and delays packets.
 
@@ -84,10 +84,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    from stormtorch.cli.console import check_file, friendly_errors, save
-
     with friendly_errors(), _ending_signals():
-        from stormtorch.checks import BadCondition
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
@@ -119,10 +116,10 @@ def run(
 @app.command("set")
 def change(
     lab: LabName = None,
-    rate: Annotated[str | None, typer.Option(help="As for lab run; 'unlimited' takes the limit away.")] = None,
-    loss: Loss = None,
-    burst: Burst = None,
-    trace: TraceFile = None,
+    rate: Rate = None,
+    loss: LabLoss = None,
+    burst: LabBurst = None,
+    trace: Trace = None,
     delay: Delay = None,
     jitter: Jitter = None,
     queue: Queue = None,
@@ -141,10 +138,7 @@ def change(
 
       stormtorch lab set --join 2
     """
-    from stormtorch.cli.console import friendly_errors
-
     with friendly_errors():
-        from stormtorch.checks import BadCondition
         from stormtorch.cli.tables.lab import requested_text
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.registry import ask
@@ -166,8 +160,6 @@ def change(
 @app.command()
 def show(lab: LabName = None) -> None:
     """Show what was asked of a running lab's network, and what it has done so far."""
-    from stormtorch.cli.console import friendly_errors
-
     with friendly_errors():
         from stormtorch.cli.tables.lab import shown_text
         from stormtorch.lab.registry import ask
@@ -178,8 +170,6 @@ def show(lab: LabName = None) -> None:
 @app.command()
 def clean() -> None:
     """Remove what labs have left that were killed. Labs that run are not touched."""
-    from stormtorch.cli.console import friendly_errors
-
     with friendly_errors():
         from stormtorch.lab.registry import clean as remove
         from stormtorch.lab.registry import running
@@ -194,9 +184,7 @@ def clean() -> None:
 
 
 def _changes(**options: Any) -> dict[str, Any]:
-    """The options that were given, as conditions."""
-    from stormtorch.checks import BadCondition
-
+    """Collects the options that were given, as conditions."""
     changes = {name: value for name, value in options.items() if value is not None}
     if changes.get("rate") == "unlimited":
         changes["rate"] = None
@@ -208,7 +196,6 @@ def _changes(**options: Any) -> dict[str, Any]:
 
 
 def _read_trace(text: str) -> Any:
-    from stormtorch.checks import BadCondition
     from stormtorch.network.loss import Trace
 
     name, colon, line = text.rpartition(":")

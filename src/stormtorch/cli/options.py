@@ -1,129 +1,331 @@
-"""Options that several commands of `stormtorch bench` take."""
+"""Options of the commands, each declared once: what it is called, what it means, in which panel --help shows it."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from stormtorch.cli.console import check_file, names
+from stormtorch.cli.choices import (
+    LAB_WARMUP,
+    MODELS,
+    POLICIES,
+    WARMUP,
+    WIRES,
+    Device,
+    How,
+    Optimizer,
+    Precision,
+    Weights,
+    Wire,
+    spaced,
+)
 
-if TYPE_CHECKING:
-    from stormtorch.lab.conditions import Conditions
+_NETWORK, _LAB, _POLICY = "The network", "A lab's network", "Policies"
+_MODEL, _SPEED = "The model", "How it is computed"
+_LIST = "separated by commas"
 
-# Declared here, so that --help answers without importing torch; a test compares them with the real ones.
-BACKENDS = "storm,storm-lossy,gloo"
-LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
-DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo"
-LAB_DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo-bbr,gloo-cubic"
-LEARNERS = "gloo,storm-drift"
-LAB_LEARNERS = "gloo-bbr,storm-drift"
-MANNERS = "all-to-all,incast,tcp,low,step"
-WARMUP, LAB_WARMUP = 3, 1
-PARAMS, LAB_PARAMS = 25.0, 10.0
+# --- who takes part, and for how long ---------------------------------------------------------------------------------
 
-
-class Dtype(StrEnum):
-    """What can be summed."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-_LAB = "In a lab"
-Hosts = Annotated[int, typer.Option(help="Ranks, each a process of this machine: 2 to 64.")]
-Warmup = Annotated[int, typer.Option(help="Rounds before the timed ones; their results are checked.")]
-WarmupAnywhere = Annotated[
-    int | None,
-    typer.Option(
-        help="Rounds before the timed ones; their results are checked.",
-        show_default=f"{WARMUP}; in a lab {LAB_WARMUP}",
-    ),
+Ranks = Annotated[int, typer.Option(help="Processes of this machine, or in a lab hosts with one each: 2 to 64.")]
+Workers = Annotated[int, typer.Option(help="Simulated ranks, each with a replica of its own: 2 to 8,192.")]
+Hosts = Annotated[int, typer.Option(help="Virtual hosts: 2 to 64.")]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of each training.")]
+Seeds = Annotated[
+    int, typer.Option(help="Trainings of each policy; each seed has weights, batches and loss of its own.")
 ]
-Backends = Annotated[str, typer.Option(help="Which to compare, separated by commas.")]
-BackendsAnywhere = Annotated[
-    str | None,
-    typer.Option(
-        help="Which to compare, separated by commas. In a lab there are also gloo-bbr and gloo-cubic, by TCP's "
-        "congestion control.",
-        show_default=f"{BACKENDS}; in a lab {LAB_BACKENDS}",
-    ),
-]
-DdpBackends = Annotated[
-    str | None,
-    typer.Option(
-        help="Which to compare, separated by commas. In a lab there are also gloo-bbr and gloo-cubic, by TCP's "
-        "congestion control.",
-        show_default=f"{DDP_BACKENDS}; in a lab {LAB_DDP_BACKENDS}",
-    ),
-]
-Wires = Annotated[
-    str,
-    typer.Option(help="What storm-lossy and storm-drift send: float32, bfloat16, int8; of several, each is measured."),
-]
-Json = Annotated[Path | None, typer.Option(help="Write conditions and results to this file.", dir_okay=False)]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw the times into this .png, .svg or .pdf; needs matplotlib.", dir_okay=False)
-]
+FirstSeed = Annotated[int, typer.Option(help="First of the seeds; the others follow.")]
+Seed = Annotated[int, typer.Option(help="Seed of the loss: the same packets of each link are lost again.")]
 Timeout = Annotated[float, typer.Option(help="Give up after so many seconds in all.")]
-Rate = Annotated[str | None, typer.Option(help="Of each host's line, such as 400mbit.", rich_help_panel=_LAB)]
-Loss = Annotated[
-    float | None, typer.Option(help="Fraction of all packets to lose, TCP's as well: 0 to 1.", rich_help_panel=_LAB)
-]
-Delay = Annotated[
-    str | None,
-    typer.Option(help="From host to host, one way, such as 20ms: a round trip takes twice.", rich_help_panel=_LAB),
-]
-Jitter = Annotated[str | None, typer.Option(help="Up to so much more delay.", rich_help_panel=_LAB)]
-Tcp = Annotated[str | None, typer.Option(help="Congestion control that plain gloo meets.", rich_help_panel=_LAB)]
-Seed = Annotated[int, typer.Option(help="Of the loss.")]
-Burst = Annotated[float | None, typer.Option(help="Mean length of a run of losses.", rich_help_panel=_LAB)]
-Queue = Annotated[
-    str | None,
-    typer.Option(help="What may wait at each end of a line.", rich_help_panel=_LAB, show_default="512kb"),
-]
 Patience = Annotated[
     float,
     typer.Option(
-        "--patience-s",
-        "--patience",
-        help="Give up a TCP call after so many seconds; who has used as many sits out the other rounds.",
+        help="Give up a call over TCP after so many seconds; a backend that has used as many skips the other rounds.",
         rich_help_panel=_LAB,
     ),
 ]
 
+# --- results ----------------------------------------------------------------------------------------------------------
 
-def network_of(seed: int, **conditions: str | float | None) -> "Conditions | None":
-    """The lab's network; None where no condition was given: that is loopback."""
-    from stormtorch.checks import BadCondition
-    from stormtorch.lab.conditions import Conditions
+Json = Annotated[Path | None, typer.Option(help="Write settings, conditions and results to this file.", dir_okay=False)]
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="Draw the results into this .png, .svg or .pdf; needs matplotlib.", dir_okay=False),
+]
+Ledger = Annotated[Path | None, typer.Option(help="Write a line of JSON for every step to this file.", dir_okay=False)]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep states and results in this folder: the same command again goes on where it stopped.",
+        file_okay=False,
+    ),
+]
 
-    given = {name: value for name, value in conditions.items() if value is not None}
-    if not given:
-        return None
-    if "burst" in given and "loss" not in given:
-        raise BadCondition("burst", "needs a --loss that comes in bursts")
-    return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # it checks them all
+# --- policies ---------------------------------------------------------------------------------------------------------
 
+PolicyNames = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        help=f"Policies to compare, {_LIST}: {spaced(POLICIES)}; or classes in files, as my.py:MyPolicy.",
+        rich_help_panel=_POLICY,
+    ),
+]
+WireName = Annotated[
+    Wire,
+    typer.Option("--wire", help="Number format of gradients and parameters on the network.", rich_help_panel=_POLICY),
+]
+Budget = Annotated[
+    float,
+    typer.Option(
+        help="Fraction of each lossy message that may be missing: 1 never sends anything again.",
+        rich_help_panel=_POLICY,
+    ),
+]
+GradientBudget = Annotated[
+    float | None,
+    typer.Option(
+        help="plain and lead: that fraction for messages of gradients.",
+        show_default="that of --budget",
+        rich_help_panel=_POLICY,
+    ),
+]
+Lead = Annotated[
+    float,
+    typer.Option(
+        help="lead: how far ahead parameters are sent, in multiples of their mean lag p/(1-p).",
+        rich_help_panel=_POLICY,
+    ),
+]
+WeightsName = Annotated[
+    Weights,
+    typer.Option(
+        "--weights",
+        help="plain and lead: average gradients that arrived, or weigh each by the inverse of its chance to arrive.",
+        rich_help_panel=_POLICY,
+    ),
+]
+_MAX_LAG = typer.Option(
+    help="plain and lead: steps that a parameter may be out of date before it is fetched exactly.",
+    show_default="no bound",
+    rich_help_panel=_POLICY,
+)
+MaxLag = Annotated[int | None, _MAX_LAG]
+Every = Annotated[int, typer.Option(help="model-averaging: steps between two averagings.", rich_help_panel=_POLICY)]
 
-def warmup_of(asked: int | None, network: "Conditions | None") -> int:
-    """What was asked for, or what suits the place."""
-    return asked if asked is not None else WARMUP if network is None else LAB_WARMUP
+# --- the network: injected or simulated loss --------------------------------------------------------------------------
 
+_LOSS_HELP = "Fraction of the datagrams to lose on every link: 0 to 0.9"
+Loss = Annotated[float, typer.Option(help=f"{_LOSS_HELP}.", rich_help_panel=_NETWORK)]
+LossBesideLinks = Annotated[
+    float | None,
+    typer.Option(
+        "--loss",
+        help=f"{_LOSS_HELP}; with --per-link, on every link that the file does not name.",
+        show_default="0.1, or 0 with --per-link",
+        rich_help_panel=_NETWORK,
+    ),
+]
+_BURST_HELP = "Mean length of a run of losses, in packets (Gilbert-Elliott)."
+Burst = Annotated[float, typer.Option(help=_BURST_HELP, rich_help_panel=_NETWORK)]
+PerLink = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file of links, in a lab also of hosts, that differ from the others: see docs/faults.md.",
+        dir_okay=False,
+        rich_help_panel=_NETWORK,
+    ),
+]
+TraceDrawn = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="JSON lines of recorded links: each link replays one, drawn from those that lose 0.5 to 30 %.",
+        dir_okay=False,
+        rich_help_panel=_NETWORK,
+    ),
+]
+Shared = Annotated[
+    float | None,
+    typer.Option(
+        help="Fraction of the loss on a sender's way out, where all receivers lose the same chunk: 0 to 1.",
+        rich_help_panel=_NETWORK,
+    ),
+]
+Stragglers = Annotated[
+    float | None,
+    typer.Option(
+        help="Chance that a worker is late in an exchange, so that only a fraction of its messages counts.",
+        rich_help_panel=_NETWORK,
+    ),
+]
+Delivered = Annotated[
+    float | None,
+    typer.Option(
+        help="Fraction of a late worker's messages that still counts.",
+        show_default="drawn each time",
+        rich_help_panel=_NETWORK,
+    ),
+]
 
-def backends_of(
-    asked: str | None, network: "Conditions | None", here: str = BACKENDS, lab: str = LAB_BACKENDS
-) -> tuple[str, ...]:
-    """What was asked for, or what suits the place."""
-    return names(asked or (here if network is None else lab))
+# --- the network of a lab: real packets -------------------------------------------------------------------------------
 
+InLab = Annotated[
+    bool,
+    typer.Option(
+        "--lab", help="Lose real packets between virtual hosts; needs root or user namespaces.", rich_help_panel=_LAB
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(help="Rate of each host's line, both ways: 400mbit, 1gbit, unlimited.", rich_help_panel=_LAB),
+]
+LabLoss = Annotated[
+    float | None,
+    typer.Option(
+        "--loss", help="Fraction of all packets to lose on every link, TCP's as well: 0 to 1.", rich_help_panel=_LAB
+    ),
+]
+LabBurst = Annotated[float | None, typer.Option("--burst", help=_BURST_HELP, rich_help_panel=_LAB)]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        help="Replay losses on every link: FILE or FILE:LINE of JSON lines with 'bits', 1 is lost.",
+        rich_help_panel=_LAB,
+    ),
+]
+Delay = Annotated[
+    str | None,
+    typer.Option(help="Delay from host to host, one way: 20ms is 40 ms for the round trip.", rich_help_panel=_LAB),
+]
+Jitter = Annotated[
+    str | None,
+    typer.Option(help="Largest additional delay, drawn for each packet; packets stay in order.", rich_help_panel=_LAB),
+]
+Queue = Annotated[
+    str | None,
+    typer.Option(help="Bytes that may wait at each end of a line: 64kb, 1mb; 512kb at first.", rich_help_panel=_LAB),
+]
+Tcp = Annotated[
+    str | None,
+    typer.Option(
+        help="Congestion control of TCP on the hosts: bbr, cubic, ...",
+        show_default="this machine's",
+        rich_help_panel=_LAB,
+    ),
+]
+LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several run.")]
 
-def check_outputs(json: Path | None, plot: Path | None = None) -> None:
-    """What cannot be written is noticed before anything is measured."""
-    check_file("json", json)
-    if plot is not None:
-        from stormtorch.cli.plots.bench import check_plot
+# --- the model --------------------------------------------------------------------------------------------------------
 
-        check_plot(plot)
-        check_file("plot", plot)
+Model = Annotated[str, typer.Option(help=f"Model to train: one of {spaced(MODELS)}.", rich_help_panel=_MODEL)]
+_DATA_HELP = "File or folder to learn from"
+TextData = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help=f"{_DATA_HELP}: a text, or WikiText-2's folder.",
+        show_default="the source of Python's standard library",
+        rich_help_panel=_MODEL,
+    ),
+]
+PictureData = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help=f"{_DATA_HELP}: CIFAR-10's, with data_batch_1 to 5 and test_batch, or with cifar-10-batches-py.",
+        show_default="scikit-learn's digits, 8 x 8",
+        rich_help_panel=_MODEL,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"{_DATA_HELP}: a text or WikiText-2, CIFAR-10, ATIS; see docs/simulate.md.",
+        show_default="llama: Python's standard library; resnet: scikit-learn's digits",
+        rich_help_panel=_MODEL,
+    ),
+]
+# Commands with one model know its defaults; `simulate` leaves them to the model, by None.
+_BATCH = typer.Option(help="Examples of each rank in a step.", rich_help_panel=_MODEL)
+_LR = typer.Option(help="Highest learning rate; it rises first and then falls as a cosine.", rich_help_panel=_MODEL)
+_CONTEXT = typer.Option(help="Language models: tokens, or bytes, of an example.", rich_help_panel=_MODEL)
+_LAYERS = typer.Option(help="LLaMA: number of layers.", rich_help_panel=_MODEL)
+_WIDTH = typer.Option(
+    help="LLaMA: width, a multiple of 16; 2 layers of 64 have 0.12 M parameters.", rich_help_panel=_MODEL
+)
+Batch = Annotated[int, _BATCH]
+OwnBatch = Annotated[int | None, _BATCH]
+Lr = Annotated[float, _LR]
+OwnLr = Annotated[float | None, _LR]
+Context = Annotated[int, _CONTEXT]
+OwnContext = Annotated[int | None, _CONTEXT]
+Layers = Annotated[int, _LAYERS]
+OwnLayers = Annotated[int | None, _LAYERS]
+Width = Annotated[int, _WIDTH]
+OwnWidth = Annotated[int | None, _WIDTH]
+OptimizerName = Annotated[
+    Optimizer,
+    typer.Option(
+        "--optimizer", help="Optimizer: the model's own, or another; sgd has no momentum.", rich_help_panel=_MODEL
+    ),
+]
+
+# --- how a simulation is computed -------------------------------------------------------------------------------------
+
+DeviceName = Annotated[
+    Device, typer.Option("--device", help="Device; auto takes a GPU if there is one.", rich_help_panel=_SPEED)
+]
+PrecisionName = Annotated[
+    Precision,
+    typer.Option("--precision", help="Number format in which matrices are multiplied.", rich_help_panel=_SPEED),
+]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(help="Workers computed at a time.", show_default="as many as fit into memory", rich_help_panel=_SPEED),
+]
+HowName = Annotated[
+    How,
+    typer.Option(
+        "--how",
+        help="Compute those workers together by torch.func.vmap, or one after the other; auto finds out.",
+        rich_help_panel=_SPEED,
+    ),
+]
+Fuse = Annotated[
+    bool,
+    typer.Option("--fuse", help="Let torch.compile fuse kernels: slow at first, then faster.", rich_help_panel=_SPEED),
+]
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+_BACKENDS_HELP = f"Backends to compare, {_LIST}"
+Backends = Annotated[str, typer.Option(help=f"{_BACKENDS_HELP}.")]
+BackendsAnywhere = Annotated[
+    str | None,
+    typer.Option(
+        "--backends",
+        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control.",
+        show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
+    ),
+]
+Learners = Annotated[
+    str | None,
+    typer.Option(
+        "--backends",
+        help=f"{_BACKENDS_HELP}: any of `bench ddp`.",
+        show_default="gloo (in a lab gloo-bbr) and storm-drift",
+    ),
+]
+Wires = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        help=f"Number formats that storm-lossy and storm-drift send, {_LIST}: {spaced(WIRES)}; each is measured.",
+    ),
+]
+Iters = Annotated[int, typer.Option(help="Timed rounds, of each size and of each network.")]
+_WARMUP_HELP = "Rounds before the timed ones; their results are checked."
+Warmup = Annotated[int, typer.Option(help=_WARMUP_HELP)]
+WarmupAnywhere = Annotated[
+    int | None, typer.Option("--warmup", help=_WARMUP_HELP, show_default=f"{WARMUP}; in a lab {LAB_WARMUP}")
+]

@@ -1,4 +1,4 @@
-"""Trainings that are done: their results in a folder, so that the same command again need not repeat them."""
+"""Finished trainings: their results in a folder, so that the same command again need not repeat them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from stormtorch.checks import BadSetting
 from stormtorch.policies.ledger import Ledger
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.processes import Together
-from stormtorch.studies.worker_results import SimResult
+from stormtorch.studies.results import SimResult
 
-# What may change from one run to the next: which trainings are asked for, and how fast they are computed.
+# Settings that may change from one run to the next: which trainings are asked for, and how fast they are computed.
 _FREE = ("policies", "seeds", "first_seed", "how", "at_once", "fuse")
 
 
 class Finished:
-    """Results by policy and seed. Only the first process reads and writes; all hear of it.
+    """Results by key: a policy and a seed. Only the first process reads and writes; all are told what it found.
 
     Args:
-        folder: Where they are kept; None keeps nothing.
-        ledger: A file for the lines of all trainings, in their order; None writes none.
-        together: The processes.
-        asked: What all trainings share, as plain data: what is in the folder must be of the same.
+        folder: Folder of the results; None keeps nothing.
+        ledger: File for the lines of all trainings, in their order; None writes none.
+        together: Processes that simulate together.
+        asked: Settings that all trainings share, as plain data: those of the folder must be the same.
 
     Raises:
-        BadSetting: It is of other settings, or cannot be read.
+        BadSetting: The folder is of other settings, or cannot be read.
     """
 
     def __init__(self, folder: Path | None, ledger: Path | None, together: Together, asked: dict[str, Any]) -> None:
@@ -35,16 +35,16 @@ class Finished:
         problem = together.from_first(None if folder is None or not self._first else _compare(folder, asked))
         if problem is not None:
             raise BadSetting("checkpoint", problem)
-        # Only now: whoever names the wrong folder keeps the file of before.
+        # Only now: a user who named the wrong folder keeps the earlier file.
         if ledger is not None and self._first:
             ledger.write_text("")
 
-    def find(self, policy: str, seed: int) -> SimResult | None:
-        """A result from an earlier run."""
+    def find(self, key: str) -> SimResult | None:
+        """Reads the result of an earlier run, if there is one."""
         if self._folder is None:
             return None
         found, problem = None, None
-        path = self._folder / f"{policy}-{seed}.json"
+        path = self._folder / f"{key}.json"
         if self._first and path.exists():
             try:
                 kept = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ class Finished:
                 if self._ledger is not None and kept["ledger"] is None:
                     problem = f"holds {path.name} without its steps: --ledger must be asked for from the beginning"
                 else:
-                    self._write(policy, seed, kept["ledger"])
+                    self._write(found, kept["ledger"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"holds {path.name}, which cannot be read: {error}"
         found, problem = self._together.from_first((found, problem))
@@ -60,26 +60,26 @@ class Finished:
             raise BadSetting("checkpoint", problem)
         return found
 
-    def keep(self, result: SimResult, ledger: Ledger) -> None:
-        """One that was just computed."""
+    def keep(self, key: str, result: SimResult, ledger: Ledger) -> None:
+        """Writes a result that was just computed."""
         if not self._first:
             return
         # Large with many workers, so only where it is wanted.
         rows = None if self._ledger is None else ledger.to_json()
-        self._write(result.policy, result.seed, rows)
+        self._write(result, rows)
         if self._folder is not None:
-            path = self._folder / f"{result.policy}-{result.seed}.json"
-            with replacing(path) as beside:
+            with replacing(self._folder / f"{key}.json") as beside:
                 beside.write_text(json.dumps({"result": result.to_json(), "ledger": rows}), encoding="utf-8")
 
-    def _write(self, policy: str, seed: int, rows: list[dict[str, Any]] | None) -> None:
+    def _write(self, result: SimResult, rows: list[dict[str, Any]] | None) -> None:
         if self._ledger is not None and rows is not None:
+            whose = {"policy": result.policy, "seed": result.seed}
             with self._ledger.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"policy": policy, "seed": seed, **row}) + "\n" for row in rows)
+                file.writelines(json.dumps(whose | row) + "\n" for row in rows)
 
 
 def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
-    """What is wrong with a folder, if anything; a new one gets these settings."""
+    """Says what is wrong with a folder, if anything; a new one gets these settings."""
     plain = json.loads(json.dumps({name: value for name, value in asked.items() if name not in _FREE}))
     path = folder / "settings.json"
     try:

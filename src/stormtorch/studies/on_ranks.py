@@ -1,4 +1,4 @@
-"""Trains a model once for each policy and seed, on ranks of their own, over UDP that loses."""
+"""Trainings on ranks: a model once for each policy and seed, over UDP that loses."""
 
 import contextlib
 import time
@@ -15,44 +15,47 @@ from stormtorch.jobs.counters import Counters
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
-from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.policies.policy import Policy
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.statistics import mean, median
 from stormtorch.results.surroundings import surroundings
 from stormtorch.runtime.norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
-from stormtorch.studies.rank_results import TrainReport, TrainResult, exp_of
-from stormtorch.studies.rank_settings import TrainSettings
+from stormtorch.studies.results import TrainReport, TrainResult, exp_of
+from stormtorch.studies.settings import TrainSettings
 from stormtorch.tasks.batches import Task, loss_of, rate_at
 from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
 
 # Ethernet's: loss then strikes chunks of the size that it would strike on a network.
 _DATAGRAM_BYTES = 1472
-_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+# Validations of a training.
+_VALIDATIONS = 10
 
 
 @dataclass
 class RankTraining:
-    """What one rank saw of one training."""
+    """Record that one rank keeps of one training."""
 
     policy: str
+    """Label of the policy."""
     seed: int
     losses: list[float] = field(default_factory=list)
-    """Of each step, on this rank's batch."""
+    """Loss of each step, on this rank's batch."""
     times_s: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Seconds of each step."""
     validations: list[tuple[int, float, float]] = field(default_factory=list)
-    """After how many steps, the loss and the fraction of right answers; over all ranks."""
+    """Steps done, then the loss and the fraction of right answers, over all ranks."""
     drift: float = 0.0
-    """Over all ranks."""
+    """Mean squared difference per parameter between two replicas, over all ranks."""
     arrived: float = 1.0
+    """Fraction of the chunks that arrived, mean over the steps."""
     counters: Counters = field(default_factory=Counters)
+    """Datagrams of this rank's transport."""
 
 
 def run_training(settings: TrainSettings, advance: Advance = ignore_progress) -> TrainReport:
-    """Trains, and returns when all ranks are gone.
+    """Trains under every policy and seed, and returns when all ranks are gone.
 
     Raises:
         stormtorch.checks.BadSetting: The data cannot be read.
@@ -81,7 +84,7 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
 
 
 def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
-    """All ranks' view of one training."""
+    """Makes one result of what all ranks saw of a training."""
     first = trainings[0]
     losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
     times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
@@ -104,12 +107,12 @@ def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResu
 
 
 def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]:
-    """One rank's part of all trainings."""
+    """Runs one rank's part of all trainings."""
     task = settings.open_task()
     found: list[RankTraining] = []
     stage: Stage[Contender]
     with Stage(member, (), lab=settings.network is not None) as stage:
-        for number, (seed, policy) in enumerate(settings.trainings):
+        for number, (seed, label) in enumerate(settings.trainings):
             # Not in a with statement: the goodbye of a rank that failed would make the others' errors hide its own.
             transport = connect(
                 member.store,
@@ -121,49 +124,32 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
             if number == 0:
                 stage.cue(Cue.LOSE)
                 stage.cue(Cue.COUNT)
-            with _faults(settings, seed):
-                training = _train(stage, Group(transport), task, settings, RankTraining(policy, seed))
+            in_lab = settings.network is not None
+            loss = contextlib.nullcontext() if in_lab else faults(loss=settings.loss, burst=settings.burst, seed=seed)
+            with loss:
+                training = RankTraining(label, seed)
+                _train(stage, Group(transport), task, settings.policy_of(label), settings.steps, training)
                 training.counters = Counters.of(transport)
-                stage.barrier()  # who is done first must not spare the others a part of the loss
+                stage.barrier()  # a rank that is done first must not spare the others a part of the loss
             found.append(training)
             transport.close()
         stage.cue(Cue.READ)
     return found
 
 
-def _faults(settings: TrainSettings, seed: int) -> contextlib.AbstractContextManager[object]:
-    if settings.network is not None:
-        return contextlib.nullcontext()
-    return faults(loss=settings.loss, burst=settings.burst, seed=seed)
-
-
-def policy_of(name: str, settings: TrainSettings) -> Any:
-    """The library's policy of that name."""
-    lossy = Reliability(budget=settings.budget)
-    wire = _WIRES[settings.wire]
-    if name == "model-averaging":
-        return ModelAveraging(every=1, reliability=lossy)
-    if name == "gradient-averaging":
-        return GradientAveraging(reliability=lossy)
-    if name == "lossless":
-        return BoundedDrift(gradients=EXACT, broadcast=EXACT, wire=wire)
-    return BoundedDrift(
-        gradients=lossy, broadcast=lossy, lead=float(name == "lead"), max_lag=settings.max_lag, wire=wire
-    )
-
-
 def _train(
-    stage: Stage[Contender], group: Group, task: Task, settings: TrainSettings, training: RankTraining
-) -> RankTraining:
+    stage: Stage[Contender], group: Group, task: Task, policy: Policy, steps: int, training: RankTraining
+) -> None:
     model = task.model(training.seed)
-    model, optimizer = prepare(model, task.optimizer(model), policy=policy_of(training.policy, settings), group=group)
+    model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
+    highest_lr = optimizer.param_groups[0]["lr"]
     rank = stage.member.rank
     stage.barrier()
-    for step in range(settings.steps):
+    for step in range(steps):
         begin = time.perf_counter()
         inputs, targets = task.batch(training.seed, step, rank)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = rate_at(step, settings.steps, settings.lr)
+            parameters["lr"] = rate_at(step, steps, highest_lr)
         loss = loss_of(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if task.clip is not None:
@@ -175,15 +161,14 @@ def _train(
         done = step + 1
         if rank == 0:
             stage.member.tell(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
-        if done == settings.steps:
+        if done == steps:
             # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
             with torch.no_grad():
                 model.eval()(inputs)
             training.drift = _drift(stage, group, model)
             training.arrived = float(optimizer.ledger.summary()["arrived"])  # type: ignore[attr-defined]  # given by prepare
-        if done == settings.steps or done % settings.validate_every == 0:
+        if done == steps or done % max(steps // _VALIDATIONS, 1) == 0:
             training.validations.append((done, *_validate(stage, model, task)))
-    return training
 
 
 def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
@@ -200,7 +185,7 @@ def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
 
 
 def _validate(stage: Stage[Contender], model: nn.Module, task: Task) -> tuple[float, float]:
-    """The loss and the fraction of right answers on what is held out, each rank judging its part of it."""
+    """Finds the loss and the fraction of right answers on what is held out; each rank judges its part of it."""
     total, right, count = 0.0, 0, 0
     model.eval()
     with exact(model), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Simulates what settings ask for: each policy and seed once, and reports as `stormtorch train` does."""
+"""Trainings on virtual workers: each policy and seed once, with the report of trainings on ranks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
+from stormtorch.policies.ledger import Row
 from stormtorch.results.progress import Advance, ignore_progress
+from stormtorch.results.statistics import mean, median
 from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import digest
 from stormtorch.simulation.processes import Together
 from stormtorch.simulation.run import Simulated, Spot, simulate
 from stormtorch.simulation.setting import MakeOptimizer, Reuse
 from stormtorch.studies.finished import Finished
-from stormtorch.studies.worker_results import SimReport, SimResult, lost_on_average, result_of
-from stormtorch.studies.worker_settings import SimSettings
+from stormtorch.studies.results import SimReport, SimResult, exp_of, lost_on_average
+from stormtorch.studies.settings import SimSettings, named
 from stormtorch.tasks.batches import adamw
 from stormtorch.tasks.kinds import Task, open_task
 
-__all__ = ["SimReport", "SimResult", "run_simulations", "simulate_one", "task_of"]
-
 _SMALL_PARAMS = 1_000_000
+# Rows of the ledger that a result keeps, about.
+_ROWS = 100
 
 
 def task_of(settings: SimSettings) -> Task:
-    """What these settings learn; reads its data.
+    """Reads the data, and makes what is learned.
 
     Raises:
         BadSetting: The data cannot be read, or a setting is not one of this model's.
@@ -54,10 +56,10 @@ def run_simulations(
     """Simulates one training after the other. Processes of torchrun share the workers; all get the same report.
 
     Args:
-        settings: What.
-        advance: Told of every step.
-        checkpoints: A folder for their states and results: what is there already is not computed again.
-        ledger: Gets a line of JSON for every step of every training, the latest 10,000 of each.
+        settings: Settings of all trainings.
+        advance: Called after every step.
+        checkpoints: Folder for states and results: what is there already is not computed again.
+        ledger: File for a line of JSON for every step of every training, the latest 10,000 of each.
 
     Raises:
         BadSetting: The data cannot be read, a setting is not one of this model's, or the checkpoints are of other
@@ -76,29 +78,69 @@ def run_simulations(
     finished = Finished(checkpoints, ledger, together, asked | {"network_digest": digest(settings.loss_model())})
     results = []
     reuse = Reuse()
-    for number, (seed, policy) in enumerate(settings.trainings):
+    for number, (seed, label) in enumerate(settings.trainings):
 
-        def tell(spot: Spot, number: int = number, policy: str = policy, seed: int = seed) -> None:
-            advance(f"{policy}, seed {seed}: loss {spot.loss:.2f}", number * settings.steps + spot.step)
+        def tell(spot: Spot, number: int = number, label: str = label, seed: int = seed) -> None:
+            advance(f"{label}, seed {seed}: loss {spot.loss:.2f}", number * settings.steps + spot.step)
 
-        result = finished.find(policy, seed)
+        key = f"{settings.key_of(label)}-{seed}"
+        result = finished.find(key)
         if result is None:
-            place = None if checkpoints is None else checkpoints / f"{policy}-{seed}.pt"
+            place = None if checkpoints is None else checkpoints / f"{key}.pt"
             try:
                 with _threads(settings, task, params):
-                    done = _simulate(settings, task, policy, seed, tell, place, reuse)
+                    done = _simulate(settings, task, label, seed, tell, place, reuse)
             except ValueError as error:
-                raise _named(error) from error
-            result = result_of(done, policy=policy, seed=seed, workers=settings.workers, language=task.language)
-            finished.keep(result, done.ledger)
+                raise named(error) from error
+            result = result_of(done, policy=label, seed=seed, workers=settings.workers, language=task.language)
+            finished.keep(key, result, done.ledger)
         results.append(result)
     return SimReport(settings, asked, {"loss": lost_on_average(results)}, conditions, results)
 
 
+def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language: bool) -> SimResult:
+    """Makes the result of one training."""
+    losses = [loss for _, loss in done.curve]
+    rows = list(done.ledger)
+    _, val_loss, accuracy = done.validations[-1]
+    # Where models are averaged less often than there are steps, there is no row.
+    lag = rows[-1].lag if rows else {}
+    copies = sum(lag.values())
+    down = [mean(list(row.broadcast.values())) for row in rows if row.broadcast]
+    return SimResult(
+        policy=policy,
+        seed=seed,
+        loss=mean(losses[-max(len(losses) // 10, 1) :]),
+        val_loss=val_loss,
+        perplexity=exp_of(val_loss) if language else None,
+        accuracy=None if language else accuracy,
+        step_s=median(done.times_s),
+        drift=done.drift,
+        arrived=mean([row.arrived for row in rows if row.gradients]) if any(row.gradients for row in rows) else 1.0,
+        loss_measured=None,
+        curve=[(step, round(loss, 5)) for step, loss in done.curve],
+        val_curve=[(step, round(sum(done.times_s[:step]), 3), round(loss, 5)) for step, loss, _ in done.validations],
+        workers=workers,
+        lag={age: count / copies for age, count in lag.items()},
+        drift_curve=[_drifts(row) for row in rows[:: max(len(rows) // _ROWS, 1)]],
+        lead=mean([row.lead for row in rows]) if rows else 0.0,
+        broadcast_lost=1.0 - mean(down) if down else 0.0,
+        fetched=sum(row.fetched for row in rows),
+        how=done.how,
+        at_once=done.at_once,
+        peak_bytes=done.peak_bytes,
+        guarded=sum(row.guarded for row in rows),
+    )
+
+
+def _drifts(row: Row) -> tuple[int, float | None, float | None, float | None]:
+    return row.step + 1, row.pair_drift, row.owner_drift, row.update_variance
+
+
 @contextlib.contextmanager
 def _threads(settings: SimSettings, task: Task, params: int) -> Iterator[None]:
-    """On the CPU, one thread for small language models: more gain nothing, and where cores are shared they lose much
-    by waiting for each other. By size alone, as the number of threads changes the last bits of sums.
+    """Takes one thread for small language models on the CPU: more gain nothing, and where cores are shared they lose
+    much by waiting for each other. The size alone decides, as the number of threads changes the last bits of sums.
     """
     before = torch.get_num_threads()
     if settings.device == "cpu" and task.language and params < _SMALL_PARAMS:
@@ -107,12 +149,6 @@ def _threads(settings: SimSettings, task: Task, params: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _named(error: ValueError) -> ValueError:
-    """With the option that it speaks of, where that is one."""
-    knob, _, problem = str(error).partition(" ")
-    return BadSetting(knob, problem) if knob in ("checkpoint", "budget") else error
 
 
 def simulate_one(
@@ -124,7 +160,7 @@ def simulate_one(
     checkpoint: Path | None = None,
     reuse: Reuse | None = None,
 ) -> SimResult:
-    """One training."""
+    """Simulates one training: a policy, by its label, and a seed."""
     done = _simulate(settings, task, policy, seed, advance, checkpoint, reuse)
     return result_of(done, policy=policy, seed=seed, workers=settings.workers, language=task.language)
 

@@ -1,11 +1,9 @@
-"""Pictures of benchmarks beside gloo: every round a dot, every median a line."""
+"""Pictures of benchmarks beside gloo: every round is a dot, every median a line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from stormtorch.checks import BadSetting
 
 if TYPE_CHECKING:
     from stormtorch.bench.ddp import DdpReport
@@ -15,26 +13,17 @@ COLOURS = {
     "storm": "#d9480f",
     "storm-lossy": "#f59f00",
     "storm-lossy-bf16": "#82c91e",
+    "storm-lossy-fp16": "#40c057",
     "storm-lossy-int8": "#12b886",
     "storm-drift": "#c2255c",
     "storm-drift-bf16": "#e64980",
+    "storm-drift-fp16": "#be4bdb",
     "storm-drift-int8": "#f783ac",
     "gloo": "#495057",
     "gloo-bbr": "#1c7ed6",
     "gloo-cubic": "#5f3dc4",
 }
-"""Of the backends, in all pictures."""
-
-
-def check_plot(path: Path) -> None:
-    """Raises `BadSetting` where no picture could be made, before anything is measured."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise BadSetting("plot", "needs matplotlib: pip install matplotlib") from error
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise BadSetting("plot", f"must end with one of {', '.join('.' + kind for kind in sorted(kinds))}, got {path}")
+"""Colours of the backends, in all pictures."""
 
 
 def plot_allreduce(report: "AllReduceReport", path: Path) -> None:
@@ -45,7 +34,7 @@ def plot_allreduce(report: "AllReduceReport", path: Path) -> None:
         results = [result for result in report.results if result.mb == mb]
         ideal_s = next((result.ideal_s for result in results), None)
         panels.append(_Panel(f"{mb:g} MB", results, {} if ideal_s is None else {"ideal": ideal_s}))
-    title = f"all-reduce, {conditions['hosts']} ranks, {_where(conditions)}, {conditions['dtype']}"
+    title = f"all-reduce, {conditions['ranks']} ranks, {_where(conditions)}, {conditions['dtype']}"
     _draw(panels, conditions, title, path)
 
 
@@ -55,7 +44,7 @@ def plot_ddp(report: "DdpReport", path: Path) -> None:
     floors = {"no_sync": conditions["no_sync_s"], "line": conditions["line_s"]}
     panel = _Panel("", report.results, {name: floor for name, floor in floors.items() if floor is not None})
     title = (
-        f"a step of {conditions['params'] / 1e6:.3g} M parameters\n{conditions['hosts']} ranks, {_where(conditions)}"
+        f"a step of {conditions['params'] / 1e6:.3g} M parameters\n{conditions['ranks']} ranks, {_where(conditions)}"
     )
     _draw([panel], conditions, title, path)
 

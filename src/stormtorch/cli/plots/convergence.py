@@ -31,6 +31,6 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     where = condition_text(conditions["requested"]) if "requested" in conditions else "loopback"
-    figure.suptitle(f"time to the same loss, {conditions['hosts']} ranks, {where}", fontsize=11)
+    figure.suptitle(f"time to the same loss, {conditions['ranks']} ranks, {where}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

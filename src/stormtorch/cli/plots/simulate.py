@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from stormtorch.cli.plots.train import COLOURS, draw_validation
+from stormtorch.cli.plots.train import colours_of, draw_validation
 from stormtorch.cli.tables.simulate import title_text
-from stormtorch.studies.worker_results import SimReport
+from stormtorch.studies.results import SimReport
 
 
 def plot_simulation(report: SimReport, path: Path) -> None:
@@ -13,13 +13,14 @@ def plot_simulation(report: SimReport, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     by_step, against, drift = figure.subplots(1, 3)
-    draw_validation(report.results, by_step, against)
+    colours = colours_of(report.settings.labels)
+    draw_validation(report.results, colours, by_step, against)
     apart = False
     for result in report.results:
         # Zero has no place on a logarithmic axis.
         points = [(step, pair) for step, pair, _, _ in result.drift_curve if pair]
         if points:
-            drift.plot(*zip(*points, strict=True), color=COLOURS[result.policy], linewidth=1)
+            drift.plot(*zip(*points, strict=True), color=colours[result.policy], linewidth=1)
             apart = True
     if apart:
         drift.set_yscale("log")

@@ -46,7 +46,7 @@ def plot_sweep(report: "SweepReport", path: Path) -> None:
 
 
 def _title(report: "SweepReport") -> str:
-    title = f"all-reduce over {report.conditions['hosts']} hosts\nmedians, lines up to the worst"
+    title = f"all-reduce over {report.conditions['ranks']} hosts\nmedians, lines up to the worst"
     if any(result.gave_up for point in report.points for result in point.results):
         title += f"; ↑: not done after {report.conditions['patience_s']:g} s"
     return title

@@ -1,11 +1,12 @@
 """Pictures of trainings: how the loss falls by steps and by seconds, a colour for each policy."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stormtorch.cli.tables.train import where_text
-from stormtorch.studies.rank_results import TrainReport, TrainResult
+from stormtorch.studies.results import TrainReport, TrainResult
 
 COLOURS = {
     "lossless": "#495057",
@@ -14,7 +15,15 @@ COLOURS = {
     "model-averaging": "#1c7ed6",
     "gradient-averaging": "#5f3dc4",
 }
-"""Of the policies, in all pictures."""
+"""Colours of the policies, in all pictures."""
+# Colours of policies in files, in the order in which they were named.
+_FURTHER = ("#2b8a3e", "#c2255c", "#0b7285", "#846358", "#fab005")
+
+
+def colours_of(labels: Sequence[str]) -> dict[str, str]:
+    """Chooses a colour for each policy: presets have one of their own."""
+    others = (label for label in labels if label not in COLOURS)
+    return COLOURS | dict(zip(others, itertools.cycle(_FURTHER), strict=False))
 
 
 def plot_training(report: TrainReport, path: Path) -> None:
@@ -23,10 +32,11 @@ def plot_training(report: TrainReport, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     by_step, against, by_second = figure.subplots(1, 3)
-    draw_validation(report.results, by_step, against)
+    colours = colours_of(report.settings.labels)
+    draw_validation(report.results, colours, by_step, against)
     for result in report.results:
         _, seconds, val_losses = zip(*result.val_curve, strict=True)
-        by_second.plot(seconds, val_losses, color=COLOURS[result.policy], marker=".", linewidth=1)
+        by_second.plot(seconds, val_losses, color=colours[result.policy], marker=".", linewidth=1)
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
     by_second.spines[["top", "right"]].set_visible(False)
     data, settings = report.asked["data"]["name"], report.settings
@@ -39,11 +49,11 @@ def plot_training(report: TrainReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_validation(results: Sequence[TrainResult], by_step: Any, against: Any) -> None:
-    """Validation loss into one panel, what it is above lossless of the same seed into another."""
+def draw_validation(results: Sequence[TrainResult], colours: dict[str, str], by_step: Any, against: Any) -> None:
+    """Draws validation loss into one panel, and how much it is above lossless of the same seed into another."""
     lossless = {result.seed: result for result in results if result.policy == "lossless"}
     for result in results:
-        colour = COLOURS[result.policy]
+        colour = colours[result.policy]
         label = result.policy if result.seed == results[0].seed else None
         if result.seed in lossless:
             steps, more = zip(*_difference(result.val_curve, lossless[result.seed].val_curve), strict=True)
@@ -63,5 +73,5 @@ def draw_validation(results: Sequence[TrainResult], by_step: Any, against: Any) 
 def _difference(
     curve: list[tuple[int, float, float]], other: list[tuple[int, float, float]]
 ) -> list[tuple[int, float]]:
-    """What policies differ by, which the curves themselves are too steep to show."""
+    """Differences between policies, which the curves themselves are too steep to show."""
     return [(step, loss - base) for (step, _, loss), (_, _, base) in zip(curve, other, strict=True)]

@@ -30,7 +30,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
     conditions = report.conditions
     in_lab = "requested" in conditions
     where = network_text(conditions["requested"]) if in_lab else "loopback"
-    title = f"all-reduce of {conditions['dtype']} over {conditions['hosts']} ranks, {where}"
+    title = f"all-reduce of {conditions['dtype']} over {conditions['ranks']} ranks, {where}"
     table = new_table(title, _lab_caption(conditions) if in_lab else _loopback_caption(conditions))
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
@@ -65,7 +65,7 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
         f"{conditions['iters']} interleaved rounds; times are the slowest rank's; x: ratio of medians, below 1 is "
         "faster. Ideal: the time to copy as many bytes once in and once out, on all ranks at once."
     )
-    text += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+    text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     if conditions["faults_requested"]:
         text += (
             f" Injected loss: {loss_text(conditions['faults_requested'])} asked, "
@@ -89,7 +89,7 @@ def sweep_table(report: "SweepReport") -> Table:
     """One row per condition, one column per backend."""
     conditions = report.conditions
     caption = (
-        f"x ideal: median time of all-reduce over the ideal, which is what each of {conditions['hosts']} ranks must "
+        f"x ideal: median time of all-reduce over the ideal, which is what each of {conditions['ranks']} ranks must "
         "send at the rate of its line (1 is perfect). "
         f"Interleaved rounds, {conditions['iters']} asked for: where patience ended with fewer, their number stands in "
         f"brackets; > where a call did not end within {conditions['patience_s']:g} s."
@@ -134,9 +134,9 @@ def latency_table(report: "LatencyReport") -> Table:
     empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
     idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
     table = new_table(
-        f"latency of all-reduce over {conditions['hosts']} ranks, loopback",
+        f"latency of all-reduce over {conditions['ranks']} ranks, loopback",
         f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier."
-        + crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+        + crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
         + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
     )

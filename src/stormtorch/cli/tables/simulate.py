@@ -7,11 +7,12 @@ from rich.table import Table
 
 from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.train import (
-    MEANINGS,
     against_text,
     apart_text,
+    budget_sentences,
     chance_sentences,
     drift_text,
+    meaning_text,
     outcome_text,
     spread_text,
     success_text,
@@ -19,7 +20,7 @@ from stormtorch.cli.tables.train import (
 from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
 from stormtorch.results.statistics import mean, median
 from stormtorch.results.text import loss_text, share_text, size_text, time_text
-from stormtorch.studies.worker_results import SimReport, SimResult
+from stormtorch.studies.results import SimReport, SimResult
 
 
 def show_simulation(report: SimReport, console: Console) -> None:
@@ -56,7 +57,7 @@ def policy_table(report: SimReport) -> Table:
         *(("memory",) if on_gpu else ()),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    for policy in settings.policies:
+    for policy in settings.labels:
         results = report.of(policy)
         against = report.against_lossless(policy)
         row = [
@@ -107,24 +108,21 @@ def network_text(network: LossModel) -> str:
 def sentences(report: SimReport) -> list[str]:
     """What was seen, in words; every number is of this run."""
     settings, found = report.settings, []
-    if settings.policies != ("lossless",):
+    if settings.labels != ("lossless",):
         found.append(
             f"{loss_text(report.measured['loss'])} of the chunks did not arrive; every policy began with the same "
             "weights and saw the same batches."
         )
-    if settings.budget < 1.0:
-        found.append(
-            f"What was lost of parameters or models was sent again until at most {loss_text(settings.budget)} of each "
-            "message was missing."
-        )
-    found += [_sentence(report, policy) for policy in settings.policies]
+    found += budget_sentences(settings)
+    found += [_sentence(report, policy) for policy in settings.labels]
     found.append("Only loss is simulated, not time: the step's is what this machine takes to compute all workers.")
-    return found + chance_sentences(settings.policies, settings.seeds)
+    return found + chance_sentences(settings.labels, settings.seeds)
 
 
 def _sentence(report: SimReport, policy: str) -> str:
     results = report.of(policy)
-    text = f"{policy} {MEANINGS[policy]}. {outcome_text(report, policy)}. Its replicas {apart_text(results)}"
+    text = f"{policy} {meaning_text(report.settings, policy)}. {outcome_text(report, policy)}."
+    text += f" Its replicas {apart_text(results)}"
     lag, lead = _lag(results), mean([result.lead for result in results])
     if policy == "lossless" or lag is None:
         return f"{text}."

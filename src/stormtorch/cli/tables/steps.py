@@ -27,7 +27,7 @@ def ddp_table(report: "DdpReport") -> Table:
     conditions = report.conditions
     in_lab = "requested" in conditions
     title = (
-        f"a training step of {conditions['params'] / 1e6:.3g} M parameters, {conditions['hosts']} ranks, "
+        f"a training step of {conditions['params'] / 1e6:.3g} M parameters, {conditions['ranks']} ranks, "
         f"{network_text(conditions['requested']) if in_lab else 'loopback'}"
     )
     table = new_table(title, _ddp_caption(conditions))
@@ -77,7 +77,7 @@ def _ddp_caption(conditions: dict[str, Any]) -> str:
     else:
         text += ". Moved: what each rank must send, and receive as much; ideal: at the rate of its line."
     if not in_lab:
-        text += crowding_text(conditions["hosts"], conditions["machine"]["cores_usable"])
+        text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     return text + drops_text(conditions)
 
 
@@ -90,7 +90,7 @@ def convergence_table(report: "ConvergenceReport") -> Table:
     conditions = report.conditions
     where = condition_text(conditions["requested"]) if "requested" in conditions else "loopback"
     params = report.curves[0].params / 1e6
-    title = f"a language model of {params:.3g} M parameters learns, {conditions['hosts']} ranks, {where}"
+    title = f"a language model of {params:.3g} M parameters learns, {conditions['ranks']} ranks, {where}"
     caption = (
         f"{conditions['seconds']:g} s of training each, evaluations not counted; one after the other, with the same "
         "weights and batches."

@@ -10,7 +10,8 @@ from rich.table import Table
 from stormtorch.cli.screen import new_table
 from stormtorch.results.statistics import mean, median, spread
 from stormtorch.results.text import crowding_text, loss_text, network_text, ratio_text, share_text, time_text
-from stormtorch.studies.rank_results import Report, TrainReport, TrainResult
+from stormtorch.studies.results import StudyReport, TrainReport, TrainResult
+from stormtorch.studies.settings import StudySettings
 
 MEANINGS = {
     "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",
@@ -23,6 +24,11 @@ MEANINGS = {
     "gradient-averaging": "has every rank apply the gradients that reached it: nothing brings replicas together again",
 }
 """What the policies do, each after its name."""
+
+
+def meaning_text(settings: StudySettings, policy: str) -> str:
+    """Says what a policy does, or which file it comes from, as the end of a sentence that begins with its label."""
+    return MEANINGS.get(policy) or f"comes from {settings.typed(policy).rpartition(':')[0]}"
 
 
 def show_training(report: TrainReport, console: Console) -> None:
@@ -55,7 +61,7 @@ def policy_table(report: TrainReport) -> Table:
         table.add_column(heading, justify="right")  # with ± they may need two lines
     for heading in ("step", "drift", "arrived"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for policy in settings.policies:
+    for policy in settings.labels:
         results = report.of(policy)
         against = report.against_lossless(policy)
         table.add_row(
@@ -77,15 +83,27 @@ def sentences(report: TrainReport) -> list[str]:
         f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} had been asked "
         "for; every policy began with the same weights and saw the same batches."
     ]
+    found += budget_sentences(settings)
+    found += [_sentence(report, policy) for policy in settings.labels]
+    return found + chance_sentences(settings.labels, settings.seeds)
+
+
+def budget_sentences(settings: StudySettings) -> list[str]:
+    """Says until when lossy messages were repaired, if they were."""
+    gradients = settings.gradient_budget
+    if gradients is not None and gradients != settings.budget:
+        return [
+            f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing; of "
+            f"gradients, at most {loss_text(gradients)}."
+        ]
     if settings.budget < 1.0:
-        found.append(f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing.")
-    found += [_sentence(report, policy) for policy in settings.policies]
-    return found + chance_sentences(settings.policies, settings.seeds)
+        return [f"Lossy messages were repaired until at most {loss_text(settings.budget)} of each was missing."]
+    return []
 
 
 def _sentence(report: TrainReport, policy: str) -> str:
     results = report.of(policy)
-    text = f"{policy} {MEANINGS[policy]}. {outcome_text(report, policy)}"
+    text = f"{policy} {meaning_text(report.settings, policy)}. {outcome_text(report, policy)}"
     if policy != "lossless" and report.of("lossless") and not diverged(results):
         lossless_s = median([result.step_s for result in report.of("lossless")])
         ratio = median([result.step_s for result in results]) / lossless_s
@@ -94,7 +112,7 @@ def _sentence(report: TrainReport, policy: str) -> str:
     return f"{text}. {share_text(arrived)} of its chunks arrived, and its replicas {apart_text(results)}."
 
 
-def outcome_text(report: Report[Any, Any], policy: str) -> str:
+def outcome_text(report: StudyReport[Any, Any], policy: str) -> str:
     """What a policy came to, as the beginning of a sentence."""
     results = report.of(policy)
     if diverged(results):
@@ -133,7 +151,7 @@ def success_text(results: Sequence[TrainResult]) -> str:
     return spread_text([100 * (result.accuracy or 0.0) for result in results], ".1f", " %")
 
 
-def against_text(report: Report[Any, Any], against: Sequence[float]) -> str:
+def against_text(report: StudyReport[Any, Any], against: Sequence[float]) -> str:
     """Perplexity in percent, or points of accuracy."""
     return spread_text([100 * each for each in against], "+.2f", " %" if report.language else " points")
 

@@ -1,0 +1,83 @@
+"""Values that options can have. They are declared here and not imported, so that --help answers without torch; a test
+compares them with the real ones.
+"""
+
+from enum import StrEnum
+
+POLICIES = "lossless,plain,lead,model-averaging,gradient-averaging"
+TRAIN_POLICIES = "lossless,plain,lead"
+SIMULATE_POLICIES = "lossless,lead"
+WIRES = "float32,bfloat16,float16,int8"
+MODELS = "llama,stories15m,resnet20,resnet110,lstm"
+BACKENDS = "storm,storm-lossy,gloo"
+LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
+DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo"
+LAB_DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo-bbr,gloo-cubic"
+LEARNERS = "gloo,storm-drift"
+LAB_LEARNERS = "gloo-bbr,storm-drift"
+MANNERS = "all-to-all,incast,tcp,low,step"
+WARMUP, LAB_WARMUP = 3, 1
+PARAMS_M, LAB_PARAMS_M = 25.0, 10.0
+
+
+class Wire(StrEnum):
+    """Number formats on the network."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    int8 = "int8"
+
+
+class Weights(StrEnum):
+    """Ways to weigh the gradients that arrived."""
+
+    mean = "mean"
+    horvitz_thompson = "horvitz-thompson"
+
+
+class Optimizer(StrEnum):
+    """Optimizers of a simulation: the model's own, or another."""
+
+    task = "task"
+    adamw = "adamw"
+    nadam = "nadam"
+    momentum = "momentum"
+    sgd = "sgd"
+
+
+class Device(StrEnum):
+    """Devices of a simulation."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(StrEnum):
+    """Number formats in which a simulation multiplies matrices."""
+
+    float32 = "float32"
+    tf32 = "tf32"
+    bfloat16 = "bfloat16"
+
+
+class How(StrEnum):
+    """Ways to compute the gradients of many workers."""
+
+    auto = "auto"
+    batched = "batched"
+    loop = "loop"
+
+
+class Dtype(StrEnum):
+    """Number formats that all backends can sum."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def spaced(known: str) -> str:
+    """Puts spaces between names, so that a narrow terminal breaks lines there and cuts nothing off."""
+    return known.replace(",", ", ")

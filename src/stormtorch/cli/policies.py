@@ -1,0 +1,33 @@
+"""Policies from what was typed: which of them takes which setting."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from stormtorch.checks import BadSetting
+
+if TYPE_CHECKING:
+    from stormtorch.studies.settings import StudySettings
+
+
+def check_taken(settings: StudySettings) -> None:
+    """Raises `BadSetting` for a setting of policies that was chosen, but that none of the policies takes."""
+    from stormtorch.policies.presets import PRESETS, PolicySettings
+
+    usual = PolicySettings()
+    for knob in (each.name for each in fields(usual)):
+        chosen = getattr(settings, knob)
+        if chosen == getattr(usual, knob) or any(_takes(name, knob, chosen) for name in settings.policies):
+            continue
+        takers = [name for name in PRESETS if _takes(name, knob, chosen)]
+        has = ", ".join(settings.labels)
+        raise BadSetting(knob, f"belongs to {', '.join(takers)}, and --policy has {has}")
+
+
+def _takes(name: str, knob: str, value: Any) -> bool:
+    """Whether the setting makes a difference to a policy, beside any budget: one of gradients may equal that of all."""
+    from stormtorch.policies.presets import PolicySettings, make_policy
+
+    bases = (PolicySettings(), PolicySettings(budget=0.5))
+    return any(make_policy(name, replace(base, **{knob: value})) != make_policy(name, base) for base in bases)

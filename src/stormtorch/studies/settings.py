@@ -1,0 +1,307 @@
+"""Settings of studies: trainings that share all but policy and seed, on ranks or on virtual workers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stormtorch.checks import BadSetting, blaming, check_between, check_subset
+from stormtorch.lab.conditions import Conditions
+from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Stragglers, Trace, in_time, loss_in_bursts
+from stormtorch.policies.policy import Policy
+from stormtorch.policies.presets import PRESETS, WIRES, PolicySettings, make_policy
+from stormtorch.tasks.batches import Task, open_language, open_pictures
+from stormtorch.tasks.kinds import TASKS
+
+SIMULATED_WIRES = ("float32", "bfloat16", "float16")
+"""Wires that the simulator has: it does not round to eight bits."""
+MOST_WORKERS = 8192
+"""Largest number of workers: networks are drawn link by link, and there are as many links as its square."""
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySettings(PolicySettings):
+    """Settings of every study, with those of the policies."""
+
+    policies: tuple[str, ...] = ("lossless", "plain", "lead")
+    """Policies to train one after the other, from the same weights and on the same batches: presets, or classes in
+    files as `my.py:MyPolicy`."""
+    steps: int = 200
+    """Optimizer steps of each training."""
+    seeds: int = 1
+    """Trainings of each policy. Each seed has weights, batches and loss of its own."""
+    first_seed: int = 0
+    """First of the seeds; the others follow."""
+    loss: float = 0.1
+    """Fraction of the datagrams that is lost on every link."""
+    burst: float = 1.0
+    """Mean length of a run of losses; 1 is independent loss."""
+
+    def __post_init__(self) -> None:
+        check_between("steps", self.steps, 1, 10_000_000)
+        check_between("seeds", self.seeds, 1, 1000)
+        check_between("first_seed", self.first_seed, 0, 1_000_000_000)
+        check_between("loss", self.loss, 0.0, 0.9)
+        if self.burst != 1.0 and not self.loss:
+            raise BadSetting("burst", "needs a --loss that comes in bursts")
+        try:
+            GilbertElliott(p=self.loss, burst=self.burst)
+        except ValueError as error:
+            raise BadSetting("burst", str(error).removeprefix("burst ")) from error
+        check_subset("wire", (self.wire,), tuple(WIRES))
+        check_between("budget", self.budget, 0.0, 1.0)
+        if self.gradient_budget is not None:
+            check_between("gradient_budget", self.gradient_budget, 0.0, 1.0)
+        check_between("lead", self.lead, 0.0, 10.0)
+        check_subset("weights", (self.weights,), ("mean", "horvitz-thompson"))
+        if self.max_lag is not None:
+            check_between("max_lag", self.max_lag, 1, 1_000_000)
+        if self.guard is not None and not 0.0 < self.guard < 1.0:
+            raise BadSetting("guard", f"must lie in (0, 1) or be None, got {self.guard!r}")
+        check_between("every", self.every, 1, 1_000_000)
+        self._check_policies()
+
+    def _check_policies(self) -> None:
+        if not self.policies:
+            raise BadSetting("policy", f"must name at least one of {', '.join(PRESETS)}, or a class in a file")
+        if len(set(self.labels)) != len(self.policies):
+            raise BadSetting("policy", f"must name each only once, got {','.join(self.policies)}")
+        for label in self.labels:
+            self.policy_of(label)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Short names of the policies, for results, tables and pictures: of a class in a file, that of the class."""
+        return tuple(label_of(name) for name in self.policies)
+
+    @property
+    def trainings(self) -> list[tuple[int, str]]:
+        """Seed and label of each training, in order: whatever else the machine does meets all policies alike."""
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        return [(seed, label) for seed in seeds for label in self.labels]
+
+    def typed(self, label: str) -> str:
+        """Name of a policy as it was given; a label that is none of these policies' is a name itself."""
+        return next((name for name in self.policies if label_of(name) == label), label)
+
+    def policy_of(self, label: str) -> Any:
+        """Makes the policy of that label with these settings; the simulator also takes a function of the step.
+
+        Raises:
+            BadSetting: There is no such policy, or one of its settings is not valid.
+        """
+        name = self.typed(label)
+        settings = PolicySettings(**{each.name: getattr(self, each.name) for each in fields(PolicySettings)})
+        try:
+            policy: Policy = make_policy(name, settings)
+        except ValueError as error:
+            raise named(error) from error
+        except Exception as error:  # whatever the user's file raises when it is imported
+            raise BadSetting("policy", f"cannot be {name}: {type(error).__name__}: {error}") from error
+        return policy
+
+    def key_of(self, label: str) -> str:
+        """Name of a policy's files. It tells contents of a file apart: a policy that was edited is another one."""
+        name = self.typed(label)
+        if name in PRESETS:
+            return name
+        path = Path(name.rpartition(":")[0])
+        return f"{label}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "network"}
+        found["policies"] = list(self.policies)
+        found["gradient_budget"] = self.budget if self.gradient_budget is None else self.gradient_budget
+        return found
+
+
+def label_of(name: str) -> str:
+    """Short name of a policy: of a class in a file, that of the class."""
+    return name.rpartition(":")[2] if ":" in name else name
+
+
+def named(error: ValueError) -> ValueError:
+    """Names the setting that an error of a policy or of the simulator speaks of, where it begins with one."""
+    if isinstance(error, BadSetting):
+        return error
+    knob, _, problem = str(error).partition(" ")
+    knob = knob.rstrip(":")
+    known = {each.name for each in fields(PolicySettings)} | {"checkpoint", "policy", "workers", "at_once"}
+    return BadSetting(knob, problem) if knob in known else error
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(StudySettings):
+    """Settings of trainings on ranks."""
+
+    ranks: int = 4
+    """Processes of this machine, or hosts of a lab with one each."""
+    batch: int = 32
+    """Examples of each rank in a step. With few of them, the noise of the gradients hides what loss does."""
+    lr: float = 1e-3
+    """Highest learning rate: it rises in the first twentieth of the steps and falls to a tenth, as a cosine."""
+    data: Path | None = None
+    """File or folder to learn from; None is what every machine has."""
+    network: Conditions | None = None
+    """Conditions of a lab, where loss is real, `loss` and `burst` included; None is loopback with injected loss."""
+    timeout_s: float = 3600.0
+    """Seconds after which everything must have ended."""
+
+    def __post_init__(self) -> None:
+        check_between("ranks", self.ranks, 2, 64)
+        check_between("batch", self.batch, 1, 65536)
+        check_between("lr", self.lr, 1e-9, 100)
+        check_between("timeout_s", self.timeout_s, 1, 1e6)
+        super().__post_init__()
+
+    def open_task(self) -> Task:
+        """Reads the data, and makes what is learned.
+
+        Raises:
+            BadSetting: The data cannot be read.
+        """
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return super().to_json() | {"data": None if self.data is None else str(self.data)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmSettings(TrainSettings):
+    """Settings of a language model that learns the next byte of a text."""
+
+    context: int = 64
+    """Bytes of each example."""
+    layers: int = 2
+    width: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("context", self.context, 2, 4096)
+        check_between("layers", self.layers, 1, 100)
+        check_between("width", self.width, 16, 8192)
+        if self.width % 16:
+            raise BadSetting("width", f"must be a multiple of 16, got {self.width}")
+
+    def open_task(self) -> Task:
+        """See `TrainSettings`."""
+        with blaming("data", "text"):
+            return open_language(
+                self.data,
+                ranks=self.ranks,
+                batch=self.batch,
+                lr=self.lr,
+                context=self.context,
+                layers=self.layers,
+                width=self.width,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(TrainSettings):
+    """Settings of a ResNet-20 that tells pictures apart: CIFAR-10's, or scikit-learn's digits, 8 x 8."""
+
+    batch: int = 16
+    lr: float = 0.1
+
+    def open_task(self) -> Task:
+        """See `TrainSettings`."""
+        with blaming("data", "cifar10"):
+            return open_pictures(self.data, ranks=self.ranks, batch=self.batch, lr=self.lr)
+
+
+# --- on virtual workers -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimSettings(StudySettings):
+    """Settings of simulated trainings."""
+
+    policies: tuple[str, ...] = ("lossless", "lead")
+    model: str = "llama"
+    """Model to train: one of `stormtorch.tasks.kinds.TASKS`."""
+    data: Path | None = None
+    """File or folder to learn from; None is what every machine has."""
+    workers: int = 64
+    """Simulated ranks, each with a replica of its own."""
+    network: LossModel | None = None
+    """Loss model in place of `loss` and `burst`."""
+    optimizer: Literal["task", "adamw", "nadam", "momentum", "sgd"] = "task"
+    """Optimizer: the task's own, or another; SGD with momentum 0.9 or without."""
+    batch: int | None = None
+    """Examples of each worker in a step; None here and in the next five leaves the choice to the model."""
+    lr: float | None = None
+    context: int | None = None
+    width: int | None = None
+    layers: int | None = None
+    held_out: int | None = None
+    device: str = "cpu"
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    how: Literal["auto", "batched", "loop"] = "auto"
+    at_once: int | None = None
+    fuse: bool = False
+
+    def __post_init__(self) -> None:
+        check_subset("model", (self.model,), TASKS)
+        check_between("workers", self.workers, 2, MOST_WORKERS)
+        super().__post_init__()
+        if self.wire not in SIMULATED_WIRES:
+            raise BadSetting("wire", f"cannot be {self.wire} in a simulation: {', '.join(SIMULATED_WIRES)} can")
+        check_subset("optimizer", (self.optimizer,), ("task", "adamw", "nadam", "momentum", "sgd"))
+        check_subset("precision", (self.precision,), PRECISIONS)
+        check_subset("how", (self.how,), ("auto", "batched", "loop"))
+        if self.at_once is not None:
+            check_between("at_once", self.at_once, 1, self.workers)
+        _check_device(self.device)
+        reached = in_time(self.loss_model())
+        if isinstance(reached, PerLink) and reached.links:
+            highest = max(max(link) for link in reached.links)
+            if highest >= self.workers:
+                raise BadSetting("per_link", f"names worker {highest}, and there are {self.workers} from 0 on")
+
+    def loss_model(self) -> LossModel:
+        """Loss model of all links."""
+        return loss_in_bursts(self.loss, self.burst) if self.network is None else self.network
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        found = super().to_json() | {"data": None if self.data is None else self.data.name}
+        if self.network is not None:
+            found["network"] = describe(self.network)
+            del found["loss"], found["burst"]
+        return found
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadSetting("device", f"must be cpu or cuda, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadSetting("device", f"must be cpu or cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadSetting("device", "is cuda, but torch finds no GPU here")
+
+
+def describe(network: LossModel) -> str:
+    """Describes a loss model in a line, however many links it has."""
+    if isinstance(network, PerLink):
+        kinds = {type(model).__name__ for model in network.links.values()}
+        text = f"PerLink(default={describe(network.default)}, {len(network.links)} links"
+        return f"{text} of {', '.join(sorted(kinds))})" if kinds else f"{text})"
+    if isinstance(network, Stragglers):
+        text = f"Stragglers(chance={network.chance}, delivered={network.delivered}"
+        return f"{text}, network={describe(network.network)})"
+    if isinstance(network, Trace):
+        return f"Trace({len(network.bits)} packets, {sum(network.bits) / len(network.bits):.3f} lost)"
+    return repr(network)
