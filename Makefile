@@ -59,34 +59,34 @@ demo: setup  ## see it work
 
 bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
 	@mkdir -p $(BENCH_OUT)
-	@set -e; for hosts in 2 4; do \
-		$(BIN)/stormtorch bench allreduce --hosts $$hosts --mb 25,100 \
-			--json $(BENCH_OUT)/allreduce-$$hosts-hosts.json --plot $(BENCH_OUT)/allreduce-$$hosts-hosts.png; \
-		$(BIN)/stormtorch bench latency --hosts $$hosts --json $(BENCH_OUT)/latency-$$hosts-hosts.json; \
-		$(BIN)/stormtorch bench ddp --hosts $$hosts \
-			--json $(BENCH_OUT)/ddp-$$hosts-hosts.json --plot $(BENCH_OUT)/ddp-$$hosts-hosts.png; \
+	@set -e; for ranks in 2 4; do \
+		$(BIN)/stormtorch bench allreduce --ranks $$ranks --mb 25,100 \
+			--json $(BENCH_OUT)/allreduce-$$ranks-hosts.json --plot $(BENCH_OUT)/allreduce-$$ranks-hosts.png; \
+		$(BIN)/stormtorch bench latency --ranks $$ranks --json $(BENCH_OUT)/latency-$$ranks-hosts.json; \
+		$(BIN)/stormtorch bench ddp --ranks $$ranks \
+			--json $(BENCH_OUT)/ddp-$$ranks-hosts.json --plot $(BENCH_OUT)/ddp-$$ranks-hosts.png; \
 	done
 
 # With root, or where users may make namespaces. Bounded: about 25 minutes on two cores, most of them TCP's.
-BENCH_LAB = $(BIN)/stormtorch bench allreduce --hosts 4 --iters 10
+BENCH_LAB = $(BIN)/stormtorch bench allreduce --ranks 4 --iters 10
 bench-lab: setup  ## measure all-reduce and training beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
 	@mkdir -p $(BENCH_OUT)
 	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
 	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
-	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience 20; \
-	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience 20; \
-	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience 40; \
-	$(BIN)/stormtorch bench ddp --hosts 4 --rate 400mbit --loss 0.1 --iters 10 --patience 60 \
-		--params-m 10 --steps 4 --wires float32,bfloat16,int8 \
+	measure 400mbit-loss10 --rate 400mbit --mb 25 --loss 0.1 --patience-s 20; \
+	measure 1gbit-loss10 --rate 1gbit --mb 25 --loss 0.1 --patience-s 20; \
+	measure 100mbit-40ms-loss10 --rate 100mbit --delay 20ms --mb 5 --loss 0.1 --patience-s 40; \
+	$(BIN)/stormtorch bench ddp --ranks 4 --rate 400mbit --loss 0.1 --iters 10 --patience-s 60 \
+		--params-m 10 --steps 4 --wire float32,bfloat16,int8 \
 		--json $(BENCH_OUT)/lab-ddp-400mbit-loss10.json --plot $(BENCH_OUT)/lab-ddp-400mbit-loss10.png; \
 	$(MAKE) --no-print-directory bench-convergence; \
-	$(BIN)/stormtorch bench sweep --hosts 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
-		--ideal-s 0.4 --iters 5 --patience 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
+	$(BIN)/stormtorch bench sweep --ranks 4 --rates 100mbit,400mbit --delays 0ms,20ms --losses 0,0.01,0.1 \
+		--ideal-s 0.4 --iters 5 --patience-s 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes benchmarks/results/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)
-	$(BIN)/stormtorch bench convergence --hosts 4 --rate 400mbit --loss 0.1 --seconds 60 \
+	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
 
 # --- check it --------------------------------------------------------------------------------------------------------
