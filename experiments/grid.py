@@ -50,17 +50,17 @@ class Run:
     """One simulated training of an experiment."""
 
     key: str
-    """Names it in the results."""
+    """Name of the run in the results."""
     settings: SimSettings
-    """With one policy; `first_seed` is the seed."""
+    """Settings with one policy; `first_seed` is the seed."""
     lead_steps: tuple[int, int] | None = None
-    """The steps from the first to before the second have the lead, the others none; None: all as the settings say."""
+    """Steps with a lead, from the first to before the second; the others have none. None leaves it to the settings."""
     lookahead: float | None = None
-    """A lead of so many updates, whatever was lost, in place of p/(1-p)."""
+    """Lead in updates, whatever was lost, in place of p/(1-p)."""
     smooth: float | None = None
-    """The lead follows a mean of the last updates that keeps so much of itself at each step, not the last one alone."""
+    """Fraction that a mean of updates keeps of itself at each step; the lead follows it, not the last update alone."""
     task: Callable[[SimSettings], Task] = task_of
-    """What is learned."""
+    """Function that makes what is learned."""
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -70,7 +70,7 @@ class Run:
 
 
 def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> dict[str, Any]:
-    """Settings, result and seconds, as plain data."""
+    """Simulates a run. Returns settings, result and seconds, as plain data."""
     began = time.monotonic()
     task = task or run.task(run.settings)
     settings = run.settings
@@ -124,14 +124,14 @@ def _smoothing(kept: float | None) -> AbstractContextManager[object]:
 
 
 def load(name: str) -> dict[str, dict[str, Any]]:
-    """What is there of an experiment, by key."""
+    """Reads the runs of an experiment that are there, by key."""
     path = RESULTS / f"{name}.json"
     found: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
     return found
 
 
 def keep(name: str, runs: dict[str, dict[str, Any]]) -> None:
-    """Writes them all; who is stopped meanwhile has what was there before."""
+    """Writes all runs; if this is interrupted, the earlier file stays."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(run)}" for key, run in sorted(runs.items()))
@@ -185,7 +185,7 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
 
 
 def _asked(run: Run) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Settings of a run as JSON gives them back."""
     more = {"lead_steps": run.lead_steps, "lookahead": run.lookahead, "smooth": run.smooth}
     found: dict[str, Any] = json.loads(json.dumps(run.settings.to_json() | more))
     return found
@@ -205,7 +205,7 @@ def _here(runs: Sequence[Run], _processes: int, until: float) -> Iterable[tuple[
 
 
 def _free_memory() -> None:
-    """Of what came before: peaks are measured."""
+    """Frees the memory of earlier runs: peaks are measured."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -241,9 +241,9 @@ def seeds(runs: dict[str, dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
 
 
 def above(runs: dict[str, dict[str, Any]], prefix: str, base: str) -> list[float]:
-    """By how many per cent perplexity is above that of the same seed under `base`; without end where it diverged.
+    """Percent by which perplexity is above that of the same seed under `base`; inf where it diverged.
 
-    Where `base` diverged there is no telling: nan.
+    It is NaN where `base` diverged.
     """
     bases = {run["seed"]: run for run in seeds(runs, base)}
     pairs = [(run, bases[run["seed"]]) for run in seeds(runs, prefix) if run["seed"] in bases]
@@ -270,7 +270,7 @@ def mean_and_bar(values: Sequence[float]) -> tuple[float, float]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean; none where one of them has no end."""
+    """Standard error of the mean; NaN where a value is not finite."""
     if not all(math.isfinite(value) for value in values):
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -42,23 +42,23 @@ class Uneven:
         self.lr = self._common.lr
 
     def model(self, seed: int) -> nn.Module:
-        """As of both."""
+        """See `Task`."""
         return self._common.model(seed)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """As of both."""
+        """See `Task`."""
         return self._common.loss(model, batch)
 
     def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """As of both."""
+        """See `Task`."""
         return self._common.optimizer(parameters)
 
     def rate(self, step: int, steps: int) -> float:
-        """As of both."""
+        """See `Task`."""
         return self._common.rate(step, steps)
 
     def batches(self, seed: int, step: int, workers: int, first: int, last: int) -> Batch:
-        """Those of the first worker are replaced."""
+        """Replaces the batches of the first worker."""
         found = self._common.batches(seed, step, workers, first, last)
         if first == 0:
             rare = self._rare.batches(seed, step, workers, 0, 1)
@@ -71,7 +71,7 @@ class Uneven:
         return self._rare.evaluate(model)[0], self._common.evaluate(model)[0]
 
     def to_json(self) -> dict[str, object]:
-        """Both."""
+        """Describes both texts."""
         return {"rare": self._rare.to_json(), "common": self._common.to_json()}
 
 

@@ -103,7 +103,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str) -> None:
-    """What each loss rate costs, a line for each way to meet it; hollow where there is one seed only."""
+    """Draws what each loss rate costs, a line for each way to meet it; hollow where there is one seed only."""
     for policy, colour in COLOURS.items():
         points = []
         for loss in LOSSES:

@@ -99,7 +99,12 @@ def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
 
 def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may_have_several_steps() -> None:
     settings = replace(
-        SMALL, params_m=0.1, iters=1, steps=3, backends=("storm-drift", "storm-lossy"), wires=("bfloat16", "float16", "int8")
+        SMALL,
+        params_m=0.1,
+        iters=1,
+        steps=3,
+        backends=("storm-drift", "storm-lossy"),
+        wires=("bfloat16", "float16", "int8"),
     )
     report = run_ddp(settings)
     assert [result.backend for result in report.results] == [

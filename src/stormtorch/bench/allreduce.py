@@ -42,14 +42,14 @@ class AllReduceSettings:
     network: Conditions | None = None
     """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     faults: float = 0.0
-    """On loopback: fraction of the datagrams lost by fault injection; TCP peers cannot feel it."""
+    """Fraction of the datagrams lost by fault injection, on loopback; TCP peers do not lose any."""
     seed: int = 0
     """Seed of the injected loss."""
     dtype: str = "float32"
     datagram_bytes: int | None = None
     """Payload of a datagram of the storm backends; None lets them choose."""
     patience_s: float = 30.0
-    """In a lab: a call over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
+    """Seconds after which a call over TCP is given up, in a lab; a backend whose rounds have taken as long skips the
     others."""
     timeout_s: float = 600.0
     """Seconds after which everything must have ended."""

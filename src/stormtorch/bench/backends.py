@@ -1,4 +1,4 @@
-"""What is measured: the same all-reduce by stormtorch and by its peers, each with connections of its own."""
+"""Backends that are compared: the same all-reduce by stormtorch and its peers, each with its own connections."""
 
 import time
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
-"""The names that can be asked for."""
+"""Backends that can be asked for."""
 
 BY_TCP = ("gloo-bbr", "gloo-cubic")
-"""More of them in a lab, where TCP is met by real loss: what follows "gloo-" is its congestion control."""
+"""Further backends in a lab, where TCP meets real loss: "gloo-" is followed by its congestion control."""
 
 LAB_DEFAULT = ("storm", "storm-lossy", "gloo-bbr", "gloo-cubic")
-"""What a lab compares unless asked otherwise."""
+"""Backends that a lab compares by default."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What all backends can sum."""
+"""Number formats that all backends can sum."""
 
 # What the kernel may hold of a stream on its way; it fits into a core's cache.
 _IN_FLIGHT_BYTES = 1 << 20
@@ -40,7 +40,7 @@ _ABANDONED: list[GlooGroup] = []
 
 
 class Backend(Protocol):
-    """Something that can all-reduce."""
+    """Backend that can all-reduce."""
 
     name: str
     exact: bool
@@ -146,7 +146,7 @@ class Copies:
 
 
 def chosen_tcp(name: str) -> str | None:
-    """The congestion control that a backend's name asks for; None leaves the system's."""
+    """Congestion control that a backend's name asks for; None leaves the system's."""
     return name.removeprefix("gloo").removeprefix("-") or None
 
 

@@ -1,4 +1,4 @@
-"""How fast a language model learns, in seconds and not in steps: validation loss against the clock, backend by backend.
+"""Speed at which a language model learns, in seconds and not in steps: validation loss against the clock.
 
 report = ConvergenceReport.begin(settings)
 for curve in run_convergence(settings):
@@ -75,7 +75,7 @@ class ConvergenceSettings:
     network: Conditions | None = None
     """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     patience_s: float = 60.0
-    """In a lab: a backend over TCP is given up when no evaluation has come for so long."""
+    """Seconds without an evaluation after which a backend over TCP is given up, in a lab."""
     timeout_s: float = 600.0
     """Seconds after which a backend must have ended."""
 
@@ -99,7 +99,7 @@ class ConvergenceSettings:
 
     @property
     def size(self) -> LlamaSize:
-        """Of the model."""
+        """Size of the model."""
         return LlamaSize(layers=self.layers, width=self.width, heads=max(self.width // 64, 1))
 
 
@@ -109,24 +109,24 @@ class Curve:
 
     backend: str
     clock_s: list[float]
-    """Of training until then."""
+    """Seconds of training until then."""
     steps: list[int]
-    """Until then."""
+    """Steps until then."""
     losses: list[float]
     """Mean cross-entropy of the next byte over what is held out, in nats."""
     params: int
     arrived: float
-    """Fraction of the chunks, mean over ranks and steps."""
+    """Fraction of the chunks that arrived, mean over ranks and steps."""
     gave_up: bool
-    """No further evaluation came within the patience: the curve ends too early."""
+    """Whether the curve ends too early: no further evaluation came within the patience."""
     tcp: str | None
-    """Congestion control of its connections, as the kernel told; None without TCP."""
+    """Congestion control of its connections, as the kernel reports it; None without TCP."""
     measured: dict[str, Any] | None = None
-    """In a lab, what the network's own counters saw of this training."""
+    """Counts of the network itself during this training, in a lab."""
 
     @property
     def best(self) -> float:
-        """The least loss that it came to."""
+        """Least loss that it came to."""
         return min(self.losses)
 
     @property
@@ -135,7 +135,7 @@ class Curve:
         return self.clock_s[-1] / self.steps[-1] if self.steps[-1] else None
 
     def reached_s(self, loss: float) -> float | None:
-        """When it first came to that loss, on a straight line between evaluations; None if it did not."""
+        """Seconds until it first came to that loss, on a straight line between evaluations; None if it did not."""
         for index, value in enumerate(self.losses):
             if value <= loss:
                 if index == 0:
@@ -155,7 +155,7 @@ class ConvergenceReport:
 
     @classmethod
     def begin(cls, settings: ConvergenceSettings) -> "ConvergenceReport":
-        """Without any curve.
+        """Makes a report without any curve.
 
         Raises:
             stormtorch.checks.BadSetting: There is nothing to learn from.
@@ -179,11 +179,11 @@ class ConvergenceReport:
         return next((curve for curve in self.curves if curve.backend.startswith("gloo")), None)
 
     def reached_s(self, curve: Curve) -> float | None:
-        """When a curve came to the target."""
+        """Seconds until a curve came to the target."""
         return None if self.target is None else curve.reached_s(self.target)
 
     def speedup(self, curve: Curve) -> float | None:
-        """How many times sooner than the first gloo it came there."""
+        """Factor by which it came there sooner than the first gloo."""
         reached_s = self.reached_s(curve)
         peer_s = None if self.peer is None else self.reached_s(self.peer)
         return peer_s / reached_s if reached_s and peer_s else None
@@ -227,7 +227,7 @@ def run_convergence(settings: ConvergenceSettings, advance: Advance = ignore_pro
 
 
 def _progress(advance: Advance, before: int, what: str, _evaluations: int) -> None:
-    """What ranks tell ends with the seconds on their clock."""
+    """Shows progress: messages of ranks end with the seconds on their clock."""
     text, _, seconds = what.partition(" after ")
     advance(text, before + round(float(seconds.split()[0])))
 
@@ -284,7 +284,7 @@ def _learn(replica: Replica, steps: int) -> Delivery:
 
 
 def _slowest(stage: Stage[Replica], seconds: float) -> float:
-    """Of all ranks, the same number on each."""
+    """Largest time of all ranks, the same number on each."""
     times_R = torch.zeros(stage.member.world, dtype=torch.float64)
     times_R[stage.member.rank] = seconds
     stage.control.allreduce([times_R]).wait()

@@ -56,7 +56,8 @@ IDEAL = (
 MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
 # Sums of other orders differ by the rounding of a few additions; narrower types are rounded twice.
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "int8": 5e-2}
-# Of gradients told from parameters: two of these, up to 2, were rounded, and their difference was divided by the rate.
+# Rounding of gradients that are computed back from parameters: two of these, up to 2, were rounded, and their
+# difference was divided by the rate.
 _DRIFT_ROUNDING = 2 * 2**-24 * 2 / LEARNING_RATE
 
 
@@ -86,7 +87,7 @@ class DdpSettings:
     network: Conditions | None = None
     """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     patience_s: float = 30.0
-    """In a lab: a turn over TCP is given up after so long, and a backend whose rounds have taken as long sits out the
+    """Seconds after which a turn over TCP is given up, in a lab; a backend whose rounds have taken as long skips the
     others."""
     timeout_s: float = 600.0
     """Seconds after which everything must have ended."""
@@ -114,23 +115,23 @@ class DdpSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(BackendResult):
-    """One backend's steps."""
+    """Result of one backend's steps."""
 
     adds_s: float
-    """What communication adds to a step: the median beyond that of a step without any."""
+    """Time that communication adds to a step: the median beyond that of a step without any."""
     moved_bytes: float
-    """What each rank must send in a step, and receive as much: 2(n-1)/n of the parameters, as they travel."""
+    """Bytes that each rank must send in a step, and receive as many: 2(n-1)/n of the parameters, as they travel."""
     sent_bytes: float | None
-    """What a rank's engine did send in a step, on average, with its headers and whatever else; None over TCP."""
+    """Bytes that a rank's engine sent in a step, on average, headers and all else included; None over TCP."""
     ideal_s: float | None
-    """What `moved_bytes` take at the rate of a line; None where there is none."""
+    """Time that `moved_bytes` take at the rate of a line; None where lines have no rate."""
     adds_over_ideal: float | None
     over_gloo: float | None
     """Median over that of the first gloo; None without one."""
     speedup: float | None
-    """Its inverse."""
+    """Inverse of `over_gloo`."""
     gloo_gave_up: bool
-    """No step of that gloo's median has ended: `speedup` is a lower bound, `over_gloo` an upper one."""
+    """Whether no step of that gloo's median has ended: `speedup` is then a lower bound, `over_gloo` an upper one."""
     cpu_s: float
     """CPU seconds of all ranks in a step, on average."""
 
@@ -272,12 +273,12 @@ def _turn(steps: int, replica: Replica) -> Call:
 
 
 def _per_step(replica: Replica, sample: Sample) -> Sample:
-    """A turn that was given up in one of its steps tells that those begun take longer than this on average."""
+    """Divides a turn by its steps. If it was given up, the steps that were begun take longer than this on average."""
     return sample._replace(seconds=sample.seconds / replica.begun, cpu_s=sample.cpu_s / replica.begun)
 
 
 def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
-    """The first step of all, from the same weights: every replica must end with the mean. Returns the bytes of it."""
+    """Makes the first step of all, from the same weights: every replica must end with the mean. Returns its bytes."""
     *replicas, local = stage.contenders
     local.turn(1)
     mean = [gradient.clone() for gradient in local.gradients()]

@@ -1,4 +1,4 @@
-"""Small messages: all-reduce of 1 KB to 1 MB beside gloo, and what the engine costs with nothing to carry."""
+"""Latency of small messages: all-reduce of 1 KB to 1 MB beside gloo, and the cost of an idle engine."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class LatencySettings:
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     idle_s: float = 3.0
-    """For how long to watch the CPU time of connected transports that have nothing to do."""
+    """Seconds for which the CPU time of connected, idle transports is watched."""
     timeout_s: float = 600.0
     """Seconds after which everything must have ended."""
 
@@ -52,7 +52,7 @@ class LatencySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyResult:
-    """One backend at one size, over all timed rounds."""
+    """Result of one backend at one size, over all timed rounds."""
 
     backend: str
     bytes: int
@@ -71,7 +71,7 @@ class LatencyReport:
     empty_exchange_s: dict[str, float]
     """Median of an exchange of empty messages between two ranks, back to back, by storm and by gloo."""
     idle_cpu_percent: dict[str, float]
-    """Of one core, on the busiest rank: all threads of a process that is connected and has nothing to do."""
+    """CPU use in percent of one core, on the busiest rank: all threads of a process that is connected and idle."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -86,7 +86,7 @@ class LatencyReport:
 class _RankLatency:
     log: Log
     empty_s: dict[str, list[float]]
-    """Of each kind, one time per exchange; empty on ranks that look on."""
+    """Times of each kind, one per exchange; empty on ranks that do not take part."""
     idle_cpu: dict[str, float]
 
 

@@ -1,4 +1,4 @@
-"""How the engine behaves on a network that it has to find out about and to share, with no rate given.
+"""Manners of the engine on a network that it does not know and has to share, with no rate given.
 
     report = run_manners(MannersSettings(only=("incast", "tcp")))
 
@@ -70,14 +70,14 @@ class MannersSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One figure and its bound."""
+    """Figure and its bound."""
 
     name: str
     what: str
     figure: float
     bound: float
     at_most: bool
-    """Whether the figure should not exceed the bound; it should not fall below it otherwise."""
+    """Whether the bound is an upper one; it is a lower one otherwise."""
     requested: dict[str, Any]
     measured: dict[str, Any]
     details: dict[str, Any]

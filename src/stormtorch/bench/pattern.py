@@ -1,4 +1,4 @@
-"""What the ranks add up: tensors whose sum is known, so that every result can be checked."""
+"""Tensors that the ranks add up: their sum is known, so that every result can be checked."""
 
 import math
 

@@ -83,13 +83,13 @@ def transformer(params_m: float) -> nn.Module:
 
 @dataclass(frozen=True)
 class Task:
-    """What every replica learns, each with a model and an optimizer of its own."""
+    """Task that every replica learns, each with a model and an optimizer of its own."""
 
     model: nn.Module
-    """The same on all ranks; replicas have copies."""
+    """Model, the same on all ranks; replicas have copies."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     batch: Callable[[int], torch.Tensor]
-    """This rank's part of a step, by its number: sequences of tokens, each to be told from those before it."""
+    """This rank's part of a step, by its number: sequences of tokens, each to be predicted from those before it."""
 
 
 class Replica:
@@ -99,10 +99,10 @@ class Replica:
         self.name = name
         self.limit_s: float | None = None
         self.wire = wire_of(name)
-        """What its gradients travel as, and its parameters if they do."""
+        """Wire of its gradients, and of its parameters if they travel."""
         self.model = model
         self.steps = 0
-        """So far."""
+        """Steps so far."""
         self.begun = 0
         """Steps of the last turn that were at least begun."""
         self._optimizer = optimizer
@@ -110,7 +110,7 @@ class Replica:
         self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
 
     def turn(self, steps: int) -> Delivery:
-        """So many steps, each right behind the other; returns when this rank has the parameters of the last one."""
+        """Makes so many steps, each right behind the other; returns when this rank has the last one's parameters."""
         self.begun = 0
         for _ in range(steps):
             self.begun += 1
@@ -132,11 +132,11 @@ class Replica:
         """Waits for what is still on its way."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the first step, while it is the last one, averaged over the ranks; on the CPU."""
+        """Gradients of the first step, while it is the last one, averaged over the ranks; on the CPU."""
         return [parameter.grad.cpu() for parameter in self.model.parameters() if parameter.grad is not None]
 
     def alike(self) -> list[torch.Tensor]:
-        """What must have the same bits on all ranks after a turn; all of them ask. On the CPU."""
+        """Tensors that must have the same bits on all ranks after a turn, on the CPU; all ranks call this together."""
         return self.gradients()
 
     def synchronise(self) -> None:
@@ -147,7 +147,7 @@ class Replica:
 
 
 class StormReplica(Replica):
-    """On the backend storm, with a transport of its own, so that its counters count nothing else."""
+    """Replica on the backend storm, with a transport of its own, so that its counters count nothing else."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class StormReplica(Replica):
 
 
 class DdpReplica(StormReplica):
-    """Under DistributedDataParallel: exact, or lossy by its hook."""
+    """Replica under DistributedDataParallel: exact, or lossy by its hook."""
 
     def __init__(self, name: str, task: Task, member: Member) -> None:
         group = _storm(member)
@@ -188,7 +188,7 @@ class DdpReplica(StormReplica):
 
 
 class DriftReplica(StormReplica):
-    """Prepared for `BoundedDrift`: parameters of a step may still arrive when the next one begins."""
+    """Replica prepared for `BoundedDrift`: parameters of a step may still arrive when the next one begins."""
 
     def __init__(self, name: str, task: Task, member: Member) -> None:
         group = _storm(member)
@@ -209,7 +209,7 @@ class DriftReplica(StormReplica):
         self._session.wait()
 
     def gradients(self) -> list[torch.Tensor]:
-        """See `Replica`. No rank has all of them: they are told from what SGD made of the owners' parameters."""
+        """See `Replica`. No rank has all of them: what SGD made of the owners' parameters shows them."""
         before, self._begun_with = self._begun_with, []
         (rate,) = {group["lr"] for group in self._optimizer.param_groups}
         return [(old.cpu() - new) / rate for old, new in zip(before, self.alike(), strict=True)]
@@ -225,7 +225,7 @@ class DriftReplica(StormReplica):
 
 
 class GlooReplica(Replica):
-    """Under DistributedDataParallel on gloo, over TCP.
+    """Replica under DistributedDataParallel on gloo, over TCP.
 
     A turn that takes too long is ended by cutting its connections: DistributedDataParallel has no other way out.
     """
@@ -273,7 +273,7 @@ class GlooReplica(Replica):
 
 
 class LocalReplica(Replica):
-    """Without communication: what a step costs by itself."""
+    """Replica without communication: its steps cost computing alone."""
 
     def __init__(self, name: str, task: Task) -> None:
         model, optimizer = _data_parallel(task, None)
@@ -303,14 +303,14 @@ def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Ta
 
 
 def open_groups(member: Member) -> None:
-    """Before any replica; all ranks call this together, and `open_replica` too."""
+    """Makes torch ready for replicas; all ranks call this together, and `open_replica` too."""
     # torch wants a default group before it makes others; nothing is sent over it.
     os.environ["GLOO_SOCKET_IFNAME"] = member.control_interface
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
 
 
 def open_replica(name: str, task: Task, member: Member) -> Replica:
-    """A copy of the task's model on a group of its own."""
+    """Makes a replica: a copy of the task's model on a group of its own."""
     if name == NO_SYNC:
         return LocalReplica(name, task)
     kind = GlooReplica if name.startswith("gloo") else DriftReplica if name in DRIFT else DdpReplica
@@ -318,7 +318,7 @@ def open_replica(name: str, task: Task, member: Member) -> Replica:
 
 
 def close_groups() -> None:
-    """After the replicas were closed."""
+    """Ends what `open_groups` began; call it after the replicas were closed."""
     dist.destroy_process_group()
 
 

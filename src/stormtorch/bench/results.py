@@ -20,17 +20,17 @@ class BackendResult:
     p99_s: float
     worst_s: float
     worst_over_median: float
-    """The tail: 1 where every round takes the same time."""
+    """Length of the tail: 1 where every round takes the same time."""
     rounds: int
     """Timed rounds; fewer than asked for where patience ran out."""
     gave_up: bool
-    """The last call did not end: it counts with the time it was waited for, which is less than it needs."""
+    """Whether the last call did not end: it counts with the time it was waited for, which is less than it needs."""
     arrived: float
     """Fraction of the chunks that arrived, mean over ranks and rounds."""
     loss_measured: float | None
     """Fraction of the datagrams that fault injection lost; None without fault injection."""
     tcp: str | None
-    """Congestion control of its connections, as the kernel told; None without TCP."""
+    """Congestion control of its connections, as the kernel reports it; None without TCP."""
     times_s: list[float]
 
     @property
@@ -45,7 +45,7 @@ class AllReduceResult(BackendResult):
 
     mb: float
     ideal_s: float | None
-    """None where nothing sets a limit that could be known."""
+    """Ideal time; None where nothing sets a known limit."""
     repaired: float
     """Chunks sent again in a round, by all ranks."""
     cpu_s_per_gb: float
@@ -53,7 +53,7 @@ class AllReduceResult(BackendResult):
 
     @property
     def over_ideal(self) -> float | None:
-        """How many times as long as ideal."""
+        """Median over the ideal time."""
         return self.median_s / self.ideal_s if self.ideal_s else None
 
 

@@ -1,4 +1,4 @@
-"""What a rank of an all-reduce benchmark does: check, warm up and time all backends at all sizes."""
+"""Rounds of a rank in an all-reduce benchmark: check, warm up and time all backends at all sizes."""
 
 import contextlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _CHECKS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What the ranks do."""
+    """Schedule of the ranks."""
 
     backends: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
@@ -31,15 +31,15 @@ class Schedule:
     dtype: str = "float32"
     datagram_bytes: int | None = None
     ideal: bool = False
-    """Also measure `Copies`."""
+    """Whether `Copies` is measured, too."""
     patience_s: float | None = None
-    """See `Stage`."""
+    """Patience, see `Stage`."""
     lab: bool = False
-    """The parent makes the loss; rank 0 gives it a `Cue` when."""
+    """Whether the parent makes the loss, when rank 0 gives it a `Cue`."""
 
 
 def run_rounds(member: Member, schedule: Schedule) -> Log:
-    """One rank's part of it."""
+    """Runs one rank's part of the schedule."""
     backends = open_backends(schedule.backends, member, schedule.datagram_bytes)
     if schedule.ideal:
         backends.append(Copies(member.world))
@@ -65,7 +65,7 @@ def _storms(backends: list[Backend]) -> list[Storm]:
 
 
 class _Rounds:
-    """Those of one size."""
+    """Rounds of one size."""
 
     def __init__(self, stage: Stage[Backend], schedule: Schedule, pattern: Pattern, log: Log) -> None:
         self._stage = stage
@@ -84,7 +84,7 @@ class _Rounds:
             self._work = torch.empty_like(self._work)  # that call may still write to the old one
 
     def check_without_loss(self) -> None:
-        """Every backend must give the right sum."""
+        """Checks that every backend gives the right sum."""
         stage, pattern = self._stage, self._pattern
         for backend in stage.contenders:
             if isinstance(backend, Copies) or backend.name in stage.given_up:
@@ -106,7 +106,7 @@ class _Rounds:
                 pattern.check_range(backend.name, self._work)
 
     def run(self) -> None:
-        """Warms up, and times."""
+        """Warms up, and times the rounds."""
         stage, pattern, storms = self._stage, self._pattern, _storms(self._stage.contenders)
         turns = Turns(stage, pattern.bytes, self._prepare)
         for round_index in range(self._schedule.warmup):

@@ -97,7 +97,7 @@ class SweepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One combination."""
+    """Result of one combination."""
 
     requested: dict[str, Any]
     """Conditions that were asked of the network."""
@@ -120,7 +120,7 @@ class SweepReport:
 
     @classmethod
     def begin(cls, settings: SweepSettings) -> "SweepReport":
-        """Without any point."""
+        """Makes a report without any point."""
         asked = asdict(settings) | {"times": TIMES, "barrier": BARRIER, "ideal": LINE_IDEAL}
         return cls({**asked, "points_asked": len(settings.points())} | surroundings())
 
@@ -134,7 +134,7 @@ class SweepReport:
 
 
 def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> Iterator[SweepPoint]:
-    """Measures point by point. One that fails says so and does not end the others.
+    """Measures point by point. A point that fails is recorded and does not end the others.
 
     Raises:
         stormtorch.lab.LabUnavailable: No such lab can be made here.

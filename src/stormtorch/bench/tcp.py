@@ -1,4 +1,4 @@
-"""TCP connections that belong to somebody else in this process: gloo opens them, and shows none of its sockets."""
+"""TCP connections of other libraries in this process: gloo opens some, and shows none of its sockets."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ class Stream:
 
     descriptor: int
     identity: str
-    """Of the socket; a descriptor may be closed and used again."""
+    """Identity of the socket; a descriptor may be closed and used again."""
 
     def _open(self) -> socket.socket | None:
         try:
@@ -29,7 +29,7 @@ class Stream:
         return None
 
     def congestion_control(self) -> str:
-        """What the kernel uses for it; nothing if it is closed."""
+        """Congestion control that the kernel uses for it; empty if it is closed."""
         stream = self._open()
         if stream is None:
             return ""
@@ -37,7 +37,7 @@ class Stream:
             return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
 
     def choose(self, congestion_control: str) -> None:
-        """Sends with that one from now on.
+        """Sends with that congestion control from now on.
 
         Not by net.ipv4.tcp_congestion_control: in a network namespace, that takes only what
         tcp_allowed_congestion_control of the machine lists, even for root.
@@ -56,7 +56,7 @@ class Stream:
 
 
 def streams() -> set[Stream]:
-    """All that are connected."""
+    """Finds all connected TCP sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -72,11 +72,11 @@ def streams() -> set[Stream]:
 
 @dataclass(frozen=True)
 class Connections:
-    """Those that one group has opened."""
+    """Connections that one group has opened."""
 
     streams: frozenset[Stream]
     congestion_control: str
-    """As the kernel tells."""
+    """Congestion control, as the kernel reports it."""
 
     def cut(self) -> None:
         """Ends them: a call that was given up would go on and disturb others."""
@@ -85,10 +85,12 @@ class Connections:
 
 
 def opened_by(connect: Callable[[], Opened], congestion_control: str | None) -> tuple[Opened, Connections]:
-    """What `connect` returns, and the connections it has made, with that congestion control; None leaves the system's.
+    """Calls `connect`; returns its result and the connections it has made, with that congestion control.
+
+    None leaves the system's.
 
     Raises:
-        RuntimeError: The kernel did not obey.
+        RuntimeError: The kernel uses another congestion control.
     """
     before = streams()
     opened = connect()

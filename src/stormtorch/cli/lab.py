@@ -196,12 +196,12 @@ def _changes(**options: Any) -> dict[str, Any]:
 
 
 def _read_trace(text: str) -> Any:
-    from stormtorch.network.loss import Trace
+    from stormtorch.network import loss
 
     name, colon, line = text.rpartition(":")
     path, number = (name, line) if colon and line.isdigit() else (text, "0")
     try:
-        return Trace.from_file(path, line=int(number))
+        return loss.Trace.from_file(path, line=int(number))
     except (OSError, ValueError) as error:
         raise BadCondition("trace", f"cannot be read: {error}") from error
 

@@ -26,7 +26,7 @@ def check_taken(settings: StudySettings) -> None:
 
 
 def _takes(name: str, knob: str, value: Any) -> bool:
-    """Whether the setting makes a difference to a policy, beside any budget: one of gradients may equal that of all."""
+    """Whether the setting makes a difference to a policy. Two budgets are tried: one may equal that of gradients."""
     from stormtorch.policies.presets import PolicySettings, make_policy
 
     bases = (PolicySettings(), PolicySettings(budget=0.5))

@@ -1,4 +1,4 @@
-"""Timed calls: the contenders take turns, so that whatever else the machine does meets all of them alike."""
+"""Timed calls by contenders that take turns, so that whatever else the machine does meets all of them alike."""
 
 import time
 from collections import defaultdict
@@ -38,18 +38,18 @@ class Contender(Protocol):
 
 C = TypeVar("C", bound=Contender)
 Call: TypeAlias = Callable[[], Delivery]
-"""What is timed."""
+"""Function that is timed."""
 
 
 class Cue(StrEnum):
-    """What rank 0 asks of its parent, in this order; all ranks wait until it is done."""
+    """Requests of rank 0 to its parent, in this order; all ranks wait until they are done."""
 
     LOSE = "lose"
-    """All results were checked: let loss begin."""
+    """Let loss begin: all results were checked."""
     COUNT = "count"
-    """Timed rounds begin: count packets from here. Once for each size."""
+    """Count packets from here: timed rounds begin. It comes once for each size."""
     READ = "read"
-    """They have ended: read the counters."""
+    """Read the counters: timed rounds have ended."""
 
 
 class Stage(Generic[C]):
@@ -57,10 +57,10 @@ class Stage(Generic[C]):
 
     Args:
         member: This rank.
-        contenders: In the order of the first round; closed at the end.
-        patience_s: A call over TCP is given up after so long, and a contender that has used as much sits out the other
-            rounds; None waits for ever. Until `cue(LOSE)` there is more of it.
-        lab: The parent makes the loss, and obeys cues.
+        contenders: Contenders in the order of the first round; closed at the end.
+        patience_s: Seconds after which a call over TCP is given up; a contender that has used as many skips the other
+            rounds. None waits for ever. Until `cue(LOSE)` there is more patience.
+        lab: Whether the parent makes the loss, on cue.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Stage(Generic[C]):
         self.control = gloo_group(member, "control", interface=member.control_interface)
         self.contenders = list(contenders)
         self.given_up: set[str] = set()
-        """Who can make no further call."""
+        """Names of contenders that can make no further call."""
         self._lab = lab
         self._full_patience_s = patience_s
         self._set_patience(patience_s and patience_s * _CHECK_PATIENCE)
@@ -90,7 +90,7 @@ class Stage(Generic[C]):
             self.barrier()
 
     def barrier(self) -> None:
-        """Waits for all ranks, by a backend-neutral way."""
+        """Waits for all ranks, by a group that is not measured."""
         self.control.barrier().wait()
 
     def everywhere(self, condition: bool) -> bool:
@@ -100,7 +100,7 @@ class Stage(Generic[C]):
         return int(vote) == 0
 
     def cue(self, cue: Cue) -> None:
-        """Has the parent do something, in a lab."""
+        """Asks the parent to do something, in a lab."""
         if cue is Cue.LOSE:
             self._set_patience(self._full_patience_s)
         if self._lab:
@@ -115,13 +115,13 @@ class Stage(Generic[C]):
             contender.limit_s = patience_s
 
     def willing(self, contender: C, spent_s: float) -> bool:
-        """Whether one that has already used `spent_s` goes on, the same on all ranks."""
+        """Whether a contender that has used `spent_s` goes on; the answer is the same on all ranks."""
         if contender.name in self.given_up:
             return False
         return self._patience_s is None or self.everywhere(spent_s < self._patience_s)
 
     def timed(self, contender: C, call: Call, size_bytes: int, round_index: int) -> Sample:
-        """One call between two barriers. One that is given up ends on all ranks, and its contender with it."""
+        """Times one call between two barriers. A call that is given up ends on all ranks, and its contender with it."""
         self.barrier()
         cpu_s = time.process_time()
         begin = time.perf_counter()
@@ -141,7 +141,7 @@ class Stage(Generic[C]):
 
 
 def in_turn(contenders: Sequence[C], round_index: int) -> Iterator[C]:
-    """The contenders in the order of a round: each round begins with another one."""
+    """Yields the contenders in the order of a round: each round begins with another one."""
     for position in range(len(contenders)):
         yield contenders[(round_index + position) % len(contenders)]
 
@@ -150,8 +150,8 @@ class Turns(Generic[C]):
     """Rounds in which everyone who still has patience makes one call.
 
     Args:
-        stage: Who takes part.
-        size_bytes: Of what is reduced.
+        stage: Stage of those who take part.
+        size_bytes: Size of what is reduced.
         prepare: Readies a contender's next call, untimed, and returns it.
     """
 
@@ -162,7 +162,7 @@ class Turns(Generic[C]):
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def round(self, round_index: int) -> Iterator[tuple[C, Sample]]:
-        """Who was called, and how it went; the next one waits until the caller has looked at it."""
+        """Yields who was called, and how it went; the next contender waits until the caller has looked at it."""
         for contender in in_turn(self._stage.contenders, round_index):
             if self._stage.willing(contender, self._spent_s[contender.name]):
                 sample = self._stage.timed(contender, self._prepare(contender), self._size_bytes, round_index)

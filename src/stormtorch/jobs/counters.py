@@ -9,7 +9,7 @@ from stormtorch.transport.udp import UdpTransport
 
 
 class Delivery(NamedTuple):
-    """What a call brought."""
+    """Outcome of a call."""
 
     arrived: float = 1.0
     """Fraction of the chunks that arrived."""
@@ -18,7 +18,7 @@ class Delivery(NamedTuple):
 
     @classmethod
     def of(cls, arrivals: Sequence[Arrival]) -> "Delivery":
-        """The mean of what arrived over all exchanges of a call, and all that was sent again."""
+        """Takes the mean of what arrived over all exchanges of a call, and the sum of what was sent again."""
         if not arrivals:
             return cls()
         arrived = sum(arrival.arrived for arrival in arrivals) / len(arrivals)
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
     repaired: int
     """Chunks sent again."""
     gave_up: bool = False
-    """The call did not end; `seconds` is how long it was waited for."""
+    """Whether the call did not end; `seconds` is then how long it was waited for."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Counters:
     """Datagrams, as the engine counts them."""
 
     lost: int = 0
-    """Lost by fault injection."""
+    """Datagrams lost by fault injection."""
     seen: int = 0
-    """That fault injection had in its hands."""
+    """Datagrams that fault injection decided about."""
     kernel_drops: int = 0
-    """That the kernel threw away because a socket's buffer was full."""
+    """Datagrams that the kernel dropped because a socket's buffer was full."""
     sent_bytes: int = 0
-    """Of all that were sent, with the engine's headers but without those of UDP."""
+    """Bytes of all datagrams sent, with the engine's headers but without those of UDP."""
 
     @classmethod
     def of(cls, transport: UdpTransport) -> "Counters":
-        """What the engine has counted so far."""
+        """Reads what the engine has counted so far."""
         health = transport.health()
         faults = health["faults"]
         return cls(
@@ -75,25 +75,25 @@ class Counters:
 
     @property
     def loss(self) -> float:
-        """The fraction that fault injection lost; 0 of nothing."""
+        """Fraction that fault injection lost; 0 where there was nothing to lose."""
         return self.lost / self.seen if self.seen else 0.0
 
 
 @dataclass(frozen=True)
 class Log:
-    """What one rank, or all of them together, saw."""
+    """Measurements of one rank, or of all of them together."""
 
     samples: list[Sample]
-    """In the order of the calls."""
+    """Samples in the order of the calls."""
     counters: dict[tuple[str, int], Counters] = field(default_factory=dict)
-    """Of each storm backend and size, over its timed rounds."""
+    """Counters of each storm backend and size, over its timed rounds."""
     chunk_bytes: int | None = None
     tcp: dict[str, str] = field(default_factory=dict)
-    """Of each backend over TCP, the congestion control of its connections."""
+    """Congestion control of the connections of each backend over TCP."""
 
 
 def merge(logs: Sequence[Log]) -> Log:
-    """The log of the whole job: the slowest rank's time, the sum of CPU time and repairs, the mean of what arrived."""
+    """Merges logs of ranks: the slowest rank's time, the sum of CPU time and repairs, the mean of what arrived."""
     samples: list[Sample] = []
     for calls in zip(*(log.samples for log in logs), strict=True):
         first = calls[0]

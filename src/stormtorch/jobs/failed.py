@@ -1,11 +1,11 @@
-"""What a job of several ranks fails with. It stands apart from what runs them, as that takes torch and thus seconds."""
+"""Error of a job of several ranks. It has a file of its own, as running ranks imports torch, which takes seconds."""
 
 
 class RankFailed(RuntimeError):
-    """A rank raised an error, died, or did not end in time. `rank` is None where it was the whole job."""
+    """Raised when a rank raised an error, died, or did not end in time. `rank` is None where it was the whole job."""
 
     def __init__(self, message: str, *, rank: int | None = None, details: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.details = details
-        """The rank's own traceback, if it left one."""
+        """Traceback of the rank, if it left one."""

@@ -1,4 +1,4 @@
-"""Where the ranks run: beside this process, or on hosts of a lab whose loss begins when all results were checked."""
+"""Places where ranks run: beside this process, or on hosts of a lab whose loss begins when results were checked."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -30,7 +30,9 @@ def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
 def run_here(
     work: Callable[..., Result], hosts: int, args: tuple[Any, ...], *, timeout_s: float, advance: Advance
 ) -> tuple[list[Result], dict[str, Any]]:
-    """What the ranks return, and where that was; they tell at the end of a round what it measured."""
+    """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
+    send what it measured.
+    """
     results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=_rounds(advance, f"{hosts} ranks"))
     return results, {"network": "loopback"}
 
@@ -45,7 +47,9 @@ def run_in_lab(
     timeout_s: float,
     advance: Advance,
 ) -> tuple[list[Result], dict[str, Any]]:
-    """The same in a lab whose conditions are as asked for; its loss follows the cues of the ranks."""
+    """Runs ranks in a lab whose conditions are as asked for; its loss follows the cues of the ranks. Returns what
+    `run_here` returns.
+    """
     lab.set(loss=0.0)
     counts: list[Measured] = []
     told = _rounds(advance, f"{hosts} hosts")

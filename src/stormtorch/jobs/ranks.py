@@ -40,7 +40,7 @@ from stormtorch.lab.wires import DEVICE, MANAGEMENT_DEVICE
 Result = TypeVar("Result")
 
 LOOPBACK = "127.0.0.1"
-# A rank told to end gets this long before it is killed.
+# A rank that was asked to end has so many seconds before it is killed.
 _GRACE_S = 2.0
 # Counts the ranks that need the store no more.
 _LEFT = "stormtorch/left"
@@ -48,7 +48,7 @@ _LEFT = "stormtorch/left"
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank is given: who it is, where it is, a store that all ranks share, and a line to the parent."""
+    """Place of a rank in its job: who it is, where it is, a store that all ranks share, and a line to the parent."""
 
     rank: int
     world: int
@@ -56,21 +56,21 @@ class Member:
     tell: Callable[[object], None]
     """Sends something picklable to the parent's `listen`."""
     ask: Callable[[object], Any]
-    """The same, and returns what `listen` has returned."""
+    """Sends something picklable to the parent's `listen`, and returns what that has returned."""
     interface: str = "lo"
-    """Leads to the other ranks over the network that is measured."""
+    """Interface of the network that is measured."""
     control_interface: str = "lo"
-    """Leads to them over one that is not: for barriers and votes."""
+    """Interface of a network that is not measured: for barriers and votes."""
 
 
 @dataclass(frozen=True)
 class _Site:
-    """Where the ranks find the store and each other."""
+    """Addresses at which the ranks find the store and each other."""
 
     host: str = LOOPBACK
     port: int = MASTER_PORT
     served_inside: bool = False
-    """Rank 0 serves the store; it is the parent otherwise."""
+    """Whether rank 0 serves the store; otherwise the parent does."""
     interface: str = "lo"
     control_interface: str = "lo"
 
@@ -79,7 +79,7 @@ class _Site:
 class _Told:
     what: object
     asked: bool = False
-    """The rank waits for an answer."""
+    """Whether the rank waits for an answer."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def run_ranks(
         world: Number of ranks.
         args: Further arguments for it, picklable.
         timeout_s: All ranks must have ended by then.
-        listen: Called here with the rank and what it told; who asked gets what it returns.
-        lab: Its hosts run the ranks, one each; it needs a management network. Without, they run beside this process.
+        listen: Called here with the rank and what it sent; a rank that asked gets what this returns.
+        lab: Lab whose hosts run the ranks, one each; it needs a management network. None runs them beside this process.
 
     Raises:
         RankFailed: The first rank to fail, with its message; the others are ended.
@@ -124,7 +124,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     lines: list[Connection] = []
-    # Started on first use otherwise, when it would undo _interrupts_held for the first rank.
+    # Otherwise it is started on first use, and undoes _interrupts_held for the first rank.
     resource_tracker.ensure_running()
     with _site(lab) as site, _pythons(lab, world) as pythons:
         try:
@@ -154,7 +154,7 @@ def run_ranks(
 @contextlib.contextmanager
 def _site(lab: Lab | None) -> Iterator[_Site]:
     if lab is not None:
-        # From here, no host can be reached.
+        # Hosts cannot be reached from here, so rank 0 serves the store.
         yield _Site(
             host=lab.management_address(0),
             served_inside=True,
@@ -170,7 +170,7 @@ def _site(lab: Lab | None) -> Iterator[_Site]:
 
 @contextlib.contextmanager
 def _pythons(lab: Lab | None, world: int) -> Iterator[list[str]]:
-    """The executable of each rank. On a host of a lab it is a script that enters it and passes everything on.
+    """Finds the executable of each rank. On a host of a lab it is a script that enters it and passes everything on.
 
     Such a rank is a grandchild: what `_end` signals is its parent, nsenter. The rank itself ends when its process
     object is closed, as that looks to it like the end of this process; at the latest it ends with the lab.
@@ -238,7 +238,7 @@ def _death(rank: int, process: SpawnProcess) -> RankFailed:
 
 def _end(processes: list[SpawnProcess]) -> None:
     for process in processes:
-        # One that has told its result is about to end by itself.
+        # A rank that has sent its result is about to end by itself.
         process.join(0.05)
         if process.is_alive():
             process.terminate()
@@ -253,10 +253,10 @@ def _end(processes: list[SpawnProcess]) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block is over. A process started inside keeps it held for good: its parent ends it."""
+    """Makes Ctrl-C wait until the block is over. A process started inside never hears it: its parent ends it."""
     came: list[int] = []
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The mask is this thread's; the signal may choose another one, of the store or of a progress bar, to be heard by.
+    # The mask is this thread's; the kernel may deliver the signal to another one, of the store or of a progress bar.
     in_charge = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number)) if in_charge else None
     try:
@@ -304,14 +304,14 @@ def _run_one(
             time.sleep(0.01)
     line.close()
     if site.served_inside:
-        # No farewell of the interpreter: what TCP was given up in would wait for its end, and hold the host's ports.
+        # Skip interpreter shutdown: abandoned TCP connections would block it, and hold the host's ports.
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(0)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its children, so they notice by themselves."""
+    """Ends this process with its parent: one that was killed cannot end its children."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,1 +1,1 @@
-"""What results have in common: statistics, texts, surroundings, progress."""
+"""Common parts of results: statistics, texts, surroundings, progress, reports."""

@@ -1,4 +1,4 @@
-"""Progress of long work, as it is told to whoever shows it."""
+"""Progress of long work, for whoever shows it."""
 
 from collections.abc import Callable
 

@@ -17,7 +17,7 @@ _FREE = ("policies", "seeds", "first_seed", "how", "at_once", "fuse")
 
 
 class Finished:
-    """Results by key: a policy and a seed. Only the first process reads and writes; all are told what it found.
+    """Results by key: a policy and a seed. Only the first process reads and writes; all get what it found.
 
     Args:
         folder: Folder of the results; None keeps nothing.

@@ -26,7 +26,7 @@ class TrainResult:
     perplexity: float | None
     """Perplexity of that; None for pictures."""
     accuracy: float | None
-    """Fraction of pictures told right; None for a language model."""
+    """Fraction of pictures classified correctly; None for a language model."""
     step_s: float
     """Median time of the steps; a step is as long as its slowest rank takes."""
     drift: float
@@ -91,7 +91,7 @@ class StudyReport(Generic[SettingsT, ResultT]):
     asked: dict[str, Any]
     """Settings as plain data, with the data and the size of the model."""
     measured: dict[str, Any]
-    """What the network did."""
+    """Loss and drops that the network showed."""
     conditions: dict[str, Any]
     """Machine, versions, commit and date."""
     results: list[ResultT]

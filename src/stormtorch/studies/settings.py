@@ -106,7 +106,7 @@ class StudySettings(PolicySettings):
         return policy
 
     def key_of(self, label: str) -> str:
-        """Name of a policy's files. It tells contents of a file apart: a policy that was edited is another one."""
+        """Name of a policy's files. That of a class depends on its source: a policy that was edited is another one."""
         name = self.typed(label)
         if name in PRESETS:
             return name
@@ -209,7 +209,7 @@ class LmSettings(TrainSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(TrainSettings):
-    """Settings of a ResNet-20 that tells pictures apart: CIFAR-10's, or scikit-learn's digits, 8 x 8."""
+    """Settings of a ResNet-20 that classifies pictures: CIFAR-10's, or scikit-learn's digits, 8 x 8."""
 
     batch: int = 16
     lr: float = 0.1

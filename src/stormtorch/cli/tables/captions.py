@@ -7,7 +7,7 @@ from stormtorch.results.text import loss_text, time_text
 
 
 def round_text(conditions: dict[str, Any]) -> str:
-    """How rounds were made and given up."""
+    """Says how many rounds there are, and what ">" means."""
     return (
         f"Interleaved rounds, {conditions['iters']} asked for; times are the slowest rank's, > where a call did not "
         f"end within {conditions['patience_s']:g} s"

@@ -1,4 +1,4 @@
-"""How a lab's conditions look in a terminal."""
+"""Conditions of a lab, as a terminal shows them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ _MOST_LISTED_HOSTS = 8
 
 
 def before_text(lab: "Lab") -> str:
-    """Before a command runs: asked and measured."""
+    """Text before a command runs: what was asked for and measured."""
     measured = lab.measured()
     how = f"as {lab.access.name}" if not lab.access.user_namespace else f"in a {lab.access.name}"
     lines = [
@@ -26,7 +26,7 @@ def before_text(lab: "Lab") -> str:
 
 
 def after_text(measured: Measured, statuses: Sequence[int]) -> str:
-    """After it: what the network did meanwhile, and who failed."""
+    """Text after a command: what the network did meanwhile, and who failed."""
     lines = [f"[bold]measured[/bold]  {counted_text(measured.links)}; {measured.overflow:.2%} met a full queue"]
     hosts = 1 + max((link.source for link in measured.links), default=0)
     if hosts <= _MOST_LISTED_HOSTS and any(link.lost for link in measured.links):
@@ -38,7 +38,7 @@ def after_text(measured: Measured, statuses: Sequence[int]) -> str:
 
 
 def shown_text(reply: dict[str, Any]) -> str:
-    """The answer of a running lab."""
+    """Text of the answer of a running lab."""
     measured = reply["measured"]
     links = [LinkCount(**link) for link in measured["links"]]
     lines = [
@@ -52,7 +52,7 @@ def shown_text(reply: dict[str, Any]) -> str:
 
 
 def requested_text(requested: dict[str, Any]) -> str:
-    """What was asked for, in a line."""
+    """Describes in a line what was asked for."""
     rate = requested["rate_bits_per_s"]
     words = [rate_text(rate) if rate else "no rate limit", _loss_text(requested["loss"])]
     if requested["delay_s"]:
@@ -72,7 +72,7 @@ def requested_text(requested: dict[str, Any]) -> str:
 
 
 def rate_text(bits: float) -> str:
-    """With a unit: "400 Mbit/s"."""
+    """Rate with a unit: "400 Mbit/s"."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if bits >= scale:
             return f"{bits / scale:.4g} {unit}"
@@ -80,7 +80,7 @@ def rate_text(bits: float) -> str:
 
 
 def counted_text(links: Sequence[LinkCount]) -> str:
-    """How much was lost."""
+    """Describes how much was lost."""
     seen = sum(link.seen for link in links)
     if not seen:
         return "no packets"

@@ -1,4 +1,4 @@
-"""How simulations look in a terminal: a table of the policies, and what it means in words."""
+"""Tables of simulations: a row for each policy, and what it means in words."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from stormtorch.studies.results import SimReport, SimResult
 
 
 def show_simulation(report: SimReport, console: Console) -> None:
-    """The table and the sentences."""
+    """Prints the table and the sentences."""
     console.print(policy_table(report))
     for sentence in sentences(report):
         console.print(f"- {sentence}", highlight=False)
@@ -76,7 +76,7 @@ def policy_table(report: SimReport) -> Table:
 
 
 def title_text(report: SimReport) -> str:
-    """What was simulated."""
+    """Describes what was simulated."""
     settings = report.settings
     name = report.asked["data"]["data"]["name"]
     return (
@@ -86,7 +86,7 @@ def title_text(report: SimReport) -> str:
 
 
 def network_text(network: LossModel) -> str:
-    """A loss model in words: "10 % loss in bursts of 64"."""
+    """Describes a loss model in words: "10 % loss in bursts of 64"."""
     if isinstance(network, Stragglers):
         late = f"{100 * network.chance:g} % of the workers late in each exchange"
         return f"{network_text(network.network)}, {late}"
@@ -106,7 +106,7 @@ def network_text(network: LossModel) -> str:
 
 
 def sentences(report: SimReport) -> list[str]:
-    """What was seen, in words; every number is of this run."""
+    """Says what was seen; every number is of this run."""
     settings, found = report.settings, []
     if settings.labels != ("lossless",):
         found.append(

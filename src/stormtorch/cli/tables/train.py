@@ -1,4 +1,4 @@
-"""How trainings look in a terminal: a table of the policies, and what it means in words."""
+"""Tables of trainings: a row for each policy, and what it means in words."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MEANINGS = {
     "each step",
     "gradient-averaging": "has every rank apply the gradients that reached it: nothing brings replicas together again",
 }
-"""What the policies do, each after its name."""
+"""Meanings of the presets, each as the end of a sentence that begins with its name."""
 
 
 def meaning_text(settings: StudySettings, policy: str) -> str:
@@ -32,7 +32,7 @@ def meaning_text(settings: StudySettings, policy: str) -> str:
 
 
 def show_training(report: TrainReport, console: Console) -> None:
-    """The table and the sentences."""
+    """Prints the table and the sentences."""
     console.print(policy_table(report))
     for sentence in sentences(report):
         console.print(f"- {sentence}", highlight=False)
@@ -77,7 +77,7 @@ def policy_table(report: TrainReport) -> Table:
 
 
 def sentences(report: TrainReport) -> list[str]:
-    """What was seen, in words; every number is of this run."""
+    """Says what was seen; every number is of this run."""
     settings = report.settings
     found = [
         f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} had been asked "
@@ -113,7 +113,7 @@ def _sentence(report: TrainReport, policy: str) -> str:
 
 
 def outcome_text(report: StudyReport[Any, Any], policy: str) -> str:
-    """What a policy came to, as the beginning of a sentence."""
+    """Says what a policy came to, as the beginning of a sentence."""
     results = report.of(policy)
     if diverged(results):
         return "It diverged"
@@ -123,18 +123,18 @@ def outcome_text(report: StudyReport[Any, Any], policy: str) -> str:
 
 
 def diverged(results: Sequence[TrainResult]) -> bool:
-    """Whether any of them did."""
+    """Whether any of these trainings diverged."""
     return not math.isfinite(mean([result.val_loss for result in results]))
 
 
 def apart_text(results: Sequence[TrainResult]) -> str:
-    """How replicas ended."""
+    """Says how far apart replicas ended."""
     drift = mean([result.drift for result in results])
     return "ended the same" if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square)"
 
 
 def chance_sentences(policies: Sequence[str], seeds: int) -> list[str]:
-    """How much a difference between policies says."""
+    """Says how much a difference between policies means."""
     if len(policies) == 1:
         return []
     if seeds == 1:
@@ -157,7 +157,7 @@ def against_text(report: StudyReport[Any, Any], against: Sequence[float]) -> str
 
 
 def where_text(report: TrainReport) -> str:
-    """Which network it was: "10 % loss injected on loopback", "400 Mbit/s, 10 % loss"."""
+    """Describes the network: "10 % loss injected on loopback", "400 Mbit/s, 10 % loss"."""
     settings = report.settings
     bursts = f" in bursts of {settings.burst:g}" if settings.burst > 1 else ""
     loss = f"{100 * settings.loss:g} % loss{bursts}"
@@ -167,7 +167,7 @@ def where_text(report: TrainReport) -> str:
 
 
 def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
-    """The mean, and of several values their standard deviation: "10.31 ± 0.07"."""
+    """Mean, and of several values their standard deviation: "10.31 ± 0.07"."""
     centre = mean(values)
     text = format(centre, form) if math.isfinite(centre) else "-"
     if len(values) > 1 and math.isfinite(centre):
@@ -176,5 +176,5 @@ def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def drift_text(drift: float) -> str:
-    """Two digits; nothing but nothing is 0."""
+    """Drift with two digits; "0" only where there is none."""
     return "0" if drift == 0.0 else f"{drift:.1e}"
