@@ -36,7 +36,7 @@ from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.setting import Reuse
 from stormtorch.studies.on_workers import simulate_one, task_of
 from stormtorch.studies.settings import SimSettings
-from stormtorch.tasks.kinds import Task
+from stormtorch.tasks.task import Task
 
 RESULTS = Path(__file__).parent / "results"
 # What may differ from an earlier run: where and how fast it is computed. Data are described by the task.

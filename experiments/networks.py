@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, 
 from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
 from stormtorch.tasks.batches import Batch
-from stormtorch.tasks.kinds import Task, open_task
+from stormtorch.tasks.kinds import open_task
+from stormtorch.tasks.task import Task
 
 SEEDS = 3
 # One of eight workers has other data, and its gradients are lost like this.
@@ -28,8 +29,10 @@ SENDERS = 8
 RARE_LOSS = 0.6
 
 
-class Uneven:
+class Uneven(Task):
     """The first worker learns Python's source, all others learn WikiText-2."""
+
+    language = True
 
     def __init__(self, settings: SimSettings) -> None:
         device = torch.device(settings.device)
@@ -37,25 +40,11 @@ class Uneven:
             "llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out
         )
         self._rare = open_task("llama", None, batch=settings.batch, device=device, held_out=settings.held_out)
-        self.name, self.language, self.device = "llama", True, device
-        self.clip: float | None = self._common.clip
-        self.lr = self._common.lr
+        super().__init__("llama", batch=settings.batch or 8, lr=self._common.lr, device=device)
 
     def model(self, seed: int) -> nn.Module:
         """See `Task`."""
         return self._common.model(seed)
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """See `Task`."""
-        return self._common.loss(model, batch)
-
-    def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """See `Task`."""
-        return self._common.optimizer(parameters)
-
-    def rate(self, step: int, steps: int) -> float:
-        """See `Task`."""
-        return self._common.rate(step, steps)
 
     def batches(self, seed: int, step: int, workers: int, first: int, last: int) -> Batch:
         """Replaces the batches of the first worker."""
@@ -65,6 +54,10 @@ class Uneven:
             for own, other in zip(found, rare, strict=True):
                 own[:1] = other
         return found
+
+    def held_out(self, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Python's source."""
+        return self._rare.held_out(part, parts)
 
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
         """The loss on Python's source, which only the bad sender has; and, in place of right answers, on WikiText-2."""

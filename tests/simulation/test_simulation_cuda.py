@@ -12,8 +12,8 @@ from stormtorch.network.loss import GilbertElliott
 from stormtorch.policies.policy import Policy
 from stormtorch.simulation import Simulated, Spot
 from stormtorch.simulation.setting import Reuse
-from stormtorch.tasks.batches import loss_of
 from stormtorch.tasks.models.llama import Llama, LlamaSize
+from stormtorch.tasks.task import cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -50,7 +50,7 @@ def run(model: nn.Module, device: str = "cuda", policy: Policy | None = None, **
         return x, x[..., 0, 0, 0].abs().mul(10).long().clamp(max=39)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return loss_of(model(batch[0]), batch[1])
+        return cross_entropy(model(batch[0]), batch[1])
 
     settings: dict[str, Any] = {"network": GilbertElliott(p=0.3, burst=4), "seed": 3, "clip": 1.0} | others
     return simulate(

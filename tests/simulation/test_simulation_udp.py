@@ -22,7 +22,7 @@ from stormtorch.results.statistics import mean
 from stormtorch.simulation import simulate
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.studies.settings import LmSettings
-from stormtorch.tasks.batches import Batch, Task, loss_of, rate_at
+from stormtorch.tasks.task import Task
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +63,12 @@ def train_over_udp(member: Member) -> dict[tuple[float, int], Trained]:
 
 def train(rank: int, group: Group, task: Task, seed: int) -> Trained:
     model = task.model(seed)
-    model, optimizer = stormtorch.prepare(model, task.optimizer(model), policy=POLICY, group=group)
+    model, optimizer = stormtorch.prepare(model, task.optimizer(model.parameters()), policy=POLICY, group=group)
     curve = []
     for step in range(STEPS):
-        inputs, targets = task.batch(seed, step, rank)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = rate_at(step, STEPS, SETTINGS.lr)
-        found = loss_of(model(inputs), targets)
+            parameters["lr"] = task.rate(step, STEPS)
+        found = task.loss(model, task.batch(seed, step, rank, RANKS))
         found.backward()
         assert task.clip is not None
         stormtorch.clip_grad_norm_(model.parameters(), task.clip)
@@ -102,22 +101,17 @@ def over_udp() -> dict[tuple[float, int], Trained]:
 @functools.cache
 def in_the_simulator(loss: float, seed: int) -> Trained:
     task = SETTINGS.open_task()
-
-    def batches(step: int, first: int, last: int) -> Batch:
-        each = [task.batch(seed, step, rank) for rank in range(first, last)]
-        return Batch(*(torch.stack(list(parts)) for parts in zip(*each, strict=True)))
-
     done = simulate(
         task.model(seed),
-        lambda model, batch: loss_of(model(batch.inputs), batch.targets),
-        batches,
-        lambda parameters: torch.optim.AdamW(parameters, lr=SETTINGS.lr, betas=(0.9, 0.95), weight_decay=0.1),
+        task.loss,
+        lambda step, first, last: task.batches(seed, step, RANKS, first, last),
+        task.optimizer,
         workers=RANKS,
         steps=STEPS,
         network=loss,
         policy=POLICY,
         seed=seed,
-        rate=lambda step: rate_at(step, STEPS, SETTINGS.lr),
+        rate=lambda step: task.rate(step, STEPS),
         clip=task.clip,
     )
     rows = list(done.ledger)

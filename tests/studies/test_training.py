@@ -20,7 +20,7 @@ from stormtorch.policies.presets import PRESETS
 from stormtorch.studies.on_ranks import run_training
 from stormtorch.studies.results import TrainReport
 from stormtorch.studies.settings import ImageSettings, LmSettings
-from stormtorch.tasks.batches import rate_at
+from stormtorch.tasks.task import cosine
 from task_files import write_cifar10_batches
 
 pytestmark = pytest.mark.pure
@@ -84,11 +84,11 @@ def test_bursts_must_go_with_the_loss() -> None:
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
     task, again = SMALL.open_task(), SMALL.open_task()
-    first = task.batch(1, 2, 0)
+    first = task.batch(1, 2, 0, 2)
     assert first.inputs.shape == first.targets.shape == (2, 16)
     assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
-    assert torch.equal(first.inputs, again.batch(1, 2, 0).inputs)
-    for other in (task.batch(0, 2, 0), task.batch(1, 3, 0), task.batch(1, 2, 1)):
+    assert torch.equal(first.inputs, again.batch(1, 2, 0, 2).inputs)
+    for other in (task.batch(0, 2, 0, 2), task.batch(1, 3, 0, 2), task.batch(1, 2, 1, 2)):
         assert not torch.equal(first.inputs, other.inputs)
     state = torch.get_rng_state()
     weights = [list(each.model(3).parameters()) for each in (task, again)]
@@ -99,13 +99,13 @@ def test_batches_depend_on_seed_step_and_rank_alone() -> None:
 def test_an_epoch_shows_every_picture_once_on_one_of_the_ranks(tmp_path: Path) -> None:
     write_cifar10_batches(tmp_path, images_per_batch=8)
     task = ImageSettings(ranks=2, batch=4, data=tmp_path).open_task()
-    seen = torch.cat([task.batch(0, step, rank).inputs[:, 0, 0] for step in range(5) for rank in range(2)])
+    seen = torch.cat([task.batch(0, step, rank, 2).inputs[:, 0, 0] for step in range(5) for rank in range(2)])
     assert len({tuple(picture.flatten().tolist()) for picture in seen}) == 40
-    assert sum(len(batch.targets) for rank in range(2) for batch in task.validation(rank)) == 8
+    assert sum(len(batch.targets) for rank in range(2) for batch in task.held_out(rank, 2)) == 8
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [rate_at(step, 100, 1.0) for step in range(100)]
+    rates = [cosine(step, 100, 1.0) for step in range(100)]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[5] == pytest.approx(1.0)
     assert rates[5:] == sorted(rates[5:], reverse=True)

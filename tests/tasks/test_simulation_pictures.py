@@ -19,14 +19,14 @@ pytestmark = pytest.mark.pure
 
 def test_every_picture_comes_once_in_an_epoch_over_all_workers(tmp_path: Path) -> None:
     task = open_task("resnet20", write_cifar10(tmp_path), batch=2)
-    pictures = open_cifar10(tmp_path)
+    images = open_cifar10(tmp_path).training
     labels = torch.cat([task.batches(0, step, 5, 0, 5).targets.flatten() for step in range(4)])
-    assert torch.equal(labels.bincount(minlength=10), pictures.training_labels.bincount(minlength=10))
+    assert torch.equal(labels.bincount(minlength=10), images.targets.bincount(minlength=10))
 
 
 def test_a_picture_is_cut_out_of_itself_with_a_margin_and_sometimes_mirrored(tmp_path: Path) -> None:
     folder = write_cifar10(tmp_path, images=1)
-    raw = open_cifar10(folder).training.float()
+    raw = open_cifar10(folder).training.inputs.float()
     scaled = (raw - raw.mean((0, 2, 3)).view(-1, 1, 1)) / raw.std((0, 2, 3)).view(-1, 1, 1)
     padded = nn.functional.pad(scaled, (4,) * 4)
     cuts = [padded[:, :, down : down + 32, right : right + 32] for down in range(9) for right in range(9)]
@@ -48,10 +48,10 @@ def test_a_pack_gives_back_every_byte(tmp_path: Path, images: int | None, parts:
     paths = pack_cifar10(folder, tmp_path / "packed" / "cifar10.pack", images=images, parts=parts)
     assert len(paths) == parts
     before, after = open_cifar10(folder), open_cifar10(paths[0] if parts == 1 else tmp_path / "packed")
-    assert torch.equal(after.training, before.training[:images])
-    assert torch.equal(after.training_labels, before.training_labels[:images])
-    assert torch.equal(after.validation, before.validation)
-    assert torch.equal(after.validation_labels, before.validation_labels)
+    assert torch.equal(after.training.inputs, before.training.inputs[:images])
+    assert torch.equal(after.training.targets, before.training.targets[:images])
+    assert torch.equal(after.validation.inputs, before.validation.inputs)
+    assert torch.equal(after.validation.targets, before.validation.targets)
 
 
 def test_a_pack_of_smooth_pictures_is_smaller_than_they_are(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_pack_of_smooth_pictures_is_smaller_than_they_are(tmp_path: Path) -> N
         rows.tofile(path)
     (packed,) = pack_cifar10(folder, tmp_path / "cifar10.pack")
     assert packed.stat().st_size < 2000
-    assert torch.equal(open_cifar10(packed).training, open_cifar10(folder).training)
+    assert torch.equal(open_cifar10(packed).training.inputs, open_cifar10(folder).training.inputs)
 
 
 def test_a_part_of_a_pack_is_not_taken_for_the_whole(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_pickled_batches_are_the_same_pictures_as_binary_ones(tmp_path: Path) ->
         rows = np.fromfile(path, np.uint8).reshape(-1, 3073)
         batch = {b"labels": rows[:, 0].tolist(), b"data": np.ascontiguousarray(rows[:, 1:])}
         (tmp_path / "pickled" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
-    assert torch.equal(open_cifar10(tmp_path / "pickled").training, open_cifar10(folder).training)
+    assert torch.equal(open_cifar10(tmp_path / "pickled").training.inputs, open_cifar10(folder).training.inputs)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from stormtorch.checks import BadSetting
 from stormtorch.tasks.batches import Batch
-from stormtorch.tasks.kinds import TASKS, Task, open_task
+from stormtorch.tasks.kinds import TASKS, open_task
+from stormtorch.tasks.task import Task
 from task_files import tiny, write_atis, write_cifar10, write_wikitext
 
 pytestmark = pytest.mark.pure

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from stormtorch.checks import BadSetting
-from stormtorch.tasks.batches import Batch
-from stormtorch.tasks.data.atis import PADDING
+from stormtorch.tasks.batches import PADDING, Batch
 from stormtorch.tasks.data.checkpoints import read_checkpoint
 from stormtorch.tasks.data.tokens import Tokenizer, open_stories, pack_stories
 from stormtorch.tasks.kinds import open_task

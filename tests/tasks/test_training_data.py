@@ -129,10 +129,10 @@ def test_a_text_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None:
 def test_the_digits_are_ten_kinds_of_8_by_8() -> None:
     pytest.importorskip("sklearn")
     images = open_images()
-    assert images.training.shape == (1500, 1, 8, 8)
-    assert images.validation.shape == (297, 1, 8, 8)
-    assert set(images.validation_labels.tolist()) == set(range(10))
-    assert float(images.training.mean()) == pytest.approx(0.0, abs=1e-4)
+    assert images.training.inputs.shape == (1500, 1, 8, 8)
+    assert images.validation.inputs.shape == (297, 1, 8, 8)
+    assert set(images.validation.targets.tolist()) == set(range(10))
+    assert float(images.training.inputs.mean()) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +146,16 @@ def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPat
 def test_cifar10_is_read_from_its_folder_or_the_one_around_it(tmp_path: Path, inner: str) -> None:
     write_cifar10_batches(tmp_path / inner)
     images = open_images(tmp_path)
-    assert images.training.shape == (20, 3, 32, 32)
-    assert images.validation.shape == (4, 3, 32, 32)
+    assert images.training.inputs.shape == (20, 3, 32, 32)
+    assert images.validation.inputs.shape == (4, 3, 32, 32)
     expected = pickle.loads((tmp_path / inner / "test_batch").read_bytes())
-    assert images.validation_labels.tolist() == expected[b"labels"]
+    assert images.validation.targets.tolist() == expected[b"labels"]
     # Each channel was shifted and scaled; the order of the numbers is what it was.
     pixels = torch.from_numpy(expected[b"data"]).view(4, 3, 32, 32).float()
-    shift, scale = images.validation[0, 0, 0, 0], images.validation[0, 0, 0, 1]
+    judged = images.validation.inputs
+    shift, scale = judged[0, 0, 0, 0], judged[0, 0, 0, 1]
     slope = (scale - shift) / (pixels[0, 0, 0, 1] - pixels[0, 0, 0, 0])
-    assert torch.allclose(images.validation[:, 0], shift + slope * (pixels[:, 0] - pixels[0, 0, 0, 0]), atol=1e-3)
+    assert torch.allclose(judged[:, 0], shift + slope * (pixels[:, 0] - pixels[0, 0, 0, 0]), atol=1e-3)
 
 
 class Malicious:

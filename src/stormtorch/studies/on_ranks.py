@@ -23,7 +23,7 @@ from stormtorch.runtime.norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.studies.results import TrainReport, TrainResult, exp_of
 from stormtorch.studies.settings import TrainSettings
-from stormtorch.tasks.batches import Task, loss_of, rate_at
+from stormtorch.tasks.task import Task
 from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
 
@@ -64,7 +64,7 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
     """
     task = settings.open_task()
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
-    asked = settings.to_json() | {"data": task.to_json(), "params": params}
+    asked = settings.to_json() | {"data": task.to_json()["data"], "params": params}
     conditions = surroundings()
     world, patience_s = settings.ranks, settings.timeout_s
     if settings.network is None:
@@ -141,16 +141,15 @@ def _train(
     stage: Stage[Contender], group: Group, task: Task, policy: Policy, steps: int, training: RankTraining
 ) -> None:
     model = task.model(training.seed)
-    model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
-    highest_lr = optimizer.param_groups[0]["lr"]
+    model, optimizer = prepare(model, task.optimizer(model.parameters()), policy=policy, group=group)
     rank = stage.member.rank
     stage.barrier()
     for step in range(steps):
         begin = time.perf_counter()
-        inputs, targets = task.batch(training.seed, step, rank)
+        batch = task.batch(training.seed, step, rank, stage.member.world)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = rate_at(step, steps, highest_lr)
-        loss = loss_of(model(inputs), targets)
+            parameters["lr"] = task.rate(step, steps)
+        loss = task.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if task.clip is not None:
             clip_grad_norm_(model.parameters(), task.clip)
@@ -164,7 +163,7 @@ def _train(
         if done == steps:
             # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
             with torch.no_grad():
-                model.eval()(inputs)
+                model.eval()(batch.inputs)
             training.drift = _drift(stage, group, model)
             training.arrived = float(optimizer.ledger.summary()["arrived"])  # type: ignore[attr-defined]  # given by prepare
         if done == steps or done % max(steps // _VALIDATIONS, 1) == 0:
@@ -186,17 +185,10 @@ def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
 
 def _validate(stage: Stage[Contender], model: nn.Module, task: Task) -> tuple[float, float]:
     """Finds the loss and the fraction of right answers on what is held out; each rank judges its part of it."""
-    total, right, count = 0.0, 0, 0
-    model.eval()
     with exact(model), torch.inference_mode():
-        for inputs, targets in task.validation(stage.member.rank):
-            scores = model(inputs)
-            total += float(loss_of(scores, targets)) * targets.numel()
-            right += int((scores.argmax(-1) == targets).sum())
-            count += targets.numel()
-    model.train()
-    all_total, all_right, all_count = _mean_over_ranks(stage, [total, right, count])
-    return all_total / all_count, all_right / all_count
+        score = task.score(model, stage.member.rank, stage.member.world)
+    loss, right, count = _mean_over_ranks(stage, list(score))
+    return loss / count, right / count
 
 
 def _mean_over_ranks(stage: Stage[Contender], values: list[float]) -> list[float]:

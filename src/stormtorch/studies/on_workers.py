@@ -20,8 +20,8 @@ from stormtorch.simulation.setting import MakeOptimizer, Reuse
 from stormtorch.studies.finished import Finished
 from stormtorch.studies.results import SimReport, SimResult, exp_of, lost_on_average
 from stormtorch.studies.settings import SimSettings, named
-from stormtorch.tasks.batches import adamw
-from stormtorch.tasks.kinds import Task, open_task
+from stormtorch.tasks.kinds import open_task
+from stormtorch.tasks.task import Task, adamw
 
 _SMALL_PARAMS = 1_000_000
 # Rows of the ledger that a result keeps, about.

@@ -14,13 +14,20 @@ from stormtorch.lab.conditions import Conditions
 from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Stragglers, Trace, in_time, loss_in_bursts
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import PRESETS, WIRES, PolicySettings, make_policy
-from stormtorch.tasks.batches import Task, open_language, open_pictures
+from stormtorch.tasks.data.corpus import open_corpus
+from stormtorch.tasks.data.images import open_images
 from stormtorch.tasks.kinds import TASKS
+from stormtorch.tasks.language import Text
+from stormtorch.tasks.pictures import Pictures
+from stormtorch.tasks.task import Task, cosine
 
 SIMULATED_WIRES = ("float32", "bfloat16", "float16")
 """Wires that the simulator has: it does not round to eight bits."""
 MOST_WORKERS = 8192
 """Largest number of workers: networks are drawn link by link, and there are as many links as its square."""
+# Few enough that ten validations take little of a short training.
+_HELD_OUT_WINDOWS = 128
+_WEIGHT_DECAY = 5e-4
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -196,15 +203,17 @@ class LmSettings(TrainSettings):
     def open_task(self) -> Task:
         """See `TrainSettings`."""
         with blaming("data", "text"):
-            return open_language(
-                self.data,
-                ranks=self.ranks,
-                batch=self.batch,
-                lr=self.lr,
-                context=self.context,
-                layers=self.layers,
-                width=self.width,
-            )
+            corpus = open_corpus(self.data)
+        return Text(
+            corpus,
+            width=self.width,
+            layers=self.layers,
+            batch=self.batch,
+            lr=self.lr,
+            context=self.context,
+            held_out=_HELD_OUT_WINDOWS,
+            own_generators=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +226,8 @@ class ImageSettings(TrainSettings):
     def open_task(self) -> Task:
         """See `TrainSettings`."""
         with blaming("data", "cifar10"):
-            return open_pictures(self.data, ranks=self.ranks, batch=self.batch, lr=self.lr)
+            images = open_images(self.data)
+        return Pictures("resnet20", images, batch=self.batch, lr=self.lr, weight_decay=_WEIGHT_DECAY, schedule=cosine)
 
 
 # --- on virtual workers -----------------------------------------------------------------------------------------------

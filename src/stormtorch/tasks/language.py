@@ -1,54 +1,90 @@
-"""Language models: windows of a text that lies on the device, as bytes or as tokens."""
+"""Language models that learn windows of a text, given as bytes or as tokens."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from stormtorch.checks import BadSetting, blaming
-from stormtorch.tasks.batches import Batch, generator_of, seeded
-from stormtorch.tasks.data.corpus import open_corpus
-from stormtorch.tasks.data.tokens import open_stories
+from stormtorch.checks import BadSetting
+from stormtorch.tasks.batches import Batch, generator_of
+from stormtorch.tasks.data.corpus import Corpus
+from stormtorch.tasks.data.split import Split
+from stormtorch.tasks.data.tokens import Stories
 from stormtorch.tasks.models.llama import Llama, LlamaSize
-from stormtorch.tasks.task import Learned
+from stormtorch.tasks.task import CPU, Task, seeded
 
 HELD_OUT = 256
-"""Examples to be judged by, where nobody asks for more or fewer."""
-# Scores of one part of what is held out, so that a vocabulary of 32,000 fits into any memory: 128 MB, or 1 GB.
+"""Held-out windows to judge by, unless a caller asks for another number."""
+# Scores that one batch of held-out windows may have, so that a vocabulary of 32,000 fits into memory: 128 MB, or 1 GB.
 _SCORES_CPU = 1 << 25
 _SCORES_GPU = 1 << 28
 
 
-class Language(Learned):
-    """Windows of a text that lies on the device."""
+class Language(Task):
+    """Windows of a text that lies on the device.
+
+    Args:
+        name: Name of the model.
+        text: Tokens to learn from, and tokens held out.
+        vocabulary: Number of different tokens.
+        batch: Windows of each worker in a step.
+        lr: Highest learning rate.
+        context: Tokens of a window.
+        held_out: Windows to judge by.
+        own_generators: Whether each worker draws from a generator of its own, so that a process need not draw for the
+            others; otherwise all draw from one, which is quicker for thousands of workers.
+        device: Device that holds the text.
+    """
 
     language = True
 
     def __init__(
-        self, name: str, device: torch.device, batch: int, lr: float, context: int, held_out: int, vocabulary: int
+        self,
+        name: str,
+        text: Split[torch.Tensor],
+        vocabulary: int,
+        *,
+        batch: int,
+        lr: float,
+        context: int,
+        held_out: int = HELD_OUT,
+        own_generators: bool = False,
+        device: torch.device = CPU,
     ) -> None:
-        super().__init__(name, device, batch, lr)
-        self._context = context
-        self._judged = held_out
+        super().__init__(name, batch=batch, lr=lr, device=device)
+        if min(len(text.training), len(text.validation)) <= context:
+            raise BadSetting("context", f"must be shorter than the text, got {context}")
+        self._training, self._validation = text.training.to(device), text.validation.to(device)
         self._vocabulary = vocabulary
-
-    def _take(self, training: torch.Tensor, validation: torch.Tensor, facts: dict[str, object]) -> None:
-        if min(len(training), len(validation)) <= self._context:
-            raise BadSetting("context", f"must be shorter than the text, got {self._context}")
-        self._training, self._validation = training.to(self.device), validation.to(self.device)
-        self._facts = {"context": self._context, "held_out": self._judged, "data": facts}
+        self._context = context
+        self._windows_held_out = held_out
+        self._own_generators = own_generators
+        self._data = text.to_json()
 
     def batches(self, seed: int, step: int, workers: int, first: int, last: int) -> Batch:
-        """Windows that begin anywhere."""
-        starts_WB = self._starts(self._training, (workers, self._batch), generator_of(seed, step, 0))
-        return self._windows(self._training, starts_WB[first:last])
+        """Stack windows that begin anywhere in the text."""
+        if self._own_generators:
+            starts_WB = torch.stack(
+                [
+                    self._starts(self._training, (self._batch,), generator_of(seed, step, worker))
+                    for worker in range(first, last)
+                ]
+            )
+        else:
+            starts_WB = self._starts(self._training, (workers, self._batch), generator_of(seed, step, 0))[first:last]
+        return self._windows(self._training, starts_WB)
 
-    def _held_out(self) -> Iterator[Batch]:
-        starts = self._starts(self._validation, (self._judged,), generator_of(0, 0, 0))
+    def held_out(self, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Windows of the held-out text, the same for every seed."""
+        starts = self._starts(self._validation, (self._windows_held_out,), generator_of(0, 0, 0))[part::parts]
         scores = _SCORES_CPU if self.device.type == "cpu" else _SCORES_GPU
-        for part in torch.split(starts, max(scores // (self._context * self._vocabulary), 1)):
-            yield self._windows(self._validation, part)
+        size = max(scores // (self._context * self._vocabulary), 1)
+        for first in range(0, len(starts), size):
+            yield self._windows(self._validation, starts[first : first + size])
+
+    def to_json(self) -> dict[str, object]:
+        """Describe the task and its text."""
+        return super().to_json() | {"context": self._context, "held_out": self._windows_held_out, "data": self._data}
 
     def _starts(self, text: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         return torch.randint(len(text) - self._context, shape, generator=generator)
@@ -60,43 +96,93 @@ class Language(Learned):
 
 
 class Text(Language):
-    """Bytes, by a model that begins with random weights."""
+    """Bytes of a text, learned by a LLaMA that begins with random weights.
+
+    Args:
+        corpus: Bytes to learn from.
+        width: Width of the model, a multiple of 16.
+        layers: Layers of the model.
+        batch: Windows of each worker in a step.
+        lr: Highest learning rate.
+        context: Bytes of a window.
+        held_out: Windows to judge by.
+        own_generators: See `Language`.
+        device: Device that holds the text.
+    """
 
     def __init__(
         self,
-        data: Path | None,
-        device: torch.device,
+        corpus: Corpus,
+        *,
+        width: int,
+        layers: int,
         batch: int,
         lr: float,
         context: int,
-        held_out: int,
-        width: int,
-        layers: int,
+        held_out: int = HELD_OUT,
+        own_generators: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         if width % 16:
             raise BadSetting("width", f"must be a multiple of 16, got {width}")
         self._size = LlamaSize(layers=layers, width=width, heads=max(width // 32, 1))
-        super().__init__("llama", device, batch, lr, context, held_out, self._size.vocabulary)
-        with blaming("data"):
-            corpus = open_corpus(data)
-        self._take(corpus.training, corpus.validation, corpus.to_json())
-        self._facts |= {"width": width, "layers": layers}
+        super().__init__(
+            "llama",
+            corpus,
+            self._size.vocabulary,
+            batch=batch,
+            lr=lr,
+            context=context,
+            held_out=held_out,
+            own_generators=own_generators,
+            device=device,
+        )
 
     def model(self, seed: int) -> nn.Module:
-        """Random weights."""
+        """Make a LLaMA with random weights."""
         return seeded(seed, lambda: Llama(self._size))
+
+    def to_json(self) -> dict[str, object]:
+        """Describe the task, its text and the size of its model."""
+        return super().to_json() | {"width": self._size.width, "layers": self._size.layers}
 
 
 class Stories15m(Language):
-    """Tokens of WikiText-2, by a model that has learned stories: every seed begins with its weights."""
+    """Tokens of WikiText-2, learned by a LLaMA that has learned stories before.
 
-    def __init__(self, data: Path, device: torch.device, batch: int, lr: float, context: int, held_out: int) -> None:
-        self._stories = open_stories(data)
-        super().__init__("stories15m", device, batch, lr, context, held_out, self._stories.size.vocabulary)
-        self._take(self._stories.training, self._stories.validation, self._stories.to_json())
+    Args:
+        stories: The checkpoint, and the text in its tokens.
+        batch: Windows of each worker in a step.
+        lr: Highest learning rate.
+        context: Tokens of a window.
+        held_out: Windows to judge by.
+        device: Device that holds the text.
+    """
+
+    def __init__(
+        self,
+        stories: Stories,
+        *,
+        batch: int,
+        lr: float,
+        context: int,
+        held_out: int = HELD_OUT,
+        device: torch.device = CPU,
+    ) -> None:
+        self._stories = stories
+        super().__init__(
+            "stories15m",
+            stories,
+            stories.size.vocabulary,
+            batch=batch,
+            lr=lr,
+            context=context,
+            held_out=held_out,
+            device=device,
+        )
 
     def model(self, seed: int) -> nn.Module:
-        """The checkpoint's weights, whatever the seed."""
+        """Make a LLaMA with the weights of the checkpoint, whatever the seed."""
         model = seeded(seed, lambda: Llama(self._stories.size))
         model.load_state_dict(self._stories.state)
         return model

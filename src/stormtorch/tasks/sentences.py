@@ -1,56 +1,67 @@
 """Sentences whose words have slots, padded to the longest."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.tasks.batches import Batch, Epochs, seeded
-from stormtorch.tasks.data.atis import PADDING, Utterances, open_atis
+from stormtorch.tasks.batches import PADDING, Batch, Epochs
+from stormtorch.tasks.data.atis import Atis
 from stormtorch.tasks.models.lstm import LstmTagger
-from stormtorch.tasks.task import Learned
+from stormtorch.tasks.task import CPU, Task, seeded
 
 
-class Slots(Learned):
-    """ATIS: the slot of each word."""
+class Slots(Task):
+    """Slots of the words of a sentence, learned by an LSTM.
 
-    def __init__(self, data: Path, device: torch.device, batch: int, lr: float, held_out: int | None) -> None:
-        super().__init__("lstm", device, batch, lr)
-        self._atis = open_atis(data)
-        self._judged = min(held_out or len(self._atis.validation.words), len(self._atis.validation.words))
-        self._training, self._validation = (_on(device, part) for part in (self._atis.training, self._atis.validation))
-        self._lengths = self._atis.training.lengths
+    Args:
+        atis: Sentences to learn from.
+        batch: Sentences of each worker in a step.
+        lr: Highest learning rate.
+        held_out: Sentences to judge by; None takes all that are held out.
+        device: Device that holds the sentences.
+    """
+
+    def __init__(
+        self, atis: Atis, *, batch: int, lr: float, held_out: int | None = None, device: torch.device = CPU
+    ) -> None:
+        super().__init__("lstm", batch=batch, lr=lr, device=device)
+        self._atis = atis
+        self._training, self._validation = atis.training.to(device), atis.validation[:held_out].to(device)
+        # On the CPU: the length of a batch is read there in every step.
+        self._lengths = (atis.training.targets != PADDING).sum(1)
         self._epochs = Epochs(len(self._lengths), batch)
-        self._facts = {"held_out": self._judged, "data": self._atis.to_json()}
 
     def model(self, seed: int) -> nn.Module:
-        """Random weights."""
+        """Make an LSTM with random weights."""
         return seeded(seed, lambda: LstmTagger(self._atis.words, self._atis.slots))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean over the words: what is behind a sentence does not count."""
+        """Mean over the words: the padding behind a sentence does not count."""
         scores, targets = model(batch.inputs).flatten(0, -2), batch.targets.flatten()
         asked = (targets != PADDING).to(scores.dtype)
         losses = functional.cross_entropy(scores, targets.clamp(min=0), reduction="none")
         return (losses * asked).sum() / asked.sum()
 
     def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Adam."""
+        """Make Adam."""
         return torch.optim.Adam(parameters, lr=self.lr)
 
     def batches(self, seed: int, step: int, workers: int, first: int, last: int) -> Batch:
-        """Each sentence once in an epoch."""
+        """Stack sentences: each once in an epoch."""
         chosen_WB = self._epochs.chosen(seed, step, workers)
-        # As long as the longest of all workers, not only of these: padding then changes with nothing but the step.
+        # Padded to the longest sentence of all workers, not only of these: padding then depends on the step alone.
         longest = int(self._lengths[chosen_WB].max())
         chosen = chosen_WB[first:last].to(self.device)
-        return Batch(self._training.words[chosen, :longest], self._training.slots[chosen, :longest])
+        return Batch(self._training.inputs[chosen, :longest], self._training.targets[chosen, :longest])
 
-    def _held_out(self) -> Iterator[Batch]:
-        yield Batch(self._validation.words[: self._judged], self._validation.slots[: self._judged])
+    def held_out(self, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Held-out sentences in one batch, as long as the longest of all."""
+        own = self._validation[part::parts]
+        if len(own):
+            yield Batch(own.inputs, own.targets)
 
-
-def _on(device: torch.device, part: Utterances) -> Utterances:
-    return Utterances(part.words.to(device), part.slots.to(device), part.lengths)
+    def to_json(self) -> dict[str, object]:
+        """Describe the task and its sentences."""
+        return super().to_json() | {"held_out": len(self._validation), "data": self._atis.to_json()}

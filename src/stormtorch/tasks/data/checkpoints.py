@@ -1,7 +1,8 @@
-"""LLaMA checkpoints in the layout of llama2.c, as weights of `Llama`.
+"""LLaMA checkpoints in the layout of llama2.c, read as weights of `Llama`.
 
-Seven int32 (width, hidden, layers, heads, heads of keys and values, vocabulary, context), then float32 weights, matrix
-by matrix, each for all layers. A vocabulary below zero says that the matrix that writes tokens is one of its own.
+A file holds seven int32 (width, hidden, layers, heads, heads of keys and values, vocabulary, context), then float32
+weights, matrix by matrix, each for all layers. A negative vocabulary means that the output matrix is not tied to the
+embedding.
 """
 
 import math
@@ -13,24 +14,24 @@ from stormtorch.checks import BadSetting
 from stormtorch.tasks.models.llama import LlamaSize
 
 _HEADER = 7
-# The models of llama2.c were trained with it; the layout does not hold it.
+# Epsilon of RMSNorm with which the models of llama2.c were trained; the file does not hold it.
 _EPSILON = 1e-5
-# Of a file of a stranger: a model of 250 million parameters has as much.
+# Largest file to read, as files may come from anywhere: a model of 250 million parameters.
 _MOST_BYTES = 1 << 30
 
 
 def read_checkpoint(path: Path) -> tuple[LlamaSize, dict[str, torch.Tensor]]:
-    """The size of the model in a file, and the state that `Llama.load_state_dict` takes.
+    """Read the size of a model, and its weights for `Llama.load_state_dict`.
 
     Raises:
-        BadSetting: It cannot be read, or is no checkpoint that `Llama` can hold; names `data`.
+        BadSetting: The file cannot be read, or is no checkpoint that `Llama` can hold; the error names `data`.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise BadSetting("data", f"holds no checkpoint in {path}: it is too large")
         content = bytearray(path.read_bytes())
     except OSError as error:
-        raise BadSetting("data", f"must hold a checkpoint: {path}: {error.strerror}") from error
+        raise BadSetting("data", f"must be a folder with a checkpoint: {path}: {error.strerror}") from error
     if len(content) < 4 * _HEADER or len(content) % 4:
         raise BadSetting("data", f"holds no checkpoint in {path}: it has {len(content):,} bytes")
     width, hidden, layers, heads, key_heads, vocabulary, context = torch.frombuffer(
@@ -50,20 +51,20 @@ def read_checkpoint(path: Path) -> tuple[LlamaSize, dict[str, torch.Tensor]]:
         raise BadSetting("data", f"holds no checkpoint in {path}: its {error.name} {error.problem}") from error
     if key_heads != heads:
         raise BadSetting(
-            "data", f"shares keys among heads in {path}, which this model does not: {key_heads} of {heads}"
+            "data", f"shares keys among heads in {path}, which Llama does not support: {key_heads} of {heads}"
         )
     weights = _Weights(torch.frombuffer(content, dtype=torch.float32)[_HEADER:])
     turns = 2 * context * (width // heads // 2)
     expected = _elements(size) + turns
     if weights.left != expected:
         raise BadSetting(
-            "data", f"holds no checkpoint in {path}: {weights.left:,} weights where {expected:,} should be"
+            "data", f"holds no checkpoint in {path}: it has {weights.left:,} weights instead of {expected:,}"
         )
     return size, _state(size, weights, turns)
 
 
 class _Weights:
-    """Takes tensor after tensor from one row of numbers."""
+    """One row of numbers, from which tensors are taken one after the other."""
 
     def __init__(self, row: torch.Tensor) -> None:
         self._row = row
@@ -96,7 +97,7 @@ def _state(size: LlamaSize, weights: _Weights, turns: int) -> dict[str, torch.Te
     down = weights.take(layers, width, inner)
     up = weights.take(layers, inner, width)
     norm = weights.take(width)
-    weights.take(turns)  # cosines and sines, which the model works out itself
+    weights.take(turns)  # cosines and sines, which the model computes itself
     state = {
         "embedding.weight": embedding,
         "norm.weight": norm,
@@ -115,7 +116,7 @@ def _state(size: LlamaSize, weights: _Weights, turns: int) -> dict[str, torch.Te
 
 
 def _halves(rows_LDD: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head reordered: llama2.c turns elements 2i and 2i + 1 together, `Llama` i and i + K/2."""
+    """Reorder the rows of each head: llama2.c rotates elements 2i and 2i + 1 together, `Llama` i and i + K/2."""
     layers, width, _ = rows_LDD.shape
     pairs = rows_LDD.view(layers, heads, width // heads // 2, 2, width)
     return pairs.transpose(2, 3).reshape(layers, width, width)

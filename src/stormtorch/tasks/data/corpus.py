@@ -1,4 +1,4 @@
-"""Text to learn from, as bytes: the source of Python's own standard library, a file, or WikiText-2's folder."""
+"""Text as bytes: the source of Python's standard library, a file, or a folder that holds WikiText-2."""
 
 import hashlib
 import lzma
@@ -9,30 +9,24 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
+from stormtorch.tasks.data.split import Split
 
-# Tests and what is no prose of programmers: tables of characters, and pages made from documentation.
+# Folders left out: tests, and what programmers did not write as prose (tables of characters, generated documentation).
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 _MOST_BYTES = 16 << 20
-# Of files, or of the end of a single one.
+# One file in ten is held out, or the last tenth of a single file.
 _HELD_OUT_EVERY = 10
 _LEAST_BYTES = 20_000
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes to learn from, and bytes held out to judge by."""
-
-    name: str
-    training: torch.Tensor
-    """uint8, one dimension."""
-    validation: torch.Tensor
-    """The same of other files, or of another part of the file."""
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Split[torch.Tensor]):
+    """Bytes of text: uint8, one dimension. The held-out part is from other files, or from the end of the same one."""
 
     def to_json(self) -> dict[str, object]:
-        """What it was, so that a figure can be told apart from that of another corpus."""
+        """Describe the text, with a digest of all its bytes."""
         digest = hashlib.sha256(self.training.numpy().tobytes() + self.validation.numpy().tobytes())
-        return {
-            "name": self.name,
+        return super().to_json() | {
             "training_bytes": self.training.numel(),
             "validation_bytes": self.validation.numel(),
             "sha256": digest.hexdigest()[:16],
@@ -40,10 +34,10 @@ class Corpus:
 
 
 def open_corpus(text: Path | None = None) -> Corpus:
-    """The corpus of a file, of a folder of WikiText-2, or of the standard library; the same in every process.
+    """Read a file, a folder that holds WikiText-2, or (None) the source of Python's standard library.
 
     Raises:
-        BadSetting: It cannot be read or is too small; names `text`.
+        BadSetting: The text cannot be read or is too small; the error names `text`.
     """
     if text is None:
         return _from_library()
@@ -51,10 +45,10 @@ def open_corpus(text: Path | None = None) -> Corpus:
 
 
 def read_wikitext(folder: Path, part: str) -> bytes:
-    """WikiText-2's "train", "valid" or "test": wiki.train.tokens of that folder, or wiki.train.tokens.xz.
+    """Read the part "train", "valid" or "test" of WikiText-2: wiki.train.tokens, or wiki.train.tokens.xz.
 
     Raises:
-        BadSetting: It cannot be read; names `text`.
+        BadSetting: The file cannot be read; the error names `text`.
     """
     plain = folder / f"wiki.{part}.tokens"
     packed = plain.with_name(f"{plain.name}.xz")
@@ -66,12 +60,12 @@ def read_wikitext(folder: Path, part: str) -> bytes:
             return file.read(_MOST_BYTES)
     except (OSError, lzma.LZMAError, EOFError) as error:
         raise BadSetting(
-            "text", f"must hold WikiText-2: {plain}: {getattr(error, 'strerror', None) or error}"
+            "text", f"must be a folder with WikiText-2: {plain}: {getattr(error, 'strerror', None) or error}"
         ) from error
 
 
 def library_files(root: Path | None = None) -> tuple[list[Path], list[Path]]:
-    """The standard library's source files to learn from, and those held out: every tenth, by name."""
+    """List the standard library's source files to learn from, and those held out: every tenth by name."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
     held_out = files[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
@@ -83,17 +77,19 @@ def _from_library() -> Corpus:
     try:
         parts = [b"".join(path.read_bytes() for path in paths) for paths in (training, validation)]
     except OSError as error:
-        raise BadSetting("text", f"must name a file here: the standard library cannot be read ({error})") from error
+        raise BadSetting(
+            "text", f"must name a file: the source of the standard library cannot be read here ({error})"
+        ) from error
     if min(map(len, parts)) < _LEAST_BYTES:
-        raise BadSetting("text", "must name a file here: the standard library's source is not installed")
-    return Corpus("Python's standard library", *(_tensor(part) for part in parts))
+        raise BadSetting("text", "must name a file: the source of the standard library is not installed here")
+    return _corpus("Python's standard library", *parts)
 
 
 def _from_wikitext(folder: Path) -> Corpus:
     parts = [read_wikitext(folder, part) for part in ("train", "valid")]
     if min(map(len, parts)) < _LEAST_BYTES:
-        raise BadSetting("text", f"must have at least {_LEAST_BYTES:,} bytes in each part, {folder} has fewer")
-    return Corpus("WikiText-2", *(_tensor(part) for part in parts))
+        raise BadSetting("text", f"must have at least {_LEAST_BYTES:,} bytes in each part; {folder} has fewer")
+    return _corpus("WikiText-2", *parts)
 
 
 def _from_file(path: Path) -> Corpus:
@@ -104,9 +100,13 @@ def _from_file(path: Path) -> Corpus:
         raise BadSetting("text", f"cannot read {path}: {error.strerror}") from error
     if len(content) < _LEAST_BYTES * _HELD_OUT_EVERY:
         least = _LEAST_BYTES * _HELD_OUT_EVERY
-        raise BadSetting("text", f"must have at least {least:,} bytes to learn from, {path} has {len(content):,}")
+        raise BadSetting("text", f"must have at least {least:,} bytes; {path} has {len(content):,}")
     end = len(content) - len(content) // _HELD_OUT_EVERY
-    return Corpus(path.name, _tensor(content[:end]), _tensor(content[end:]))
+    return _corpus(path.name, content[:end], content[end:])
+
+
+def _corpus(name: str, training: bytes, validation: bytes) -> Corpus:
+    return Corpus(name=name, training=_tensor(training), validation=_tensor(validation))
 
 
 def _tensor(content: bytes) -> torch.Tensor:

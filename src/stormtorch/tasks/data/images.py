@@ -1,4 +1,4 @@
-"""Pictures to tell apart: scikit-learn's handwritten digits, or CIFAR-10 from a folder."""
+"""Images to recognize: scikit-learn's handwritten digits, or CIFAR-10 from a folder."""
 
 import math
 import pickle
@@ -10,43 +10,38 @@ import numpy as np
 import torch
 
 from stormtorch.checks import BadSetting
+from stormtorch.tasks.data.split import Examples, Split
 
 CLASSES = 10
 _DIGITS_HELD_OUT = 297
-# Enough to judge by, where ten thousand would take longer than the steps between two judgements.
+# Enough to judge by: all ten thousand would take longer than the training steps between two evaluations.
 CIFAR_HELD_OUT = 2000
 CIFAR_SHAPE = (3, 32, 32)
-# A true batch has 31 MB.
+# A genuine batch has 31 MB.
 _MOST_PICKLE_BYTES = 100_000_000
 
 
-@dataclass(frozen=True)
-class Images:
-    """Pictures to learn from, and pictures held out to judge by."""
+@dataclass(frozen=True, kw_only=True)
+class Images(Split[Examples]):
+    """Images, (N, channels, height, width), and their labels, (N).
 
-    name: str
-    training: torch.Tensor
-    """(N, channels, height, width): uint8 as they were made, or float32 with channels of mean 0 and deviation 1."""
-    training_labels: torch.Tensor
-    """int64, (N)."""
-    validation: torch.Tensor
-    validation_labels: torch.Tensor
+    Images are uint8 as they were published, or float32 normalized to channels of mean 0 and deviation 1.
+    """
 
     def to_json(self) -> dict[str, object]:
-        """What they were."""
-        return {
-            "name": self.name,
+        """Describe the images."""
+        return super().to_json() | {
             "training_images": len(self.training),
             "validation_images": len(self.validation),
-            "shape": list(self.training.shape[1:]),
+            "shape": list(self.training.inputs.shape[1:]),
         }
 
 
 def open_images(cifar10: Path | None = None) -> Images:
-    """CIFAR-10 of a folder, or the digits, normalized in float32; the same in every process.
+    """Read CIFAR-10 from a folder, or (None) the digits, normalized in float32.
 
     Raises:
-        BadSetting: They cannot be read; names `cifar10`.
+        BadSetting: The images cannot be read; the error names `cifar10`.
     """
     return _digits() if cifar10 is None else _cifar10(cifar10)
 
@@ -57,49 +52,49 @@ def _digits() -> Images:
     except ImportError as error:
         raise BadSetting(
             "cifar10",
-            "must name a folder here: the digits come with scikit-learn, which is not installed "
+            "must name a folder: the digits come with scikit-learn, which is not installed here "
             "(pip install scikit-learn, or the extra stormtorch[train])",
         ) from error
     found = load_digits()
-    pictures = torch.from_numpy(found.images).float().unsqueeze(1)
+    images = torch.from_numpy(found.images).float().unsqueeze(1)
     labels = torch.from_numpy(found.target).long()
-    # Neighbours were written by the same hand: mixed, both parts know all hands.
+    # Neighbours were written by the same person: shuffle, so that both parts have digits of everybody.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return _normalized("digits", pictures[order], labels[order], _DIGITS_HELD_OUT)
+    return _normalized("digits", images[order], labels[order], _DIGITS_HELD_OUT)
 
 
 def _cifar10(folder: Path) -> Images:
     inner = folder / "cifar-10-batches-py"
     folder = inner if inner.is_dir() else folder
     batches = [pickled_batch(folder / name) for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch")]
-    pictures = torch.cat([pictures for pictures, _ in batches])
-    labels = torch.cat([labels for _, labels in batches])
-    tested = len(batches[-1][1])
+    images = torch.cat([batch.inputs for batch in batches])
+    labels = torch.cat([batch.targets for batch in batches])
+    tested = len(batches[-1])
     kept = len(labels) - max(tested - CIFAR_HELD_OUT, 0)
-    return _normalized("CIFAR-10", pictures[:kept].float(), labels[:kept], min(tested, CIFAR_HELD_OUT))
+    return _normalized("CIFAR-10", images[:kept].float(), labels[:kept], min(tested, CIFAR_HELD_OUT))
 
 
-def _normalized(name: str, pictures: torch.Tensor, labels: torch.Tensor, held_out: int) -> Images:
-    mean, deviation = (each(pictures[:-held_out], (0, 2, 3)).view(1, -1, 1, 1) for each in (torch.mean, torch.std))
-    pictures = (pictures - mean) / deviation.clamp(min=1e-6)
-    return Images(name, pictures[:-held_out], labels[:-held_out], pictures[-held_out:], labels[-held_out:])
+def _normalized(name: str, images: torch.Tensor, labels: torch.Tensor, held_out: int) -> Images:
+    mean, deviation = (each(images[:-held_out], (0, 2, 3)).view(1, -1, 1, 1) for each in (torch.mean, torch.std))
+    examples = Examples((images - mean) / deviation.clamp(min=1e-6), labels)
+    return Images(name=name, training=examples[:-held_out], validation=examples[-held_out:])
 
 
-# --- CIFAR-10's files are pickles, and a pickle may ask for anything ------------------------------------------------
+# --- CIFAR-10's files are pickles, and a careless reader runs whatever a pickle names ---------------------------------
 
 
 class _Dtype:
-    """Stands for numpy's dtype: keeps what it was called with."""
+    """Stand-in for numpy's dtype that keeps its first argument."""
 
     def __init__(self, kind: object, *_: object) -> None:
         self.kind = kind
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and the like: a byte has none."""
+        """Ignore byte order and the like: a byte has none."""
 
 
 class _Array:
-    """Stands for numpy's array: keeps what it was told."""
+    """Stand-in for numpy's array that keeps its state."""
 
     def __init__(self, *_: object) -> None:
         self.state: Any = None
@@ -108,7 +103,7 @@ class _Array:
         self.state = state
 
     def bytes_of(self, width: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The array, if it is one of bytes with rows of that width; raises ValueError otherwise."""
+        """Return the array if it holds bytes in rows of that width; raise ValueError otherwise."""
         _version, shape, dtype, by_columns, content = self.state
         if not isinstance(dtype, _Dtype) or dtype.kind not in ("u1", b"u1") or by_columns:
             raise ValueError("its data are not rows of bytes")
@@ -118,12 +113,12 @@ class _Array:
 
 
 def _latin1(text: str, _encoding: str) -> bytes:
-    """How Python 3 writes bytes where pickles know none."""
+    """Encode text as bytes: old pickle protocols have no bytes, so Python 3 writes them as text."""
     return text.encode("latin1")
 
 
 class _BatchReader(pickle.Unpickler):
-    """Makes lists, numbers, bytes and arrays of bytes. Nothing that a file names is imported or called."""
+    """Unpickler of lists, numbers, bytes and arrays of bytes. Nothing that a file names is imported or called."""
 
     _KNOWN = {  # noqa: RUF012  # typeshed's Unpickler is not meant for class variables
         ("numpy.core.multiarray", "_reconstruct"): _Array,
@@ -143,11 +138,11 @@ class _BatchReader(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs") from None
 
 
-def pickled_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures as bytes, and labels, of one batch of the Python version.
+def pickled_batch(path: Path) -> Examples:
+    """Read one batch of the Python version: images as bytes, and their labels.
 
     Raises:
-        BadSetting: It cannot be read, or is none; names `cifar10`.
+        BadSetting: The file cannot be read, or is no batch; the error names `cifar10`.
     """
     try:
         if path.stat().st_size > _MOST_PICKLE_BYTES:
@@ -157,15 +152,17 @@ def pickled_batch(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     except BadSetting:
         raise
     except OSError as error:
-        raise BadSetting("cifar10", f"must hold the batches of the Python version: {path}: {error.strerror}") from error
-    except Exception as error:  # a file of a stranger: unpickling it may raise anything
+        raise BadSetting(
+            "cifar10", f"must be a folder with the Python version's batches: {path}: {error.strerror}"
+        ) from error
+    except Exception as error:  # the file may come from anywhere, and unpickling it may raise anything
         raise BadSetting("cifar10", f"holds no batch of CIFAR-10 in {path}: {error}") from error
     try:
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         rows = fields["data"].bytes_of(math.prod(CIFAR_SHAPE))
         labels = torch.tensor(fields["labels"], dtype=torch.int64)
         if labels.shape != (len(rows),) or not len(rows) or not 0 <= int(labels.min()) <= int(labels.max()) < CLASSES:
-            raise ValueError(f"its labels are not one of 0 to {CLASSES - 1} for each picture")
+            raise ValueError(f"its labels are not one of 0 to {CLASSES - 1} for each image")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise BadSetting("cifar10", f"holds no batch of CIFAR-10 in {path}: {error}") from error
-    return torch.from_numpy(rows.copy()).view(-1, *CIFAR_SHAPE), labels
+    return Examples(torch.from_numpy(rows.copy()).view(-1, *CIFAR_SHAPE), labels)

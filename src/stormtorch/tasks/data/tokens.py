@@ -1,4 +1,4 @@
-"""Text as tokens of a checkpoint's own tokenizer, and the two of them, with WikiText-2, in one file."""
+"""A pretrained model and WikiText-2 in the tokens of its tokenizer, from folders or packed into one file."""
 
 import io
 import lzma
@@ -14,51 +14,53 @@ import torch
 from stormtorch.checks import BadSetting, blaming
 from stormtorch.tasks.data.checkpoints import read_checkpoint
 from stormtorch.tasks.data.corpus import read_wikitext
+from stormtorch.tasks.data.split import Split
 from stormtorch.tasks.models.llama import LlamaSize
 
 _CHECKPOINT = "stories15M.bin"
 _TOKENIZER = "tokenizer.bin"
-# Tokens 0 to 2 are no text (unknown, begin, end); then come the 256 bytes, for characters that have no token.
+# Tokens 0 to 2 are not text (unknown, begin, end); the next 256 are bytes, for characters that have no token.
 _FIRST_BYTE = 3
 _FIRST_TEXT = _FIRST_BYTE + 256
 _MOST_PIECE_BYTES = 1024
-# Of a pack, unpacked.
+# Largest size of a pack after decompression.
 _MOST_BYTES = 1 << 29
 
 
 class Tokenizer:
-    """Byte-pair encoding by scores, as SentencePiece's and llama2.c's.
+    """Byte-pair encoding by scores, as in SentencePiece and llama2.c.
 
     Args:
-        pieces: What each token stands for, in the order of their numbers.
-        scores: Of two neighbours that make a piece, those of the highest score merge first; the leftmost of equals.
+        pieces: Bytes that each token stands for.
+        scores: Score of each token. Two neighbours merge if they make a piece: the highest score first, and the
+            leftmost pair where scores are equal.
     """
 
     def __init__(self, pieces: list[bytes], scores: list[float]) -> None:
         self.pieces = pieces
         self._scores = scores
-        # Bytes are what characters without a token fall back to. They merge with nothing: what a file calls them
-        # ("<0xE2>", or a character of that number, which is another one) is not what they stand for.
+        # Characters without a token fall back to bytes. Bytes merge with nothing: their piece in the file ("<0xE2>", or
+        # the character of that number, which is another one) is not what they stand for.
         self._number: dict[bytes, int] = {}
         for number, piece in enumerate(pieces):
             if not _is_byte(number):
                 self._number.setdefault(piece, number)
-        # No piece goes on after a word has ended, in a vocabulary of that kind: words do not know each other then.
+        # If no piece continues beyond the end of a word, words can be encoded one by one.
         apart = not any(re.search(rb"[^ ] ", piece) for piece in pieces[_FIRST_TEXT:])
         self._word = re.compile(r" *[^ ]+| +") if apart else re.compile(r".+", re.DOTALL)
         self._known: dict[str, list[int]] = {}
 
     @classmethod
     def read(cls, path: Path, vocabulary: int) -> "Tokenizer":
-        """The tokenizer of a file: the longest piece's length, then score, length and bytes of each piece.
+        """Read a file: the length of the longest piece, then score, length and bytes of each piece.
 
         Raises:
-            BadSetting: It cannot be read, or is none; names `data`.
+            BadSetting: The file cannot be read, or is no tokenizer; the error names `data`.
         """
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise BadSetting("data", f"must hold a tokenizer: {path}: {error.strerror}") from error
+            raise BadSetting("data", f"must be a folder with a tokenizer: {path}: {error.strerror}") from error
         pieces, scores = [], []
         try:
             at = 4
@@ -75,7 +77,7 @@ class Tokenizer:
         return cls(pieces, scores)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, which begins as if a space stood before it; without those of begin and end."""
+        """Tokens of a text, encoded as if a space stood before it; without the tokens of begin and end."""
         tokens: list[int] = []
         for word in self._word.findall(f" {text}") if text else ():
             known = self._known.get(word)
@@ -85,7 +87,7 @@ class Tokenizer:
         return tokens
 
     def merged(self, text: str) -> list[int]:
-        """Tokens of a text by the rule itself, which takes a time that grows as the square of its length."""
+        """Tokens of a text, merged pair by pair, which takes time quadratic in its length."""
         tokens: list[int] = []
         for character in text:
             encoded = character.encode("utf-8", "replace")
@@ -104,7 +106,7 @@ class Tokenizer:
             tokens[best[1] : best[1] + 2] = [best[2]]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; a space before it stays."""
+        """Text of tokens, with the space before it."""
         named = (bytes([token - _FIRST_BYTE]) if _is_byte(token) else self.pieces[token] for token in tokens)
         return b"".join(named).decode("utf-8", "replace")
 
@@ -113,23 +115,19 @@ def _is_byte(token: int) -> bool:
     return _FIRST_BYTE <= token < _FIRST_TEXT
 
 
-@dataclass(frozen=True)
-class Stories:
-    """A model that has learned stories, and WikiText-2 in its tokens."""
+@dataclass(frozen=True, kw_only=True)
+class Stories(Split[torch.Tensor]):
+    """WikiText-2 in the tokens of a model that has learned stories (int32, one dimension), and that model."""
 
     size: LlamaSize
     state: dict[str, torch.Tensor]
-    """float32, as `Llama.load_state_dict` takes it."""
-    training: torch.Tensor
-    """int32, one dimension."""
-    validation: torch.Tensor
+    """Weights in float32, for `Llama.load_state_dict`."""
     weights: str
-    """What the weights were stored as: "float32", or "float16" in a pack."""
+    """Type in which the weights were stored: "float32", or "float16" in a pack."""
 
     def to_json(self) -> dict[str, object]:
-        """What it was."""
-        return {
-            "name": "WikiText-2",
+        """Describe the text and the stored weights."""
+        return super().to_json() | {
             "training_tokens": self.training.numel(),
             "validation_tokens": self.validation.numel(),
             "weights": self.weights,
@@ -137,14 +135,14 @@ class Stories:
 
 
 def open_stories(path: Path) -> Stories:
-    """The checkpoint, and the text in its tokens.
+    """Read a checkpoint, and the text in its tokens.
 
     Args:
-        path: A folder that holds stories15M.bin, tokenizer.bin, wiki.train.tokens and wiki.valid.tokens, or a file of
-            `pack_stories`.
+        path: A folder that holds stories15M.bin, tokenizer.bin, wiki.train.tokens and wiki.valid.tokens, or a file that
+            `pack_stories` wrote.
 
     Raises:
-        BadSetting: They cannot be read; names `data`.
+        BadSetting: The files cannot be read; the error names `data`.
     """
     return _unpacked(path) if path.is_file() else _from_folders(path, path)
 
@@ -152,17 +150,17 @@ def open_stories(path: Path) -> Stories:
 def pack_stories(stories: Path, wikitext: Path, out: Path) -> None:
     """Write the checkpoint of one folder, and the text of another in its tokens, as one compressed file.
 
-    Weights become float16: the file is half as large, and each weight wrong by up to a part in 2048.
+    Weights become float16: the file is half as large, and each weight is off by up to one part in 2048.
 
     Raises:
-        BadSetting: A folder cannot be read; names `data`.
+        BadSetting: A folder cannot be read; the error names `data`.
     """
     found = _from_folders(stories, wikitext)
     size = asdict(found.size)
     state = {
         name: weight.half() for name, weight in found.state.items() if not (found.size.tied and name == "head.weight")
     }
-    # High bytes, of which there are few, apart from low ones, which are noise: it is the former that can be compressed.
+    # Store all high bytes, then all low ones: high bytes take few values and compress well, low ones are noise.
     planes = {name: weight.view(torch.uint8).view(-1, 2).t().contiguous() for name, weight in state.items()}
     packed = {
         "size": size,
@@ -185,7 +183,7 @@ def _from_folders(stories: Path, wikitext: Path) -> Stories:
         with blaming("data"):
             text = read_wikitext(wikitext, part).decode("utf-8", "replace")
         parts.append(torch.tensor(tokenizer.encode(text), dtype=torch.int32))
-    return Stories(size, state, parts[0], parts[1], "float32")
+    return _stories(size, state, parts[0], parts[1], "float32")
 
 
 def _unpacked(path: Path) -> Stories:
@@ -206,6 +204,12 @@ def _unpacked(path: Path) -> Stories:
         training, validation = (packed[part].to(torch.int32) for part in ("training", "validation"))
         if max(int(training.max()), int(validation.max())) >= size.vocabulary:
             raise ValueError("a token that the model does not know")
-    except Exception as error:  # a file of a stranger: reading it may raise anything
+    except Exception as error:  # the file may come from anywhere, and reading it may raise anything
         raise BadSetting("data", f"holds no packed stories in {path}: {error}") from error
-    return Stories(size, state, training, validation, "float16")
+    return _stories(size, state, training, validation, "float16")
+
+
+def _stories(
+    size: LlamaSize, state: dict[str, torch.Tensor], training: torch.Tensor, validation: torch.Tensor, weights: str
+) -> Stories:
+    return Stories(name="WikiText-2", training=training, validation=validation, size=size, state=state, weights=weights)

@@ -1,0 +1,45 @@
+"""A data set in two parts: one to learn from, one held out to judge by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(Generic[Part]):
+    """A data set, the same in every process that opens it."""
+
+    name: str
+    training: Part
+    """Examples to learn from."""
+    validation: Part
+    """Held-out examples, in the same form."""
+
+    def to_json(self) -> dict[str, object]:
+        """Describe the data set, so that figures of different data can be told apart."""
+        return {"name": self.name}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs, and the target of each."""
+
+    inputs: torch.Tensor
+    """One row for each example."""
+    targets: torch.Tensor
+    """int64, one row for each example."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, rows: slice) -> Examples:
+        return Examples(self.inputs[rows], self.targets[rows])
+
+    def to(self, device: torch.device) -> Examples:
+        """Copy the examples to a device; those that are there already are not copied."""
+        return Examples(self.inputs.to(device), self.targets.to(device))
