@@ -104,7 +104,7 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         ("--backends", "storm,nccl", "must be one of storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, got 'nccl'"),
         ("--backends", "storm,gloo-bbr", "has gloo-bbr only in a lab; here it must be one of storm, storm-lossy, gloo"),
         ("--faults", "1.5", "must lie in [0, 0.9], got 1.5"),
-        ("--rate", "fast", "must be bits per second or such as 400mbit, got 'fast'"),
+        ("--rate", "fast", "must be a rate such as 400mbit"),
         ("--loss", "1.5", "must lie in [0, 1], got 1.5"),
         ("--burst", "8", "needs a --loss that comes in bursts"),
         ("--delay", "20", "must be a time such as 20ms"),

@@ -13,7 +13,7 @@ from stormtorch import Options, faults
 from stormtorch.collectives import Group, Op, all_reduce, all_to_all, broadcast
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.keys import new_key
-from stormtorch.transport.options import RateMode, parse_rate
+from stormtorch.transport.options import RateMode
 from stormtorch.transport.udp import UdpTransport
 
 
@@ -89,7 +89,6 @@ def test_options_are_frozen_by_keyword_only_and_keep_their_key_secret() -> None:
     ],
 )
 def test_rates_are_read_in_bits_per_second(rate: str | float, bits: float) -> None:
-    assert parse_rate(rate) == pytest.approx(bits)
     mode, bytes_per_s = Options(rate=rate).rate_mode(loopback=True)
     assert mode is RateMode.FIXED
     assert bytes_per_s == pytest.approx(bits / 8)
@@ -98,7 +97,7 @@ def test_rates_are_read_in_bits_per_second(rate: str | float, bits: float) -> No
 @given(st.text(max_size=12))
 def test_any_other_text_is_refused_by_name(text: str) -> None:
     try:
-        assert parse_rate(text) > 0.0
+        Options(rate=text)
     except ValueError as error:
         assert str(error).startswith("rate must")
 

@@ -25,11 +25,12 @@ from stormtorch.collectives import Group, all_reduce, all_to_all, gather, receiv
 from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.lab import Conditions, Lab
 from stormtorch.lab.access import available_tcp
+from stormtorch.network.units import parse_rate
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.report import write_json
 from stormtorch.results.statistics import median
 from stormtorch.results.surroundings import surroundings
-from stormtorch.transport.options import Options, parse_rate
+from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
 
 MANNERS = ("all-to-all", "incast", "tcp", "low", "step")

@@ -6,21 +6,14 @@ Conditions(loss=PerLink(links={(0, 1): Trace.from_file("links.jsonl", line=7)}))
 """
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from stormtorch.checks import BadCondition
-from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace
-from stormtorch.transport.options import parse_rate
-
-_NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?)\s*"
-_TIME = re.compile(rf"^{_NUMBER}(us|µs|ms|s)$", re.IGNORECASE)
-_TIME_SCALE = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_SIZE = re.compile(rf"^{_NUMBER}([km]?)i?b$", re.IGNORECASE)
-# Powers of two, as tc reads them.
-_SIZE_SCALE = {"": 1, "k": 1 << 10, "m": 1 << 20}
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace, loss_in_bursts
+from stormtorch.network.units import parse_rate, parse_size, parse_time
 
 MOST_HOSTS = 64
 LEAST_RATE = 64e3
@@ -67,16 +60,16 @@ class Conditions:
 
     def __post_init__(self) -> None:
         fixed = {
-            "rate": None if self.rate is None else rate_of("rate", self.rate),
-            "queue": size_of("queue", self.queue),
-            "delay": time_of("delay", self.delay),
-            "jitter": time_of("jitter", self.jitter),
+            "rate": None if self.rate is None else checked_rate("rate", self.rate),
+            "queue": checked_queue("queue", self.queue),
+            "delay": checked_delay("delay", self.delay),
+            "jitter": checked_delay("jitter", self.jitter),
             "cut": frozenset(self.cut),
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
         if not isinstance(self.loss, LinkModel | PerLink):
-            object.__setattr__(self, "loss", model_of(self.loss, self.burst))
+            object.__setattr__(self, "loss", link_model(self.loss, self.burst))
         elif self.burst != 1.0:
             raise BadCondition("burst", "goes with a loss that is a number; a model brings its own")
         if not 0 <= self.seed < 2**63:
@@ -182,52 +175,49 @@ class Conditions:
         return data
 
 
-def time_of(name: str, value: object) -> float:
-    """Seconds of such as "20ms" or 0.02; a BadCondition that names it otherwise."""
-    if isinstance(value, str):
-        match = _TIME.match(value)
-        if match is None:
-            raise BadCondition(name, f"must be a time such as 20ms, 500us or 0.1s, got {value!r}")
-        value = float(match[1]) * _TIME_SCALE[match[2].lower()]
-    number = _finite(name, value)
-    if not 0.0 <= number <= MOST_DELAY_S:
-        raise BadCondition(name, f"must lie in [0, {MOST_DELAY_S:g}] s, got {number:g} s")
-    return number
+def checked_delay(name: str, value: object) -> float:
+    """Seconds of a delay such as "20ms" or 0.02, within what the lab can do."""
+    with _as_condition(name):
+        seconds = parse_time(value, name)
+    if not 0.0 <= seconds <= MOST_DELAY_S:
+        raise BadCondition(name, f"must lie in [0, {MOST_DELAY_S:g}] s, got {seconds:g} s")
+    return seconds
 
 
-def size_of(name: str, value: object) -> int:
-    """Bytes of such as "512kb" or 524288; a BadCondition that names it otherwise."""
-    if isinstance(value, str):
-        match = _SIZE.match(value)
-        if match is None:
-            raise BadCondition(name, f"must be a size such as 64kb, 1mb or 20000b, got {value!r}")
-        value = float(match[1]) * _SIZE_SCALE[match[2].lower()]
-    number = _finite(name, value)
-    if not LEAST_QUEUE_BYTES <= number <= 1 << 30:
-        raise BadCondition(name, f"must lie in [{LEAST_QUEUE_BYTES} b, 1024 mb], got {number:g} b")
-    return round(number)
+def checked_queue(name: str, value: object) -> int:
+    """Bytes of a queue such as "512kb" or 524288, within what the lab can do."""
+    with _as_condition(name):
+        size = parse_size(value, name)
+    if not LEAST_QUEUE_BYTES <= size <= 1 << 30:
+        raise BadCondition(name, f"must lie in [{LEAST_QUEUE_BYTES} b, 1024 mb], got {size:g} b")
+    return round(size)
 
 
-def rate_of(name: str, value: Any) -> float:
-    """Bits per second of such as "400mbit"; a BadCondition that names it otherwise."""
-    try:
-        bits = parse_rate(value)
-    except (TypeError, ValueError) as error:
-        raise BadCondition(name, f"must be bits per second or such as 400mbit, got {value!r}") from error
+def checked_rate(name: str, value: object) -> float:
+    """Bits per second of a rate such as "400mbit", within what the lab can do."""
+    with _as_condition(name):
+        bits = parse_rate(value, name)
     if not LEAST_RATE <= bits <= 400e9:
         raise BadCondition(name, f"must lie in [64 kbit/s, 400 Gbit/s], got {value!r}")
     return bits
 
 
-def model_of(loss: object, burst: object) -> LinkModel:
-    """The model of a loss rate and a mean burst length; a BadCondition that names the wrong one otherwise."""
+@contextmanager
+def _as_condition(name: str) -> Iterator[None]:
+    """Turn a ValueError that begins with `name` into a BadCondition."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadCondition(name, str(error).removeprefix(f"{name} ")) from error
+
+
+def link_model(loss: object, burst: object) -> LinkModel:
+    """Model of a link with this loss rate and mean length of bursts; a BadCondition names the one that is wrong."""
     p, length = _finite("loss", loss), _finite("burst", burst)
     if not 0.0 <= p <= 1.0:
         raise BadCondition("loss", f"must lie in [0, 1], got {p:g}")
-    try:
-        return Bernoulli(p=p) if length == 1.0 else GilbertElliott(p=p, burst=length)
-    except ValueError as error:
-        raise BadCondition("burst", str(error).removeprefix("burst ")) from error
+    with _as_condition("burst"):
+        return loss_in_bursts(p, length)
 
 
 def _finite(name: str, value: object) -> float:

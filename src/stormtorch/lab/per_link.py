@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import BadCondition
-from stormtorch.lab.conditions import Conditions, HostLine, rate_of, size_of, time_of
+from stormtorch.lab.conditions import Conditions, HostLine, checked_delay, checked_queue, checked_rate
 from stormtorch.network.link_file import entries, link_entries, ranks_of, read_file
 from stormtorch.network.loss import PerLink
 
@@ -34,7 +34,7 @@ def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
             if entry.model is not None:
                 models.update(dict.fromkeys(entry.links, entry.model))
             if "delay" in entry.given:
-                delays.update(dict.fromkeys(entry.links, time_of(f"{entry.where}.delay", entry.given["delay"])))
+                delays.update(dict.fromkeys(entry.links, checked_delay(f"{entry.where}.delay", entry.given["delay"])))
         for number, host_entry in enumerate(entries(data, "hosts", _HOST_KEYS)):
             line = _entry_line(f"hosts[{number}]", host_entry)
             for host in ranks_of(f"hosts[{number}].host", host_entry.get("host"), hosts):
@@ -47,9 +47,9 @@ def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
 
 
 def _entry_line(where: str, entry: dict[str, Any]) -> HostLine:
-    both = rate_of(f"{where}.rate", entry["rate"]) if "rate" in entry else None
+    both = checked_rate(f"{where}.rate", entry["rate"]) if "rate" in entry else None
     return HostLine(
-        up_bits=rate_of(f"{where}.up", entry["up"]) if "up" in entry else both,
-        down_bits=rate_of(f"{where}.down", entry["down"]) if "down" in entry else both,
-        queue_bytes=size_of(f"{where}.queue", entry["queue"]) if "queue" in entry else None,
+        up_bits=checked_rate(f"{where}.up", entry["up"]) if "up" in entry else both,
+        down_bits=checked_rate(f"{where}.down", entry["down"]) if "down" in entry else both,
+        queue_bytes=checked_queue(f"{where}.queue", entry["queue"]) if "queue" in entry else None,
     )

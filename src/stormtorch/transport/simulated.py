@@ -16,9 +16,10 @@ from stormtorch import _engine
 from stormtorch.errors import ExchangeTimeout, StormError
 from stormtorch.network.faults import faults
 from stormtorch.network.loss import LossModel
+from stormtorch.network.units import parse_rate
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
-from stormtorch.transport.options import Options, parse_rate
+from stormtorch.transport.options import Options
 from stormtorch.transport.waiting import FIRST_SLICE_S, SLICE_S, Server, Servers, attends
 
 T = TypeVar("T")
