@@ -1,35 +1,35 @@
-"""What can go wrong, each with the rank, the peer, the operation, what is missing and what to change."""
+"""Errors of the network. Each message names the rank, the peer, the operation, what is missing and what to change."""
 
 
 class StormError(RuntimeError):
     """Base of all errors that stormtorch raises about the network."""
 
     culprit: int | None = None
-    """Rank in the transport whose fault it was, as far as is known: the first cause, whoever told of it."""
+    """Rank in the transport that caused the error first, as far as is known, whichever rank reported it."""
 
 
 class PeerSilent(StormError):
-    """A peer was not heard of for `silence_s` while an exact exchange needed it."""
+    """Nothing was heard from a peer for `silence_s` while an exact exchange needed it."""
 
 
 class PeerLeft(StormError):
-    """A peer closed its transport while an exact exchange needed it, perhaps because of an error that it met itself."""
+    """A peer closed its transport while an exact exchange needed it, perhaps because of an error of its own."""
 
 
 class PeerFailed(StormError):
-    """A peer ended the same exact exchange with an error, or could not join the job, and told why."""
+    """A peer ended the same exact exchange with an error, or could not join the job; the message says why."""
 
 
 class PathBlocked(StormError):
-    """A peer answered for `silence_s`, but no data reached it: its path carries small datagrams only."""
+    """A peer answered for `silence_s`, but no data reached it: the path carries only small datagrams."""
 
 
 class ExchangeTimeout(StormError, TimeoutError):
-    """An exchange did not end within its time-out."""
+    """An exchange did not end within its timeout."""
 
 
 class RanksMissing(StormError, TimeoutError):
-    """Some ranks did not come to the store in which a job meets."""
+    """Some ranks did not come to the store in which the ranks of a job meet."""
 
 
 class SizeMismatch(StormError):

@@ -1,16 +1,16 @@
-"""How much of an exchange may be missing, and for how long it may run."""
+"""Reliability of exchanges: how much may be missing, and how long an exchange may take."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reliability:
-    """How much of an exchange may be missing, and for how long it may run."""
+    """Fraction of an exchange that may be missing, and the longest time that it may take."""
 
     budget: float = 0.0
-    """Fraction of each message that may be missing at the end: 0 is exact, 1 never sends anything again."""
+    """Fraction of each message that may be missing at the end: 0 is exact, 1 sends nothing again."""
     deadline_s: float | None = None
-    """Each stage of an exchange ends after so long with whatever has arrived; None waits until the budget is met."""
+    """Time after which each stage of an exchange ends with what has arrived; None waits until the budget is met."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.budget <= 1.0:
@@ -28,7 +28,7 @@ EXACT = Reliability()
 """Everything arrives, or an error is raised."""
 
 LOSSY = Reliability(budget=1.0)
-"""Nothing is sent twice; what was lost stays lost."""
+"""Nothing is sent again: lost data stay lost."""
 
 REPAIRED = Reliability(budget=1e-9)
-"""Everything arrives, but a peer that falls silent is done without instead of raising an error."""
+"""Everything arrives, but a peer that falls silent is left out instead of raising an error."""

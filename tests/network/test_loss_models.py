@@ -178,7 +178,7 @@ def test_every_link_gets_a_trace_of_the_file_that_loses_neither_too_little_nor_t
     assert set(made.links.values()) == {Trace(bits=bits[1]), Trace(bits=bits[2])}, "by what was lost, not what is said"
     assert made == PerLink.traces(path, 6, 1) != PerLink.traces(path, 6, 2)
     assert set(PerLink.traces(path, 6, 1, least=0.4, most=0.4).links.values()) == {Trace(bits=bits[3])}
-    with pytest.raises(ValueError, match=r"has no line that loses 50 to 90 %: see least and most"):
+    with pytest.raises(ValueError, match=r"has no line that loses 50 to 90 %: change least or most"):
         PerLink.traces(path, 6, 1, least=0.5, most=0.9)
 
 
@@ -279,7 +279,7 @@ def test_faults_names_a_chance_outside_0_to_1(knob: str, value: Any) -> None:
         ({"links": {(0, 1): PerLink()}}, r"^links\[\(0, 1\)\]: .*PerLink"),
         ({"links": {(0, 1): Shared(p=0.1, share=1)}}, r"^links\[\(0, 1\)\]: .*Shared"),
         ({"loss": Shared(p=0.1, share=1), "burst": 2}, "^burst goes with a loss rate"),
-        ({"loss": Shared(p=0.1, share=1, burst=2)}, "^burst must be 1 where loss is shared"),
+        ({"loss": Shared(p=0.1, share=1, burst=2)}, "^burst of shared loss must be 1"),
         ({"loss": Shared(p=0.1, share=1), "links": {(0, 1): {"burst": 2}}}, r"^links\[\(0, 1\)\]: burst has no effect"),
         ({"loss": Stragglers(chance=0.1)}, r"Stragglers.*deadline_s.*delay_ms"),
         ({"links": {(0, 1): {"los": 0.1}}}, r"^links\[\(0, 1\)\]: 'los' is no knob"),

@@ -99,7 +99,7 @@ def test_an_exact_exchange_with_a_dark_peer_says_who_what_how_much_and_which_kno
         return outcome_of(receive(group, tensor, 2).wait)
 
     said = network.run(work)[0]
-    assert re.match(rf"PeerSilent: rank 0: {call} .*nothing was heard of rank 2 for 0\.3 s", said), said
+    assert re.match(rf"PeerSilent: rank 0: {call} .*nothing was heard from rank 2 for 0\.3 s", said), said
     assert re.search(r"\b[1-9]\d* bytes missing", said)
     assert "silence_s" in said
     assert network.now_s < 5.0
@@ -249,8 +249,8 @@ def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
         return "no error", None
 
     said = network.run(work)
-    told = "PeerFailed: rank {}: all_reduce .*rank [0134] gave it up because nothing was heard of rank 2, "
-    found = "PeerSilent: rank {}: all_reduce .*nothing was heard of rank 2 for 0.3 s, "
+    told = "PeerFailed: rank {}: all_reduce .*rank [0134] gave it up because nothing was heard from rank 2, "
+    found = "PeerSilent: rank {}: all_reduce .*nothing was heard from rank 2 for 0.3 s, "
     for rank in (0, 1, 3, 4):
         assert re.match(f"({told})|({found})".format(rank, rank), said[rank][0]), said[rank]
         assert said[rank][1] == 2

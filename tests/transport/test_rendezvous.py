@@ -70,7 +70,7 @@ def test_an_interface_is_found_by_its_name_or_is_an_address_itself() -> None:
     assert local_address("127.0.0.1") == "127.0.0.1"
     assert local_address("::1") == "::1"
     assert local_address("fe80::1%lo") == "fe80::1%lo"
-    with pytest.raises(ValueError, match=r"interface 'nosuch0' has no address; interfaces .*\blo\b"):
+    with pytest.raises(ValueError, match=r"interface 'nosuch0' does not exist or has no address; .*\blo\b"):
         local_address("nosuch0")
 
 
@@ -116,7 +116,7 @@ def test_different_keys_are_an_error_on_every_rank_that_names_both(keys: tuple[b
     said = connect_all(2, lambda rank: replace(OPTIONS, key=keys[rank]))
     for rank, error in enumerate(said):
         assert isinstance(error, ValueError)
-        assert f"rank {rank} and rank {1 - rank} were given different keys" in str(error)
+        assert f"rank {rank} and rank {1 - rank} have different keys" in str(error)
         assert "`key` must be the same" in str(error)
         assert "job key" not in str(error), "a key is never printed"
 

@@ -1,1 +1,1 @@
-"""What networks do to datagrams: loss, faults, and the units they are given in."""
+"""Models of what networks do to datagrams: loss, faults, files of links, and units of rates, sizes and times."""

@@ -1,26 +1,26 @@
 """Fault injection: a bad network on demand, without root and without leaving the machine.
 
-    from stormtorch.faults import faults
+    from stormtorch import faults
 
-    with faults(loss=0.1):                        # a tenth of the datagrams is lost
+    with faults(loss=0.1):                        # lose a tenth of the datagrams
         train_one_epoch()
-    with faults(loss=0.1, burst=8, delay_ms=20):  # the same, in runs of 8 on average, 20 ms late
+    with faults(loss=0.1, burst=8, delay_ms=20):  # as many, in runs of 8 on average, and delay the others by 20 ms
         train_one_epoch()
     with faults(loss=GilbertElliott(p=0.1, burst=8), links={(0, 1): 0.5, (1, 0): {"delay_ms": 100}}):
-        train_one_epoch()                         # one pair of ranks fares worse than the others
+        train_one_epoch()                         # make one pair of ranks worse than the others
 
 What to know before trusting a result:
 
-- Faults strike where datagrams are **received**. The link (source, target) is governed by the process of `target`, so
-  run the same `faults(...)` on every rank to make the whole network bad, or on one rank to spoil only what it hears.
-- They apply to every transport of this process, those that exist and those made later.
-- They are reproducible: the fate of the n-th datagram of a link depends on `seed`, source, target and n alone. Each
+- Faults act where datagrams are **received**: the process of `target` applies those of the link (source, target). Run
+  the same `faults(...)` on every rank to make the whole network bad, or on one rank to spoil only what it receives.
+- They apply to every transport of this process, existing and future ones.
+- They are reproducible: what happens to the n-th datagram of a link depends on `seed`, source, target and n alone. Each
   knob has random numbers of its own, so adding `duplicate` does not change which datagrams are lost. (How many are sent
-  may still depend on timing.) Links are independent under one seed, but for what `Shared` takes from all receivers.
-- Blocks nest: the inner one replaces the outer one entirely, and its end brings the outer one back, which then begins
-  its fates anew. Datagrams held back at a change are delivered, not lost.
+  may still depend on timing.) Links are independent under one seed, except for what `Shared` takes from all receivers.
+- Blocks nest: the inner block replaces the outer one entirely. When it ends, the outer one applies again and starts its
+  random numbers anew. Datagrams that are held back when faults change are delivered, not lost.
 - An endpoint holds back at most 4,096 datagrams or 64 MiB. A long delay at a high rate exceeds that, and the rest is
-  dropped: the counter `dropped` in the transport's health tells.
+  dropped: see the counter `dropped` in the transport's health.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from stormtorch.network.loss import (
 __all__ = ["FaultSettings", "Faults", "LinkOptions", "LinkSettings", "faults"]
 
 MAX_DELAY_MS = 3_600_000.0
-"""An hour, as in engine/faults.hpp."""
+"""Longest delay and jitter: an hour, as in engine/faults.hpp."""
 
 Bits: TypeAlias = Trace | str | bytes | Sequence[int]
 
 
 class LinkOptions(TypedDict, total=False):
-    """What one link does otherwise than the rest; see `faults` for the knobs."""
+    """Knobs of one link that differ from those of the others; see `faults`."""
 
     loss: float | LinkModel
     burst: float
@@ -66,7 +66,7 @@ class LinkOptions(TypedDict, total=False):
 
 
 class LinkSettings(TypedDict):
-    """One link in the engine's words."""
+    """Faults of one link, in the form that the engine takes."""
 
     loss: float
     burst: float
@@ -80,7 +80,7 @@ class LinkSettings(TypedDict):
 
 
 class FaultSettings(TypedDict):
-    """Everything the engine is told."""
+    """Faults of all links, in the form that the engine takes."""
 
     seed: int
     default: LinkSettings
@@ -100,26 +100,26 @@ def faults(
     links: Mapping[tuple[int, int], LinkOptions | LinkModel | float] | None = None,
     trace: Bits | None = None,
 ) -> Faults:
-    """Faults for all transports of this process, as a context manager or by `start()` and `stop()`.
+    """Make faults for all transports of this process, to use in a `with` statement or by `start()` and `stop()`.
 
     Args:
-        loss: Fraction of the datagrams that is lost, in [0, 1], or a loss model, which then says everything about loss.
+        loss: Fraction of the datagrams that is lost, in [0, 1], or a loss model instead of `loss` and `burst`.
         burst: Mean number of datagrams lost in a row. 1 is independent loss; more needs `burst >= loss / (1 - loss)`.
         duplicate: Chance that a datagram arrives twice.
         reorder: Chance that a datagram is held back behind 1 to 8 later ones of its link, for at most 5 ms.
         corrupt: Chance that one bit of a datagram is flipped.
-        delay_ms: Added to the time every datagram takes.
-        jitter_ms: Up to this much more, uniformly, for each datagram by itself; so it reorders, too.
-        seed: Where the random numbers start. The same seed on all ranks still gives every link losses of its own.
-        links: What single links, keyed by (source, target), do otherwise: a loss rate, a loss model, or a dict of the
-            knobs above and `trace`. A rate or a model replaces loss, burst and trace; whatever an entry does not name
-            is as for the other links.
+        delay_ms: Delay added to every datagram.
+        jitter_ms: Largest further delay, drawn uniformly for each datagram; so it reorders datagrams, too.
+        seed: Seed of the random numbers. The same seed on all ranks still gives every link losses of its own.
+        links: Exceptions by link, keyed by (source, target): a loss rate, a loss model, or a dict of the knobs above
+            and `trace`. A rate or a model replaces loss, burst and trace; knobs that an entry does not name are those
+            of the other links.
         trace: Recorded losses (1 is lost), replayed in a loop instead of `loss` and `burst`.
 
-    `Shared` strikes a chunk at all its receivers, where all of them run these faults with the same seed.
+    With `Shared`, all receivers lose the same chunks if all of them run these faults with the same seed.
 
     Raises:
-        ValueError: A knob has no sensible value; the message names it, and the link.
+        ValueError: A knob has no sensible value; the message names the knob, and the link.
     """
     options: dict[str, object] = {
         "duplicate": duplicate,
@@ -131,9 +131,9 @@ def faults(
     if isinstance(loss, Stragglers):
         raise ValueError(
             "loss cannot be Stragglers, which are for virtual workers: on a transport, end exchanges by "
-            "Reliability(deadline_s=...) and make a rank late by faults(delay_ms=...) in it, or by links"
+            "Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or by links"
         )
-    # Left at their defaults they name nothing: `trace` or a model alone is no conflict.
+    # Knobs at their defaults count as not given, so that `trace` or a model alone is no conflict.
     if loss != 0.0:
         options["loss"] = loss.default if isinstance(loss, PerLink) else loss
     if burst != 1.0:
@@ -155,18 +155,18 @@ def faults(
 
 
 class Faults:
-    """Faults that can be started and stopped, as often as wanted; made by `faults`."""
+    """Faults that can be started and stopped any number of times; made by `faults`."""
 
     def __init__(self, settings: FaultSettings) -> None:
         self._settings = settings
 
     @property
     def settings(self) -> FaultSettings:
-        """What the engine is told; the simulated network takes the same."""
+        """Settings for the engine, or for a simulated network."""
         return self._settings
 
     def start(self) -> None:
-        """Apply these faults, in place of those started before."""
+        """Apply these faults instead of those started before."""
         with _lock:
             if any(active is self for active in _active):
                 raise RuntimeError("these faults are already active: stop them first, or make others with faults(...)")
@@ -174,13 +174,13 @@ class Faults:
             _active.append(self)
 
     def stop(self) -> None:
-        """End these faults and bring back those they replaced. Without effect when they are not active."""
+        """End these faults and apply those that they replaced again. Does nothing if they are not active."""
         with _lock:
             if not any(active is self for active in _active):
                 return
             was_on_top = _active[-1] is self
             _active[:] = [active for active in _active if active is not self]
-            # Blocks may end in any order: those below the top are only forgotten.
+            # Blocks may end in any order: one that is not the latest is only forgotten.
             if was_on_top:
                 _apply(_active[-1] if _active else None)
 
@@ -197,7 +197,7 @@ class Faults:
         return f"Faults({self._settings!r})"
 
 
-# Of this process, as the engine's faults are. The last one started rules.
+# Active faults of this process, as the engine's are. Those started last apply.
 _active: list[Faults] = []
 _lock = threading.Lock()
 
@@ -207,7 +207,7 @@ _NO_FAULTS = LinkSettings(
 
 
 def _apply(chosen: Faults | None) -> None:
-    # Here and not above: settings can be made and checked where the native module is not built.
+    # Imported here, so that settings can be made and checked where the native module is not built.
     from stormtorch import _engine
 
     _engine.set_faults(None if chosen is None else dict(chosen.settings))
@@ -234,15 +234,15 @@ def _options(entry: object) -> Mapping[str, object]:
         return {"loss": entry}
     if isinstance(entry, PerLink | Shared | Stragglers):
         raise ValueError(f"a link takes the model of one link, not a {type(entry).__name__}")
-    # A bare rate says everything about the link's loss, so the others' burst is not inherited.
+    # A bare rate describes the link's loss completely, so the burst of the other links is not inherited.
     return {"loss": entry, "burst": 1.0}
 
 
 def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
-    """`base` with the knobs that `options` names; a ValueError names the knob that is wrong."""
+    """Copy `base` with the knobs in `options`; a ValueError names the knob that is wrong."""
     unknown = sorted(str(knob) for knob in options if knob not in LinkOptions.__annotations__)
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no knob: there are {', '.join(LinkOptions.__annotations__)}")
+        raise ValueError(f"{unknown[0]!r} is no knob; the knobs are {', '.join(LinkOptions.__annotations__)}")
     loss = _loss(base, options)
     return LinkSettings(
         loss=loss.loss,
@@ -260,7 +260,7 @@ def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
 def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
     if "trace" in options:
         if "loss" in options or "burst" in options:
-            raise ValueError("trace replaces loss and burst: give one or the other")
+            raise ValueError("trace replaces loss and burst: give either a trace or a loss")
         trace = options["trace"]
         if isinstance(trace, Trace):
             return trace.link_faults()
@@ -273,7 +273,7 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
     loss = options.get("loss", base["loss"])
     if isinstance(loss, LinkModel | Shared):
         if "burst" in options:
-            raise ValueError(f"burst goes with a loss rate; {loss!r} says by itself how losses cluster")
+            raise ValueError(f"burst goes with a loss rate; {loss!r} has a burst of its own")
         return loss.link_faults()
     if "loss" not in options and base["trace"]:
         if "burst" in options:

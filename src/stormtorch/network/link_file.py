@@ -1,12 +1,12 @@
-"""Files that say what single links do, for the lab, for faults and for virtual workers alike.
+"""Files that describe single links, for the lab, for faults and for virtual workers.
 
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
            {"from": 2, "to": "*", "loss": 0.05},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}]}
 
-A link is a direction: name both where both are meant. Of several entries that fit a link, the last one counts. A
-trace's file is looked for beside the file that names it. The lab reads delays and the lines of hosts, too; see
-`stormtorch.lab.per_link`.
+A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
+The file of a trace is relative to the folder of the file that names it. The lab also reads delays and the lines of
+hosts; see `stormtorch.lab.per_link`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class LinkEntry(NamedTuple):
     """One entry of the list of links."""
 
     where: str
-    """Its name in messages."""
+    """Name of the entry in error messages."""
     links: list[tuple[int, int]]
-    """The links that it speaks of."""
+    """Links that the entry describes."""
     model: LinkModel | None
-    """Their loss; None where it says nothing about that."""
+    """Loss of these links; None if the entry does not give any."""
     given: dict[str, Any]
-    """All of it."""
+    """All fields of the entry."""
 
 
 def read_links(path: str | PathLike[str], world: int, *, default: LinkModel | None = None) -> PerLink:
-    """The loss of the links among `world` ranks; those not named follow `default`, which is to lose nothing.
+    """Read the loss of the links among `world` ranks. Links that are not named follow `default`, or lose nothing.
 
-    What a file says of delays and hosts is for the lab, and left out here. A ValueError names what is wrong.
+    Delays and hosts in the file are for the lab and are ignored here. A ValueError names what is wrong.
     """
     models: dict[tuple[int, int], LinkModel] = {}
     for entry in link_entries(read_file(Path(path)), Path(path).parent, world):
@@ -50,7 +50,7 @@ def read_links(path: str | PathLike[str], world: int, *, default: LinkModel | No
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The file's two lists, not checked any further."""
+    """Read the two lists of a file; their entries are not checked."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -58,12 +58,12 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"must be JSON: {path}: {error}") from error
     if not isinstance(data, dict) or set(data) - {"links", "hosts"}:
-        raise ValueError(f'must be an object with "links" and "hosts": {path}')
+        raise ValueError(f'must be an object with no other keys than "links" and "hosts": {path}')
     return data
 
 
 def link_entries(data: dict[str, Any], folder: Path, world: int) -> Iterator[LinkEntry]:
-    """The entries under "links", in their order; `folder` is where traces are."""
+    """Read the entries under "links" in their order; files of traces are relative to `folder`."""
     for number, entry in enumerate(entries(data, "links", _LINK_KEYS)):
         where = f"links[{number}]"
         try:
@@ -79,7 +79,7 @@ def link_entries(data: dict[str, Any], folder: Path, world: int) -> Iterator[Lin
 
 
 def entries(data: dict[str, Any], key: str, known: set[str]) -> list[dict[str, Any]]:
-    """The objects in the list `key`; a ValueError where they have other fields than `known`."""
+    """Entries of the list `key`; a ValueError if one has other fields than `known`."""
     found = data.get(key, [])
     if not isinstance(found, list):
         raise ValueError(f'must have a list under "{key}"')
@@ -87,12 +87,14 @@ def entries(data: dict[str, Any], key: str, known: set[str]) -> list[dict[str, A
         if not isinstance(entry, dict):
             raise ValueError(f"{key}[{number}] must be an object")
         if strange := set(entry) - known:
-            raise ValueError(f"{key}[{number}] has {', '.join(sorted(strange))}; there are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{key}[{number}] has {', '.join(sorted(strange))}; it may have {', '.join(sorted(known))}"
+            )
     return found
 
 
 def ranks_of(where: str, value: object, world: int) -> range | tuple[int, ...]:
-    """The one rank or host that an entry names, or all of them."""
+    """Rank or host that an entry names, or all of them for "*"."""
     if value == "*":
         return range(world)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world:
@@ -103,7 +105,7 @@ def ranks_of(where: str, value: object, world: int) -> range | tuple[int, ...]:
 def _model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
     if "trace" in entry:
         if "loss" in entry:
-            raise ValueError("has a loss and a trace; only one can hold")
+            raise ValueError("has a loss and a trace: give one of them")
         trace = entry["trace"]
         if isinstance(trace, str):
             return Trace(bits=trace)

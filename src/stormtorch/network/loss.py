@@ -1,20 +1,20 @@
 """Loss models: which datagrams of a link are lost.
 
-A model describes one direction of one link; it draws nothing itself. The engine and the simulator take its parameters
-and a seed and make the same losses of them every time.
+A model describes one direction of one link and draws no random numbers itself. The engine and the simulator take its
+parameters and a seed, and produce the same losses every time.
 
-    Bernoulli(p=0.1)                     # each datagram is lost with probability 0.1, whatever happened before
-    GilbertElliott(p=0.1, burst=8)       # as many are lost, but in runs of 8 on average, as on Wi-Fi or in a full queue
-    Trace(bits="0001100000")             # what a real link did, replayed in a loop: 1 is lost
+    Bernoulli(p=0.1)                     # lose each datagram with probability 0.1, whatever happened before
+    GilbertElliott(p=0.1, burst=8)       # lose as many, but in runs of 8 on average, as on Wi-Fi or in a full queue
+    Trace(bits="0001100000")             # replay what a real link did in a loop: 1 is lost
     PerLink(default=Bernoulli(p=0.01), links={(0, 1): GilbertElliott(p=0.2, burst=16)})
-    Shared(p=0.1, share=0.5)             # half of the loss is on a sender's way out: the same for all its receivers
-    Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.01))    # a rank is late now and then
+    Shared(p=0.1, share=0.5)             # lose half of it at the sender: the same chunks for all its receivers
+    Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.01))    # make ranks late now and then
 
-`Bernoulli` is what most theory assumes. Real losses cluster; at the same rate, bursts take whole neighbourhoods of a
-tensor and spare others, so measure with both. A link is a pair (source, target): the two directions between a pair of
-ranks are two links, with losses of their own. Only `Shared` ties links together, those of one sender.
+Most theory assumes `Bernoulli`. Real losses cluster: at the same rate, bursts take whole neighbourhoods of a tensor and
+spare others, so measure with both. A link is a pair (source, target): the two directions between a pair of ranks are
+two links, each with its own losses. Only `Shared` makes links depend on each other, those of one sender.
 
-`Stragglers` is for virtual workers (`stormtorch.simulation`) alone: on a transport, deadlines and delays are real.
+`Stragglers` is only for virtual workers (`stormtorch.simulation`): on a transport, deadlines and delays are real.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ __all__ = [
 ]
 
 MAX_RANKS = 65_536
-"""A rank is 16 bits on the wire."""
+"""Number of possible ranks: a rank has 16 bits on the wire."""
 
 
 class LinkFaults(NamedTuple):
-    """The loss of one link in the engine's words; see engine/faults.hpp."""
+    """Loss of one link, in the form that the engine takes; see engine/faults.hpp."""
 
     loss: float = 0.0
     """Fraction of the datagrams that is lost."""
     burst: float = 1.0
     """Mean length of a run of losses; exactly 1 means independent loss."""
     trace: bytes = b""
-    """One byte per datagram, 0 or 1, replayed in a loop; when it is not empty, it replaces the two above."""
+    """One byte per datagram, 0 or 1, replayed in a loop; unless empty, it replaces `loss` and `burst`."""
     shared: float = 0.0
-    """Fraction of the chunks that is lost on the way out of the source, for all receivers alike; comes on top."""
+    """Fraction of the chunks that is lost at the source, for all receivers alike, in addition to the other losses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +76,9 @@ class Bernoulli:
 class GilbertElliott:
     """Loss in bursts: a link is either good and loses nothing, or bad and loses everything.
 
-    The bad state is left with probability 1 / burst per datagram and entered with p / ((1 - p) * burst). The second
-    must not exceed 1, so frequent loss needs long bursts: `burst >= p / (1 - p)`. With `burst = 1 / (1 - p)` it is
-    `Bernoulli(p=p)`. A burst of exactly 1 means that, too: independent loss.
+    Per datagram, a link leaves the bad state with probability 1 / burst and enters it with p / ((1 - p) * burst). The
+    second must not exceed 1, so frequent loss needs long bursts: `burst >= p / (1 - p)`. `burst = 1 / (1 - p)` is the
+    same as `Bernoulli(p=p)`. A burst of exactly 1 is taken for that, too: independent loss.
     """
 
     p: float
@@ -97,7 +97,7 @@ class GilbertElliott:
 
 @dataclass(frozen=True, init=False, slots=True)
 class Trace:
-    """Recorded losses, replayed in a loop; each link starts at an offset drawn from the seed, not all in step."""
+    """Recorded losses, replayed in a loop. Each link starts at an offset drawn from the seed."""
 
     bits: bytes
     """One byte per datagram: 0 arrived, 1 was lost."""
@@ -108,7 +108,7 @@ class Trace:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], *, line: int = 0, field: str = "bits") -> Trace:
-        """The trace in one line (counted from 0) of a file of JSON objects, one per line, under the key `field`."""
+        """Read one trace from a file with a JSON object per line: line `line`, counted from 0, key `field`."""
         if line < 0:
             raise ValueError(f"line must be at least 0, got {line}")
         count = 0
@@ -120,12 +120,12 @@ class Trace:
 
     @classmethod
     def all_from_file(cls, path: str | PathLike[str], *, field: str = "bits") -> list[Trace]:
-        """The traces of all lines of such a file, for example to give each link one of its own."""
+        """Read the traces of all lines of such a file, for example to give each link one of its own."""
         return [trace for trace in cls._read(path, field, only=None) if trace is not None]
 
     @classmethod
     def _read(cls, path: str | PathLike[str], field: str, only: int | None) -> Iterator[Trace | None]:
-        """One item per line, None for those not asked for: parsing thousands of traces to get one would be slow."""
+        """Yield one item per line, None for all but `only`: parsing thousands of traces to get one would be slow."""
         with open(path, encoding="utf-8") as lines:
             for number, text in enumerate(lines):
                 if only is not None and number != only:
@@ -150,7 +150,7 @@ LinkModel: TypeAlias = Bernoulli | GilbertElliott | Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLink:
-    """A model for each link: what `links` does not name follows `default`."""
+    """A model for each link: links that `links` does not name follow `default`."""
 
     default: LinkModel = field(default_factory=lambda: Bernoulli(p=0.0))
     """The model of every link that has none of its own."""
@@ -170,7 +170,7 @@ class PerLink:
 
     @classmethod
     def matrix(cls, rows: Sequence[Sequence[float | LinkModel]]) -> PerLink:
-        """One row per source, one column per target: loss rates or models. The diagonal is ignored."""
+        """Make a model of loss rates or models: one row per source, one column per target. The diagonal is ignored."""
         links: dict[tuple[int, int], LinkModel] = {}
         for source, row in enumerate(rows):
             if len(row) != len(rows):
@@ -186,13 +186,13 @@ class PerLink:
 
     @classmethod
     def bad_sender(cls, rank: int, world: int, model: LinkModel, default: LinkModel) -> PerLink:
-        """Whatever `rank` sends fares as `model` says; what it receives, and all else, as `default`."""
+        """Make a model in which all that `rank` sends follows `model`, and everything else `default`."""
         _check_ranks("rank", [rank], world)
         return cls(default=default, links={(rank, other): model for other in range(world) if other != rank})
 
     @classmethod
     def bad_rack(cls, ranks: Iterable[int], world: int, model: LinkModel, default: LinkModel) -> PerLink:
-        """All links between `ranks` and the others, in both directions; within the rack and outside it is `default`."""
+        """Make a model in which links between `ranks` and the others follow `model`, and all others `default`."""
         inside = sorted(set(ranks))
         _check_ranks("ranks", inside, world)
         across = [(rank, other) for rank in inside for other in range(world) if other not in inside]
@@ -202,14 +202,14 @@ class PerLink:
     def traces(
         cls, path: str | PathLike[str], world: int, seed: int, *, least: float = 0.005, most: float = 0.3
     ) -> PerLink:
-        """Gives every link a trace: one of those lines of a file (see `Trace.from_file`) that lose `least` to `most`.
+        """Give every link a trace, drawn from the lines of a file (see `Trace.from_file`) that lose `least` to `most`.
 
-        Recorded links are seldom alike: many lose nothing and a few nearly all, so most files need the bounds.
+        Recorded links differ widely: many lose nothing and a few nearly everything, so most files need the bounds.
         """
         low, high = checked_chance("least", least), checked_chance("most", most)
         found = [trace for trace in Trace.all_from_file(path) if low <= sum(trace.bits) / len(trace.bits) <= high]
         if not found:
-            raise ValueError(f"{path} has no line that loses {100 * low:g} to {100 * high:g} %: see least and most")
+            raise ValueError(f"{path} has no line that loses {100 * low:g} to {100 * high:g} %: change least or most")
         draw = random.Random(seed)
         links = [(source, target) for source in range(world) for target in range(world) if source != target]
         return cls(links={link: draw.choice(found) for link in links})
@@ -225,17 +225,17 @@ class PerLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Loss that receivers have in common: part of it strikes before the copies of a chunk part ways.
+    """Loss that receivers have in common: part of it happens at the sender, before the copies of a chunk part ways.
 
-    A chunk that goes to one receiver only, as in a reduce-scatter or a repair, is lost just as often.
+    A chunk that goes to only one receiver, as in a reduce-scatter or a repair, is lost just as often.
     """
 
     p: float
     """Fraction of the datagrams of a link that is lost in all, in [0, 1]."""
     share: float
-    """How much of that is on the sender's way out, so that all receivers lose the same chunk, in [0, 1]."""
+    """Fraction of the loss that happens at the sender, so that all receivers lose the same chunk, in [0, 1]."""
     burst: float = 1.0
-    """Mean number lost in a row, on the way out and on each link. More than 1 is for virtual workers only."""
+    """Mean number of chunks lost in a row, at the sender and on each link. More than 1 is for virtual workers only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "p", checked_chance("p", self.p))
@@ -244,35 +244,35 @@ class Shared:
 
     @property
     def common(self) -> float:
-        """Chance to be lost on the way out."""
+        """Chance of a chunk to be lost at the sender."""
         return self.p * self.share
 
     @property
     def own(self) -> float:
-        """Chance to be lost on a link behind it, such that both together lose p."""
+        """Chance of a chunk to be lost on a link after that, such that both together lose `p`."""
         return 0.0 if self.common == 1.0 else 1.0 - (1.0 - self.p) / (1.0 - self.common)
 
     def link_faults(self) -> LinkFaults:
         """The engine's parameters of this model."""
         if self.burst != 1.0:
-            raise ValueError(f"burst must be 1 where loss is shared over a transport, got {self.burst}")
+            raise ValueError(f"burst of shared loss must be 1 on a transport, got {self.burst}")
         return LinkFaults(loss=self.own, shared=self.common)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stragglers:
-    """Ranks that are late: in some exchanges, only the first part of all that a rank sends makes the deadline.
+    """Ranks that are late: in some exchanges, only the first part of what a rank sends arrives before the deadline.
 
-    For virtual workers. On a transport it is `Reliability(deadline_s=...)` that ends an exchange, and
-    `faults(delay_ms=...)` that makes a rank late.
+    This model is for virtual workers. On a transport, `Reliability(deadline_s=...)` ends an exchange and
+    `faults(delay_ms=...)` makes a rank late.
     """
 
     chance: float
-    """Probability that a rank is late in an exchange, each rank and each exchange by itself, in [0, 1]."""
+    """Probability that a rank is late in an exchange, independently for each rank and exchange, in [0, 1]."""
     delivered: float | None = None
-    """How much of each of its messages, in the order of sending, is in time, in (0, 1); None draws it each time."""
+    """Fraction of each message of a late rank, from its beginning, that is in time, in (0, 1); None draws it anew."""
     network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
-    """What happens to datagrams that are in time."""
+    """Loss of the datagrams that are in time."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chance", checked_chance("chance", self.chance))
@@ -285,16 +285,16 @@ class Stragglers:
 
 
 LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers
-"""All there is. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
+"""Any loss model. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
 
 
 def loss_in_bursts(p: float, burst: float) -> Bernoulli | GilbertElliott:
-    """The model of a link of which two numbers are known: bursts of a mean length of 1 are independent loss."""
+    """Model of a link with this loss rate and mean length of bursts; a length of 1 is independent loss."""
     return Bernoulli(p=p) if burst == 1.0 else GilbertElliott(p=p, burst=burst)
 
 
 def in_time(network: LossModel) -> LinkModel | PerLink | Shared:
-    """What happens to datagrams of ranks that are not late."""
+    """Loss of datagrams of ranks that are not late."""
     return network.network if isinstance(network, Stragglers) else network
 
 
@@ -305,15 +305,15 @@ def _check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
 
 
 def checked_number(name: str, value: object) -> float:
-    """`value` as a float; a ValueError that names it when it is no finite number."""
-    # NumPy's scalars are Real, too. A bool is an int to Python, but hardly what anyone means here.
+    """Convert a finite number to a float; a ValueError names any other value."""
+    # NumPy's scalars are Real, too. A bool is an int for Python, but hardly what a caller means here.
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
 
 def checked_chance(name: str, value: object) -> float:
-    """`value` as a float in [0, 1]; a ValueError that names it otherwise."""
+    """Convert a number in [0, 1] to a float; a ValueError names any other value."""
     number = checked_number(name, value)
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {number}")
@@ -321,13 +321,13 @@ def checked_chance(name: str, value: object) -> float:
 
 
 def checked_burst(loss_name: str, loss: float, burst: object) -> float:
-    """`burst` as a float that is feasible with the valid `loss`; the rules are those of LinkFaults::validate in C++."""
+    """Convert a burst that is feasible with `loss` to a float; the rules are those of LinkFaults::validate in C++."""
     number = checked_number("burst", burst)
     if number < 1.0:
         raise ValueError(f"burst must be at least 1, got {number}")
     if number > 1.0 and loss == 1.0:
         raise ValueError(f"burst must be 1 when {loss_name} is 1 (a dead link has no bursts), got {number}")
-    # The tolerance is for settings on the edge, such as 0.9 with a burst of 9, that rounding would push over it.
+    # The tolerance admits settings on the edge, such as 0.9 with a burst of 9, which rounding would push over it.
     if number > 1.0 and loss / ((1.0 - loss) * number) > 1.0 + 1e-9:
         least = loss / (1.0 - loss)
         raise ValueError(f"burst {number} is too short for {loss_name} {loss}: it must be at least {least:.4g}, or 1")
@@ -335,7 +335,7 @@ def checked_burst(loss_name: str, loss: float, burst: object) -> float:
 
 
 def checked_link(name: str, link: object) -> tuple[int, int]:
-    """`link` as a pair of ranks; a ValueError that names it otherwise."""
+    """Return a pair of ranks; a ValueError names any other value."""
     match link:
         case (int(source), int(target)) if 0 <= source < MAX_RANKS and 0 <= target < MAX_RANKS:
             return source, target
@@ -352,7 +352,7 @@ def _checked_bits(bits: object) -> bytes:
     if not values:
         raise ValueError("bits must not be empty")
     for at, value in enumerate(values):
-        # 1.0 and True equal 1 as well; only what is an integer of its own kind is taken.
+        # 1.0 and True equal 1, too, but only true integers are accepted.
         if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1):
             raise ValueError(f"bits must hold only 0 (arrived) and 1 (lost), got {value!r} at {at}")
     return bytes(value for value in values if isinstance(value, int))

@@ -1,4 +1,4 @@
-"""Waits for what other ranks put into a store, names those that do not, and tells of a rank that cannot."""
+"""Waiting for other ranks in a store: names those that are missing, and reports a rank that cannot join."""
 
 import contextlib
 import logging
@@ -13,25 +13,25 @@ _log = logging.getLogger("stormtorch")
 _WARN_AFTER_S = 10.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
 _LOOK_EVERY_S = 0.5
-"""How often single ranks are asked for, to name those that are missing and to find notes of those that cannot come."""
+"""Time between two looks at each rank alone, to name the missing ones and to find notes of those that cannot join."""
 
 
 class Attendance:
-    """One rank's view of who has come.
+    """One rank's view of which ranks have come.
 
     Args:
-        store: Where ranks meet.
-        prefix: Of the job in it.
+        store: Store in which the ranks meet.
+        prefix: Prefix of the job's keys in it.
         rank: This rank.
         world: Number of ranks.
-        timeout_s: For how long to wait for others, in all; the store's own time-out holds where it is shorter.
+        timeout_s: Longest time to wait for others, in all; the store's own timeout applies if it is shorter.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world: int, timeout_s: float) -> None:
         self._store, self._prefix = store, prefix
         self._rank, self._world = rank, world
         self._began = time.monotonic()
-        limit = store.timeout  # type: ignore[attr-defined]  # torch has it, but its types do not
+        limit = store.timeout  # type: ignore[attr-defined]  # torch has it, but its type stubs do not
         self._timeout_s = min(timeout_s, limit.total_seconds())
         self._warned = False
 
@@ -39,15 +39,15 @@ class Attendance:
         """Blocks until each rank has put something in its place.
 
         Args:
-            places: Of each rank that is waited for, the key in the store.
+            places: Key in the store of each rank to wait for.
 
         Raises:
-            RanksMissing: Some have not within the time-out; all of them are named.
-            PeerFailed: One of them has said that it cannot.
+            RanksMissing: Some ranks have not come within the timeout; the error names all of them.
+            PeerFailed: One of them has left a note that it cannot join.
         """
         nap_s = _SHORTEST_NAP_S
         missing, look_at = dict(places), time.monotonic()
-        # One question for all, most of the time: hundreds of ranks ask the same store at once.
+        # Mostly ask for all ranks in one question: hundreds of ranks ask the same store at once.
         while not self._store.check(list(missing.values())):
             waited_s = time.monotonic() - self._began
             warns = waited_s >= _WARN_AFTER_S and not self._warned
@@ -70,7 +70,7 @@ class Attendance:
 
     @contextlib.contextmanager
     def or_note(self) -> Iterator[None]:
-        """Tells the others, who would wait for this rank, if what it does here fails."""
+        """Leaves a note for the others, who would wait for this rank, if the block fails."""
         try:
             yield
         except Exception as error:
@@ -96,4 +96,4 @@ class Attendance:
         )
 
 
-_ADVICE = "Do they run, with the same store and the same world size? Look at the first error that they logged."
+_ADVICE = "Are they running, with the same store and the same world size? Look at the first error that they logged."

@@ -1,4 +1,4 @@
-"""What ranks publish about themselves in a store, and what follows from it for all of them."""
+"""Cards that ranks publish about themselves in a store, and the settings that all ranks derive from them."""
 
 import hashlib
 import hmac
@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-# Enough credit per peer for a few datagrams in flight: with many ranks, large datagrams would each fill a share.
+# Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
 _DATAGRAMS_PER_CREDIT = 4
 _SMALLEST_DATAGRAM = 1472
-# A trip over loopback costs a wake-up or two, in which a core copies so much; elsewhere, take 1 Gbit/s and 0.1 ms.
+# On loopback a trip takes a wake-up or two, in which a core copies this much; elsewhere, assume 1 Gbit/s and 0.1 ms.
 _LOOPBACK_TRIP_BYTES = 128 << 10
 _TRIP_BYTES = 16 << 10
 _MOST_INCARNATIONS = 0xFFFF  # 16 bits of every check and nonce
@@ -20,28 +20,28 @@ _MOST_INCARNATIONS = 0xFFFF  # 16 bits of every check and nonce
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One process of a rank: where it is and what it asks for."""
+    """One process of a rank: its address and its settings."""
 
     host: str
     port: int
     datagram_bytes: int
     chosen: bool
-    """Whether somebody asked for that size, or it is the interface's."""
+    """Whether the user chose that size; otherwise it follows from the interface."""
     receive_buffer: int
     eager_bytes: int
     loopback: bool
     checks_data: bool
     nonce: str
-    """Random: makes the keys of this process its own."""
+    """Random number that makes the keys of this process differ from all others."""
     fingerprint: str
-    """Of the job key, by which ranks notice that theirs differ."""
+    """Fingerprint of the job key, by which ranks notice that their keys differ."""
     incarnation: int = 0
-    """How many processes of this rank went before."""
+    """Number of earlier processes of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What is the same on every rank for as long as the job runs. It follows from the first processes' cards."""
+    """Settings that are the same on every rank throughout the job. They follow from the first processes' cards."""
 
     datagram_bytes: int
     receive_buffer: int
@@ -51,7 +51,7 @@ class Agreement:
 
 
 def agree(cards: Sequence[Card]) -> Agreement:
-    """The agreement of a job, from the first card of every rank."""
+    """Derives the agreement of a job from the first card of every rank."""
     receive_buffer = min(card.receive_buffer for card in cards)
     datagram_bytes = min(card.datagram_bytes for card in cards)
     if not any(card.chosen for card in cards):
@@ -67,22 +67,22 @@ def agree(cards: Sequence[Card]) -> Agreement:
 
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
-    """Shows a card to the others. Cards are never changed: each process of a rank has a place of its own."""
+    """Publishes a card. Cards never change: each process of a rank has a place of its own."""
     store.set(_place(prefix, rank, card.incarnation), json.dumps(asdict(card)))
 
 
 def places(prefix: str, world: int) -> dict[int, str]:
-    """Where the card of each rank's first process will be."""
+    """Keys in the store under which the first process of each rank publishes its card."""
     return {rank: _place(prefix, rank, 0) for rank in range(world)}
 
 
 def first(store: Store, prefix: str, rank: int) -> Card:
-    """The card of a rank's first process; blocks until there is one."""
+    """Reads the card of a rank's first process; blocks until there is one."""
     return Card(**json.loads(store.get(_place(prefix, rank, 0))))
 
 
 def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
-    """The newest card of a rank with an incarnation above this one, if there is any. Never blocks."""
+    """Reads the newest card of a rank with an incarnation above `above`, if there is one. Never blocks."""
     counter = f"{prefix}/incarnations/{rank}"
     latest = int(store.get(counter)) if store.check([counter]) else 0
     # A process may have died between taking its number and publishing its card.
@@ -94,20 +94,20 @@ def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
 
 
 def next_incarnation(store: Store, prefix: str, rank: int) -> int:
-    """A number for a new process of a rank, which no other ever gets."""
+    """Takes a number for a new process of a rank; no other process ever gets it."""
     incarnation = store.add(f"{prefix}/incarnations/{rank}", 1)
     if incarnation > _MOST_INCARNATIONS:
-        raise ValueError(f"rank {rank} has returned {_MOST_INCARNATIONS} times: begin a new job")
+        raise ValueError(f"rank {rank} has returned {_MOST_INCARNATIONS} times, which is the most: start a new job")
     return incarnation
 
 
 def fingerprint(key: bytes | None, cookie: bytes) -> str:
-    """Tells keys apart and nothing else."""
+    """Fingerprint that tells keys apart and reveals nothing else about them."""
     return "" if key is None else hmac.new(key, b"fingerprint" + cookie, hashlib.sha256).hexdigest()
 
 
 def derive_key(key: bytes | None, cookie: bytes, rank: int, card: Card) -> bytes:
-    """A key of its own for each sender and process, so that packet numbers may start at one; empty without a key."""
+    """Derives a key for each sender and process, so that packet numbers may start at one; empty without a key."""
     if key is None:
         return b""
     text = b"sender" + cookie + struct.pack("<H", rank) + card.nonce.encode()

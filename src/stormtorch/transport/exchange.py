@@ -1,4 +1,4 @@
-"""The seam: a transport carries exchanges, and every collective is made of exchanges.
+"""The interface of transports: a transport carries exchanges, and every collective is made of exchanges.
 
 There are two transports: UDP (`stormtorch.transport.udp`) and a simulated network (`stormtorch.transport.simulated`).
 Both drive the same native core.
@@ -28,7 +28,7 @@ from stormtorch.transport.waiting import Servers
 
 
 class WireDtype(IntEnum):
-    """How the engine reads the elements of a message."""
+    """Types of elements that the engine knows."""
 
     BYTES = 0
     FLOAT32 = 1
@@ -42,11 +42,11 @@ WIRE_DTYPES = {
     torch.bfloat16: WireDtype.BFLOAT16,
     torch.float16: WireDtype.FLOAT16,
 }
-"""What the engine can add up on arrival; everything else is placed and reduced by torch."""
+"""Types that the engine can add up on arrival; torch reduces all others after they have arrived."""
 
 
 class ReduceMode(IntEnum):
-    """How contributions become one: the sum in rank order, the mean of what arrived, or a copy of the only one."""
+    """Ways to combine contributions: sum in rank order, mean of what arrived, or copy of the only one."""
 
     IN_ORDER = 0
     ARRIVED = 1
@@ -73,7 +73,7 @@ class Receive(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What becomes of the first stage's contributions; its result is what the second stage sends."""
+    """Reduction of the first stage's contributions; the second stage sends its result."""
 
     mode: ReduceMode
     wire: WireDtype
@@ -84,7 +84,7 @@ class Reduction(NamedTuple):
     own_position: int
     average: bool
     seed: int = 0
-    """Of int8: where the result's grids lie."""
+    """Seed of the grids to which an int8 result is rounded."""
 
 
 EngineArguments = tuple[
@@ -110,15 +110,15 @@ class Plan:
     receives: list[Receive]
     reduction: Reduction | None = None
     reliability: Reliability = EXACT
-    """Of the first stage."""
+    """Reliability of the first stage."""
     share: Reliability = EXACT
-    """Of the second stage."""
+    """Reliability of the second stage."""
     timeout_s: float | None = None
     keep: Sequence[torch.Tensor] = field(default_factory=tuple)
     """Tensors that must live until the exchange ends."""
 
     def arguments(self) -> EngineArguments:
-        """The plan as the engine's `post` takes it. Deadlines count from the start of the exchange."""
+        """Arguments of the engine's `post`. There, both deadlines count from the start of the exchange."""
         first, second = self.reliability.deadline_s, self.share.deadline_s
         return (
             self.channel,
@@ -133,7 +133,7 @@ class Plan:
 
 
 class Arrival:
-    """What an exchange brought: how much of each message arrived, and what it took."""
+    """Result of an exchange: how much of each message arrived, how many repairs it took, and how long."""
 
     __slots__ = ("_outcome", "rank")
 
@@ -143,11 +143,11 @@ class Arrival:
 
     @property
     def arrived(self) -> float:
-        """The fraction of all chunks that arrived here, over both stages."""
+        """Fraction of all chunks that arrived at this rank, over both stages."""
         return self.fraction()
 
     def fraction(self, *, stage: int | None = None, peer: int | None = None) -> float:
-        """The fraction of chunks that arrived, of one stage (0 or 1) or from one peer if wished; 1.0 of nothing."""
+        """Fraction of chunks that arrived, of all or of one stage (0 or 1) or peer; 1.0 if none were expected."""
         chunks = arrived = 0
         for each in self._outcome.arrivals:
             if stage in (None, int(each.second_stage)) and peer in (None, each.peer):
@@ -156,13 +156,13 @@ class Arrival:
         return arrived / chunks if chunks else 1.0
 
     def links(self, *, stage: int = 0) -> dict[int, tuple[int, int]]:
-        """Of each peer, how many chunks of its message there are and how many arrived."""
+        """Number of chunks in the message of each peer, and how many of them arrived."""
         return {
             each.peer: (each.chunks, each.arrived) for each in self._outcome.arrivals if int(each.second_stage) == stage
         }
 
     def mask(self, peer: int, *, stage: int = 0) -> torch.Tensor:
-        """Which chunks of a peer's message arrived, as booleans."""
+        """Booleans that say which chunks of a peer's message arrived."""
         for each in self._outcome.arrivals:
             if each.peer == peer and int(each.second_stage) == stage:
                 packed = torch.frombuffer(bytearray(each.mask), dtype=torch.uint8)
@@ -175,7 +175,7 @@ class Arrival:
         raise KeyError(f"rank {self.rank} expected no message from rank {peer} in stage {stage}")
 
     def counts(self) -> torch.Tensor:
-        """For each chunk of this rank's reduction, how many ranks' copies are in it, its own included."""
+        """Number of ranks whose copies are in each chunk of this rank's reduction, this rank included."""
         counts = self._outcome.counts
         return (
             torch.frombuffer(bytearray(counts), dtype=torch.uint16).int()
@@ -185,7 +185,7 @@ class Arrival:
 
     @property
     def repaired(self) -> int:
-        """Chunks that this rank had to send again."""
+        """Number of chunks that this rank had to send again."""
         return self._outcome.repaired
 
     @property
@@ -201,11 +201,11 @@ class Exchange(Protocol):
     """An exchange under way."""
 
     def wait(self, timeout_s: float | None = None) -> Arrival:
-        """Blocks until the exchange has ended; the tensors are then the caller's again."""
+        """Blocks until the exchange has ended; its tensors then belong to the caller again."""
         ...
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the exchange has ended."""
         ...
 
 
@@ -215,23 +215,23 @@ class Transport(Protocol):
     rank: int
     world: int
     chunk_bytes: int
-    """The payload of one datagram: what is lost at once."""
+    """Payload of one datagram, which is lost as a whole."""
     trip_bytes: int
-    """How many bytes a rank could send in the time of one trip: what a collective may spend to spare one."""
+    """Bytes that a rank could send during one trip: a collective may send as much more to save a trip."""
     channels: Channels
     servers: Servers
-    """Who takes part, while this rank waits, in calls that others have begun."""
+    """Servers that take part, while this rank waits, in calls that other ranks have begun."""
 
     def post(self, plan: Plan) -> Exchange:
-        """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        """Begins an exchange and returns at once. The plan's memory belongs to the engine until the exchange ends."""
         ...
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
         ...
 
     def health(self) -> dict[str, Any]:
-        """Counters of all that was sent, received, repaired and turned away."""
+        """Counters of what was sent, received, repaired and rejected."""
         ...
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Transport(Protocol):
 
 
 def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None) -> Arrival:
-    """The arrival of an exchange that ended well, or the error that says what did not and whose fault it was."""
+    """Returns the arrival of an exchange, or raises an error that says what is missing and which rank caused it."""
     if outcome.status == _engine.Status.OK:
         return Arrival(outcome, rank)
     where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
@@ -254,29 +254,29 @@ def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: fl
     missing = f"{outcome.missing_bytes} bytes missing"
     if status == _engine.Status.PEER_SILENT:
         return PeerSilent(
-            f"{where}: nothing was heard of {peer} for {silence_s:g} s, {missing}. "
-            "Is it alive and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
+            f"{where}: nothing was heard from {peer} for {silence_s:g} s, {missing}. "
+            "Is it alive, and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
         )
     if status == _engine.Status.PATH_BLOCKED:
         return PathBlocked(
-            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the way "
-            "drops all but small datagrams: look at the MTU of tunnels and VPNs, and at firewalls."
+            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the path "
+            "drops all but small datagrams: check the MTU of tunnels and VPNs, and firewalls."
         )
     if status == _engine.Status.PEER_LEFT:
         by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
-        why = "before this was done" if by_itself else _why(outcome)
+        why = "before the exchange ended" if by_itself else _why(outcome)
         return PeerLeft(f"{where}: {peer} closed its transport {why}, {missing}.")
     if status == _engine.Status.PEER_FAILED:
         return PeerFailed(f"{where}: {peer} gave it up {_why(outcome)}, {missing}.")
     if status == _engine.Status.TIMED_OUT:
         return ExchangeTimeout(
             f"{where}: Timed out after {timeout_s or 0.0:g} s, waiting for {peer}, {missing}. "
-            "Has every rank called it? Raise timeout_s if it may take longer."
+            "Has every rank made this call? Raise timeout_s if it may take longer."
         )
     if status == _engine.Status.SIZE_MISMATCH:
         return SizeMismatch(
             f"{where}: {peer} sends {outcome.announced_bytes} bytes where {outcome.expected_bytes} are expected. "
-            "Every rank must pass tensors that agree in size and dtype."
+            "Every rank must pass tensors of the same size and dtype."
         )
     if status == _engine.Status.CLOSED:
         return Closed(f"{where}: was cancelled.")
@@ -284,13 +284,13 @@ def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: fl
 
 
 def _why(outcome: _engine.Outcome) -> str:
-    """What another rank says of the first cause. How long it waited is its own setting and not known here."""
+    """First cause as another rank reports it. How long that rank waited is its own setting, and unknown here."""
     culprit = f"rank {outcome.culprit}"
     return {
-        _engine.Status.PEER_SILENT: f"because nothing was heard of {culprit}",
+        _engine.Status.PEER_SILENT: f"because nothing was heard from {culprit}",
         _engine.Status.PATH_BLOCKED: f"because {culprit} answers, but no data reaches it",
         _engine.Status.PEER_LEFT: f"because {culprit} closed its transport",
         _engine.Status.TIMED_OUT: f"because it timed out, waiting for {culprit}",
-        _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than is expected",
+        _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than expected",
         _engine.Status.CLOSED: f"because {culprit} cancelled it",
     }[outcome.cause]

@@ -1,7 +1,7 @@
-"""How a process ends: by an exception it says goodbye at once, and why; else it first waits for ranks that need it.
+"""The end of a process: after an exception, it tells the others at once why; otherwise it waits for ranks that need it.
 
-Python waits for all threads of a process before it ends. Until then the engine's own thread would answer for a rank
-that trains no more, and the others would wait for it until `timeout_s`.
+Python waits for all threads before a process ends. Until then, the engine's thread would answer for a rank that no
+longer trains, and the other ranks would wait for it until `timeout_s`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-# How long a dying process waits until the others have heard it.
+# Longest time that a failing process waits until the others have heard of it.
 _LINGER_S = 0.5
 _MOST_LETTERS = 300
 
@@ -23,10 +23,10 @@ _installed_in = -1
 
 
 def say_goodbye_on_error(transport: Any) -> None:
-    """From now on, an exception that ends this process closes the transport first.
+    """Has the transport closed first if an exception ends this process.
 
     Args:
-        transport: One over UDP; others end with their process anyway.
+        transport: A transport over UDP; others end with their process anyway.
     """
     global _installed_in
     if not hasattr(transport, "store"):
@@ -40,7 +40,7 @@ def say_goodbye_on_error(transport: Any) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
-        # A forked child must not speak for its parent, and at a prompt the process goes on.
+        # A forked child must not speak for its parent; at an interactive prompt, the process goes on.
         if os.getpid() == _installed_in and not _at_a_prompt():
             leave(f"{kind.__name__}: {error}")
 
@@ -48,30 +48,30 @@ def say_goodbye_on_error(transport: Any) -> None:
 
 
 def _at_a_prompt() -> bool:
-    """Whether a person types commands here, or will when the script has ended, as with `python -i`."""
+    """Whether commands are typed in this process, now or after the script has ended, as with `python -i`."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _part() -> None:
-    """Of programs that end without closing anything."""
+    """Parts from the other ranks when a program ends without closing its transports."""
     if os.getpid() == _installed_in:
         for transport in list(_transports):
-            with contextlib.suppress(Exception):  # the program is over, and its status is its own
+            with contextlib.suppress(Exception):  # the program has ended, and its exit status must not change
                 transport.part()
 
 
 def leave(why: str) -> None:
-    """Closes all transports of this process that are known here; the others can read why."""
+    """Closes all transports given to `say_goodbye_on_error`, and writes the reason into the store for other ranks."""
     for transport in list(_transports):
         if not transport.closed:
-            with contextlib.suppress(Exception):  # the process ends by another error
+            with contextlib.suppress(Exception):  # the process already ends with another error
                 transport.store.set(_key(transport, transport.rank), why[:_MOST_LETTERS])
             with contextlib.suppress(Exception):
                 transport.close(_LINGER_S)
 
 
 def why_left(transport: Any, rank: int) -> str:
-    """What a rank has said when it left; empty if nothing."""
+    """Reason that a rank gave when it left; empty if it gave none."""
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         if transport.store.check([_key(transport, rank)]):
             return str(transport.store.get(_key(transport, rank)).decode())
@@ -79,5 +79,5 @@ def why_left(transport: Any, rank: int) -> str:
 
 
 def _key(transport: Any, rank: int) -> str:
-    # The process that takes its place has said nothing yet.
+    # The incarnation is part of the key: a process that takes the rank's place has not left.
     return f"{transport.prefix}/left/{rank}/{transport.incarnation(rank)}"

@@ -44,7 +44,7 @@ class Options:
     eager_bytes: int = 256 << 10
     """Bytes of a message that may be sent before the receiver says that it has posted the exchange."""
     silence_s: float = 10.0
-    """Time without a sign of life after which a needed peer counts as gone. A lossy exchange then counts all its data
+    """Time after which a needed peer counts as gone if nothing is heard from it. A lossy exchange then counts its data
     as lost; an exact one raises an error."""
     timeout_s: float = 1800.0
     """Time after which an unfinished exchange raises an error. Where torch.distributed has a timeout too (of the group,

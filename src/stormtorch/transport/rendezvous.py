@@ -1,4 +1,4 @@
-"""From a store to a transport: ranks publish where they are and agree on what must be the same."""
+"""Joining a job: ranks publish their addresses in a store, agree on common settings, and start their transports."""
 
 import fcntl
 import functools
@@ -34,7 +34,7 @@ from stormtorch.transport.udp import UdpTransport
 _log = logging.getLogger("stormtorch")
 _SIOCGIFADDR = 0x8915
 _TEST_NETWORK = ipaddress.ip_network("198.18.0.0/15")
-"""Reserved for tests of networks, never routed (RFC 2544); the lab's hosts are there."""
+"""Addresses reserved for tests of networks, never routed (RFC 2544); the lab's hosts have them."""
 
 
 def connect(
@@ -47,12 +47,13 @@ def connect(
         rank: This rank.
         world: Number of ranks.
         options: Settings of this rank. `key` must be the same on every rank; addresses may differ. With `rejoin`, this
-            is `rejoin()`.
-        prefix: Separates several transports in one store.
+            function does what `rejoin()` does.
+        prefix: Prefix of all keys in the store, which keeps several transports in one store apart.
 
     Raises:
-        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's time-out; it names them.
-        PeerFailed: A rank could not join, and told why.
+        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's timeout; the error names
+            them.
+        PeerFailed: A rank could not join; the error says why.
     """
     options = options or Options()
     if options.rejoin:
@@ -80,17 +81,17 @@ def rejoin(
 ) -> UdpTransport:
     """Takes the place of a rank whose process died, in a job that goes on.
 
-    What the ranks agreed on at the start still holds. The transport can be used at once, but each peer hears it only
-    once it has readmitted this process: see `returned` and `UdpTransport.readmit`. Other ranks may be dead meanwhile.
-    Sequence numbers start at zero here, so exchanges with the others need a group of a name that is new to them.
+    The agreement that the ranks made at the start still holds. The transport can be used at once, but a peer accepts
+    its datagrams only after it has readmitted this process: see `returned` and `UdpTransport.readmit`. Other ranks may
+    have died meanwhile. Sequence numbers start at zero here, so exchanges need a group whose name is new to all ranks.
 
     Args:
-        store: The store that the job was connected by; it must have survived.
-        rank: The rank to be.
-        world: Number of ranks, as ever.
-        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes` and `check` are the
-            job's anyway.
-        prefix: As the others gave it to `connect`.
+        store: Store by which the job was connected; it must have survived.
+        rank: Rank to take the place of.
+        world: Number of ranks, the same as before.
+        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes` and `check` are
+            ignored, as those of the job apply.
+        prefix: Prefix that the other ranks gave to `connect`.
     """
     options = options or Options()
     _check_rank(rank, world)
@@ -100,15 +101,15 @@ def rejoin(
     endpoint, card = _bind(options)
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     _check_keys(rank, card, founders)
-    # Of a size that somebody chose, he knows best; any other must pass here as it passes elsewhere.
+    # Trust an explicit datagram size; otherwise this MTU must be at least the job's.
     if card.datagram_bytes < agreement.datagram_bytes and not card.chosen and not any(c.chosen for c in founders):
         raise ValueError(
-            f"rank {rank}: the job's datagrams have {agreement.datagram_bytes} bytes, and {card.host} lets "
-            f"{card.datagram_bytes} through: rejoin from an interface with as large an MTU as the ranks began with"
+            f"rank {rank}: the job's datagrams have {agreement.datagram_bytes} bytes, but {card.host} lets only "
+            f"{card.datagram_bytes} through: rejoin from an interface with at least the MTU that the job started with"
         )
     cards = [newest(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)]
     cards[rank] = card = replace(card, incarnation=next_incarnation(store, prefix, rank))
-    # Our own socket may hold less than was agreed on; our credit then says so.
+    # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
     agreement = replace(agreement, receive_buffer=min(agreement.receive_buffer, card.receive_buffer))
     transport = _start(endpoint, store, prefix, rank, cards, agreement, options, cookie)
     publish(store, prefix, rank, card)
@@ -116,10 +117,10 @@ def rejoin(
 
 
 def reincarnate(transport: UdpTransport) -> None:
-    """Has a rank that was cut off return as a new process would, with the process that it has.
+    """Lets a rank that was cut off return as a new process would, but within its own process.
 
-    Its old endpoint says goodbye, so that nobody waits for what it will not send; peers hear the new one when they have
-    readmitted it, as after `rejoin`.
+    Its old endpoint says goodbye, so that nobody waits for data that it will not send. Peers accept the new endpoint
+    after they have readmitted it, as after `rejoin`.
     """
     transport.close(0.0)
     options = replace(transport.options, port=0)
@@ -127,15 +128,15 @@ def reincarnate(transport: UdpTransport) -> None:
 
 
 def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
-    """The card of a process that has taken a peer's place since the one that we know; None if there is none.
+    """Card of a newer process that has taken a peer's place; None if there is none.
 
-    Looks into the store and never blocks. Give the card to `UdpTransport.readmit`.
+    Looks into the store and never blocks. Pass the card to `UdpTransport.readmit`.
 
     Args:
-        store: The store that the job was connected by: `transport.store`.
-        peer: The rank in question.
-        known_incarnation: Of the process that we know, `transport.incarnation(peer)`: 0 is the first.
-        prefix: As it was given to `connect`: `transport.prefix`.
+        store: Store by which the job was connected: `transport.store`.
+        peer: Rank to look for.
+        known_incarnation: Number of the process that this rank knows, `transport.incarnation(peer)`: 0 is the first.
+        prefix: Prefix that was given to `connect`: `transport.prefix`.
     """
     return newest(store, prefix, peer, known_incarnation)
 
@@ -148,21 +149,19 @@ def _check_rank(rank: int, world: int) -> None:
 def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
     for peer, other in enumerate(cards):
         if other.fingerprint != card.fingerprint:
-            raise ValueError(
-                f"rank {rank} and rank {peer} were given different keys: `key` must be the same on every rank"
-            )
+            raise ValueError(f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank")
 
 
 def _meets_strangers(card: Card) -> bool:
-    """Whether others may be where the rank is. Nobody is on loopback, nor on the lab's network, which is for tests."""
+    """Whether others may share the rank's network: not on loopback, nor on the lab's network, which is for tests."""
     return not card.loopback and ipaddress.ip_address(card.host.partition("%")[0]) not in _TEST_NETWORK
 
 
 @functools.cache  # once per process
 def _warn_of_strangers() -> None:
     _log.warning(
-        "rank 0: this job leaves the machine without a key. Whoever reaches its store can read the cookie there and "
-        "forge datagrams with it: gradients, or a ping that silences a link. Whoever sees its packets can read them. "
+        "rank 0: this job uses a network without a key. Anyone who reaches its store can read the cookie there and "
+        "forge datagrams with it: gradients, or a ping that silences a link. Anyone who sees packets can read them. "
         "Unless the network is yours alone, make a key by `stormtorch keygen` and give it to every rank, as "
         "Options(key=...) or, with torch.distributed, in %s.",
         KEY_VARIABLE,
@@ -170,7 +169,7 @@ def _warn_of_strangers() -> None:
 
 
 def _bind(options: Options) -> tuple[_engine.Endpoint, Card]:
-    """A socket, and the card of whoever has it; the fingerprint is still to be filled in."""
+    """Opens a socket, and makes the card of this process, still without the fingerprint."""
     host = local_address(options.interface)
     loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     endpoint = _engine.Endpoint(
@@ -190,7 +189,7 @@ def _bind(options: Options) -> tuple[_engine.Endpoint, Card]:
         receive_buffer=endpoint.receive_buffer,
         eager_bytes=options.eager_bytes,
         loopback=loopback,
-        # Memory to memory, nothing is damaged. Datagrams of a chosen size play a network, which damages.
+        # Loopback copies memory and damages nothing. A chosen datagram size imitates a network, which may damage data.
         checks_data=bool(options.check or options.key or options.datagram_bytes) or not loopback,
         nonce=secrets.token_hex(16),
         fingerprint="",
@@ -244,7 +243,7 @@ def _start(
 
 
 def local_address(interface: str | None) -> str:
-    """The numeric address to bind: of the named interface, or of the route to the rendezvous (MASTER_ADDR)."""
+    """Numeric address to bind: that of the named interface, or of the route to the rendezvous (MASTER_ADDR)."""
     if interface is None:
         return _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     try:
@@ -263,7 +262,7 @@ def local_address(interface: str | None) -> str:
     if six is not None:
         return six
     names = ", ".join(name for _, name in socket.if_nameindex())
-    raise ValueError(f"interface {interface!r} has no address; interfaces of this machine: {names}")
+    raise ValueError(f"interface {interface!r} does not exist or has no address; this machine has {names}")
 
 
 def _address_towards(master: str) -> str:

@@ -1,7 +1,7 @@
 """A network in memory under virtual time: any number of ranks in one process, with loss, delay and queues.
 
-The packets are those of the shipped engine; only the wire is simulated. Ranks run as threads. Time stands still while
-any of them computes and moves on when all wait, so a run depends on its seed alone.
+The packets are those of the real engine; only the wire is simulated. Ranks run as threads. Time stands still while any
+of them computes and advances when all wait, so a run depends on its seed alone.
 
     network = SimNetwork(world=16, loss=GilbertElliott(p=0.1, burst=8), delay_s=0.02, seed=1)
     results = network.run(train)        # train(transport) on each rank
@@ -39,7 +39,7 @@ class SimExchange:
         self.attends = False
         self.look_at = 0.0
         self.server: Server | None = None
-        """Whom the waiting rank is to serve before it waits on."""
+        """Server that the waiting rank must call before it continues to wait."""
 
     def wait(self, timeout_s: float | None = None) -> Arrival:
         """Lets virtual time pass until the exchange has ended."""
@@ -54,7 +54,7 @@ class SimExchange:
         return self._arrival
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the exchange has ended."""
         return self.outcome is not None
 
 
@@ -71,7 +71,7 @@ class SimTransport:
         self.servers = Servers()
 
     def post(self, plan: Plan) -> SimExchange:
-        """Begins an exchange at the present virtual time."""
+        """Begins an exchange at the current virtual time."""
         if plan.timeout_s is None:
             plan.timeout_s = self.network.options.timeout_s
         exchange = SimExchange(self.network, self.rank, plan)
@@ -79,15 +79,15 @@ class SimTransport:
         return exchange
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
         return self.network.peek(self.rank, channel, seq)
 
     def health(self) -> dict[str, Any]:
-        """Counters of all that was sent, received, repaired and turned away."""
+        """Counters of what was sent, received, repaired and rejected."""
         return self.network.health(self.rank)
 
     def close(self) -> None:
-        """Does nothing: the network is gone when nobody holds it."""
+        """Does nothing: the network ends when nothing refers to it any more."""
 
 
 class SimNetwork:
@@ -97,11 +97,11 @@ class SimNetwork:
         world: Number of ranks.
         loss: Probability that a datagram is lost, or a loss model of `stormtorch.network.loss`.
         delay_s: One-way delay.
-        rate: Of each rank's link, such as "400mbit"; None is unlimited.
-        queue_bytes: Of the switch towards each rank; what does not fit is dropped.
-        seed: Of the loss.
-        options: As for a real transport; those about sockets have no effect.
-        knobs: Further knobs of `stormtorch.faults`, such as `duplicate`, `reorder` and `corrupt`.
+        rate: Rate of each rank's link, such as "400mbit"; None is unlimited.
+        queue_bytes: Queue of the switch towards each rank; datagrams that do not fit are dropped.
+        seed: Seed of the loss.
+        options: Options of the transports; those about sockets have no effect.
+        knobs: Further arguments of `stormtorch.faults`, such as `duplicate`, `reorder` and `corrupt`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SimNetwork:
         self.world = world
         self.options = options or Options(datagram_bytes=1472)
         datagram_bytes = self.options.datagram_bytes or 1472
-        # An unlimited link has no bottleneck to find, like loopback.
+        # Like loopback, an unlimited link has no bottleneck to find.
         mode, bytes_per_s = self.options.rate_mode(loopback=rate is None)
         key = self.options.key
         self.chunk_bytes = _engine.chunk_bytes(datagram_bytes, key is not None)
@@ -151,22 +151,22 @@ class SimNetwork:
         self._condition = threading.Condition()
         self._posts: list[tuple[int, Plan, SimExchange]] = []
         self._running: dict[tuple[int, int], SimExchange] = {}
-        self._waiting: dict[SimExchange, float] = {}  # and when each gives up
+        self._waiting: dict[SimExchange, float] = {}  # with the virtual time at which each gives up
         self._awake = 0
         self._broken: BaseException | None = None
 
     @property
     def now_s(self) -> float:
-        """The virtual time."""
+        """Virtual time, in seconds."""
         return self._sim.now_s
 
     @property
     def queue_drops(self) -> int:
-        """Datagrams that the switch's queues dropped: loss that the senders inflicted on themselves."""
+        """Number of datagrams that the switch's queues dropped: loss that the senders caused by themselves."""
         return self._sim.queue_drops
 
     def set_dark(self, rank: int, dark: bool) -> None:
-        """Cuts a rank off, or lets it back."""
+        """Cuts a rank off, or connects it again."""
         with self._condition:
             self._sim.set_dark(rank, dark)
 
@@ -176,14 +176,14 @@ class SimNetwork:
             return dict(self._sim.health(rank))
 
     def peek(self, rank: int, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """What has come to one rank of an exchange that it has not posted."""
+        """Ranks that have begun an exchange which one rank has not posted, and the first chunk that each sends."""
         with self._condition:
             return self._sim.peek(rank, channel, seq)
 
     def run(self, work: Callable[[SimTransport], T]) -> list[T]:
         """Calls `work(transport)` for every rank, each in a thread, and returns the results by rank.
 
-        The first error of any rank is raised, after all have ended.
+        If ranks fail, the error of the lowest rank is raised after all have ended.
         """
         results: list[Any] = [None] * self.world
         errors: list[BaseException | None] = [None] * self.world
@@ -210,7 +210,7 @@ class SimNetwork:
         return results
 
     def post(self, rank: int, plan: Plan, exchange: SimExchange) -> None:
-        """Remembers an exchange; it begins when all ranks wait, in the order of ranks, so that threads cannot race."""
+        """Notes an exchange. It begins when all ranks wait, in the order of ranks, so that threads cannot race."""
         with self._condition:
             self._posts.append((rank, plan, exchange))
 
@@ -221,7 +221,7 @@ class SimNetwork:
             server.serve()
 
     def _sleep(self, exchange: SimExchange, give_up_at: float) -> Server | None:
-        """Until the exchange has ended, or somebody is to be served."""
+        """Sleeps until the exchange has ended, or returns a server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
                 return None
@@ -231,12 +231,12 @@ class SimNetwork:
             self._move_on()
             self._condition.wait_for(lambda: exchange not in self._waiting or self._broken is not None)
             if self._broken is not None and exchange.outcome is None:
-                raise StormError("the simulated network came to a halt") from self._broken
+                raise StormError("the simulated network has stopped after an error") from self._broken
             server, exchange.server = exchange.server, None
             return server
 
     def _move_on(self) -> None:
-        """With all ranks asleep: begins what they posted and lets time pass until one of them can go on."""
+        """If all ranks sleep, begins the exchanges they posted and lets time pass until one of them can continue."""
         while self._awake == 0 and self._waiting and self._broken is None:
             try:
                 self._begin()
@@ -244,7 +244,7 @@ class SimNetwork:
                     break
                 if self._sim.advance() == 0 and not self._attend(at_once=True):
                     raise StormError(
-                        "nothing can happen any more, yet ranks wait: has every rank called the collective?"
+                        "ranks wait, but nothing can happen any more: has every rank called the collective?"
                     )
                 self._finish()
                 self._attend()
@@ -270,7 +270,7 @@ class SimNetwork:
                 self._wake(exchange)
 
     def _attend(self, *, at_once: bool = False) -> bool:
-        """Wakes ranks that can take part in what others have begun."""
+        """Wakes ranks that can take part in calls that others have begun."""
         found = False
         for exchange in sorted(self._waiting, key=lambda waiting: waiting.rank):
             if exchange.attends and (at_once or self.now_s >= exchange.look_at):

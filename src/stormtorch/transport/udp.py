@@ -31,10 +31,10 @@ class UdpExchange:
         self._outcome: _engine.Outcome | None = None
 
     def wait(self, timeout_s: float | None = None) -> Arrival:
-        """Blocks until the exchange has ended; the tensors are then the caller's again."""
+        """Blocks until the exchange has ended; its tensors then belong to the caller again."""
         transport = self._transport
         if self._outcome is None and self._past:
-            raise Closed(f"rank {transport.rank}: {self.plan.what}: it ended when the rank was cut off and came back")
+            raise Closed(f"rank {transport.rank}: {self.plan.what}: ended when this rank was cut off and came back")
         if self._outcome is None:
             self._outcome = transport.wait(self._id, self.plan, timeout_s)
         try:
@@ -48,7 +48,7 @@ class UdpExchange:
             raise
 
     def done(self) -> bool:
-        """Whether it has ended, if only with its transport."""
+        """Whether the exchange, or its transport, has ended."""
         transport = self._transport
         over = self._outcome is not None or transport.closed or transport.inherited or self._past
         return over or transport.endpoint.ended(self._id)
@@ -58,13 +58,13 @@ class UdpExchange:
             self._transport.orphan(self._id)
 
     def cancel(self) -> None:
-        """Gives it up; wait() then raises `Closed`."""
+        """Gives the exchange up; wait() then raises `Closed`."""
         if not self._past and not self._transport.inherited:
             self._endpoint.cancel(self._id)
 
     @property
     def _past(self) -> bool:
-        """Whether the transport goes on with another endpoint, for which the same number is another exchange."""
+        """Whether the transport has got another endpoint, for which the same number means another exchange."""
         return self._endpoint is not self._transport.endpoint
 
 
@@ -98,16 +98,16 @@ class UdpTransport:
         self.channels = Channels()
         self.servers = Servers()
         self.closed = False
-        # Peers that return are found there. The store is still its maker's.
+        # Returning peers publish their cards there. The store still belongs to whoever made it.
         self.store = store
         self.prefix = prefix
         self.options = options
         self._incarnations = list(incarnations)
         self._key_of = key_of
         self._linger_s = linger_s
-        # A process that is forked from this one has a copy of all this, but neither threads nor a place in the job.
+        # A process forked from this one has a copy of all this, but neither its threads nor a place in the job.
         self._owner = os.getpid()
-        # The engine reads and writes a plan's tensors until its exchange ends, whatever becomes of the caller's handle.
+        # The engine reads and writes a plan's tensors until its exchange ends, even if the caller drops the exchange.
         self._plans: dict[int, Plan] = {}
         self._orphans: list[int] = []
 
@@ -121,12 +121,12 @@ class UdpTransport:
         if self.inherited:
             raise Closed(
                 f"rank {self.rank}: {what}: process {os.getpid()} was forked from process {self._owner}, which is the "
-                "rank, and has no part in the job. Call it there; a process that is to be a rank of its own must be "
+                "rank, and has no part in the job. Make this call there; a process that is to be another rank must be "
                 "spawned, or forked before the group is made."
             )
 
     def post(self, plan: Plan) -> UdpExchange:
-        """Begins an exchange. Returns at once; the plan's memory is the engine's until it ends."""
+        """Begins an exchange and returns at once. The plan's memory belongs to the engine until the exchange ends."""
         self.check_owner(plan.what)
         if plan.timeout_s is None:
             plan.timeout_s = self.timeout_s
@@ -140,7 +140,7 @@ class UdpTransport:
         return UdpExchange(self, plan, exchange_id)
 
     def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
-        """Blocks until an exchange has ended, once."""
+        """Blocks until an exchange has ended; to be called once for each exchange."""
         self.check_owner(plan.what)
         outcome = self._wait(exchange_id, plan, timeout_s)
         if outcome is None:
@@ -171,12 +171,12 @@ class UdpTransport:
         return outcome
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Which ranks have begun an exchange that was not posted here, and the first chunk of what each sends."""
+        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
         self.check_owner("peek")
         return self.endpoint.peek(channel, seq)
 
     def orphan(self, exchange_id: int) -> None:
-        """Nobody will wait for this exchange; its tensors are let go some time after it has ended."""
+        """Notes that nobody will wait for an exchange; its tensors are released some time after it has ended."""
         self._orphans.append(exchange_id)
 
     def _sweep(self) -> None:
@@ -188,24 +188,24 @@ class UdpTransport:
                 self.endpoint.wait(exchange_id, 0.0)
 
     def incarnation(self, peer: int) -> int:
-        """How many processes of a rank went before the one that is known here: 0 is the first."""
+        """Number of the process of a rank that this rank knows: 0 is the first."""
         return self._incarnations[peer]
 
     def readmit(self, peer: int, card: Card) -> None:
-        """Goes on with the process that has taken a peer's place.
+        """Accepts the process that has taken a peer's place.
 
-        The link to it begins anew. Its part in exchanges under way is over, as if it had fallen silent: lossy ones go
-        on with what arrived, exact ones fail. Nothing of the old process is believed from now on.
+        The link to the peer starts anew. In exchanges under way, the peer counts as silent: lossy exchanges go on with
+        what arrived, exact ones fail. Datagrams of the old process are rejected from now on.
 
-        The new process knows no exchange from before. It answers, so it is not silent, and whatever is begun with it on
-        a group that it has not begun too waits for it: go on in a group of a new name, or without it.
+        The new process knows no earlier exchange. It answers, so it does not count as silent, and an exchange with it
+        in a group that it has not made waits for it: continue in a group with a new name, or without it.
 
         Args:
-            peer: The rank that has returned.
-            card: What `stormtorch.transport.rendezvous.returned` gave.
+            peer: Rank that has returned.
+            card: Card from `stormtorch.transport.rendezvous.returned`.
 
         Raises:
-            ValueError: The process is not newer than the one that is known here.
+            ValueError: The process is not newer than the one that this rank knows.
         """
         self.check_owner(f"readmitting rank {peer}")
         try:
@@ -215,27 +215,28 @@ class UdpTransport:
         self._incarnations[peer] = card.incarnation
 
     def succeed(self, other: "UdpTransport") -> None:
-        """Goes on with the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
+        """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
 
-        Whoever holds this one holds the new one from now on. Close this one first: two endpoints would answer for one
-        rank. Exchanges go on where their channels were, but peers must have readmitted us, and know the same numbers.
+        All holders of this transport then use the new endpoint. Close this transport first: otherwise two endpoints
+        would answer for one rank. Channels keep their sequence numbers, so peers must have readmitted this rank and
+        be at the same numbers.
         """
         self.endpoint, self.closed = other.endpoint, False
         self._incarnations, self._key_of = other._incarnations, other._key_of
         self._plans, self._orphans = other._plans, []
 
     def health(self) -> dict[str, Any]:
-        """Counters of all that was sent, received, repaired and turned away."""
+        """Counters of what was sent, received, repaired and rejected."""
         self.check_owner("health")
         return dict(self.endpoint.health())
 
     def link(self, peer: int) -> tuple[float, float, float]:
-        """Round trip in seconds, loss of what the peer sent, and rate towards it in bytes per second."""
+        """Round-trip time in seconds, loss of what the peer sent, and rate towards the peer in bytes per second."""
         self.check_owner("link")
         return self.endpoint.link(peer)
 
     def path_bytes(self, peer: int) -> int:
-        """The largest datagram that the path to a peer carries now; chunks that do not fit travel in pieces."""
+        """Largest datagram that the path to a peer carries now; larger chunks travel in pieces."""
         self.check_owner("path_bytes")
         return self.endpoint.path_bytes(peer)
 
@@ -245,12 +246,12 @@ class UdpTransport:
             self.servers.part()
 
     def close(self, linger_s: float | None = None) -> None:
-        """Says goodbye to the peers, waits a moment until they have heard it, and frees thread and socket.
+        """Says goodbye to the peers, waits until they have heard it, and frees thread and socket.
 
-        In a process that was forked from the one that joined the job it says nothing: the rank is still there.
+        In a process that was forked from the one that joined the job, it says nothing: the rank is still there.
 
         Args:
-            linger_s: How long to wait for that; None is what the options say, 0 says it once and goes.
+            linger_s: Longest time to wait; None takes the options' value, 0 says goodbye once without waiting.
         """
         if self.inherited:
             self.closed = True

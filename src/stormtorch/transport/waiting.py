@@ -1,6 +1,6 @@
-"""What a rank does while it waits: it takes part in calls that others have begun, and says so if nothing moves.
+"""Waiting of a rank: meanwhile it takes part in calls that others have begun, and it logs a warning if nothing moves.
 
-Most waits last milliseconds and cost nothing here. A transport looks here only when a slice of waiting has passed.
+Most waits last milliseconds and cost nothing here: a transport calls this module only after a slice of waiting.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any, Protocol
 _log = logging.getLogger("stormtorch")
 
 FIRST_SLICE_S = 0.03
-"""A wait that is shorter than this is never interrupted."""
+"""Shortest wait that is interrupted."""
 SLICE_S = 0.1
 ANNOUNCE_AFTER_S = 10.0
-"""A rank that waits for so long while nothing moves says so."""
+"""Time of waiting while nothing moves after which a rank logs a warning."""
 BACKWARD = "backward()"
-# Written before it is read, so that ranks that began to wait at the same time know of each other.
+# Fraction of that time after which a rank writes into the store what it waits in: before any rank reads it, so that
+# ranks that began to wait at the same time know of each other.
 _WRITE_AFTER = 0.5
-# Pings, and requests to say it again, move as well: less than this is nothing. Per look, and per rank.
+# Traffic that counts as nothing, per look and per rank: pings and repeated requests are never absent.
 _NOTHING_BYTES = 16 << 10
 _NOTHING_BYTES_PER_RANK = 2 << 10
 
@@ -38,11 +39,13 @@ _doing = _Doing()
 
 @contextlib.contextmanager
 def doing(what: str, *, elsewhere: bool = False) -> Iterator[None]:
-    """Within it, this thread's waits belong to a call that all ranks must make. The outermost one counts.
+    """Marks the waits of this thread within the block as part of a call that all ranks must make.
+
+    The outermost block counts.
 
     Args:
-        what: The call, as the user knows it.
-        elsewhere: It is none of a training's, which may be at work in another thread.
+        what: Name of the call, as the user knows it.
+        elsewhere: Whether the call belongs to no training; a training may be running in another thread.
     """
     before = _doing.what, _doing.elsewhere
     if _doing.what is None:
@@ -54,44 +57,46 @@ def doing(what: str, *, elsewhere: bool = False) -> Iterator[None]:
 
 
 def is_elsewhere() -> bool:
-    """Whether this thread waits in a call that is none of a training's."""
+    """Whether this thread waits in a call that belongs to no training."""
     return _doing.elsewhere
 
 
 def attends() -> bool:
-    """Whether this thread may take part in what others begin. Unknown ones may not: a training could be in use."""
+    """Whether this thread may take part in calls that others have begun: only within `doing`, as it might otherwise
+    interfere with a training in use.
+    """
     return _doing.what is not None
 
 
 class Server(Protocol):
-    """Somebody who can take part in calls that other ranks have begun."""
+    """An object that can take part in calls that other ranks have begun."""
 
     def awaited(self) -> bool:
-        """Whether others have begun one, and taking part is possible now. Never blocks."""
+        """Whether others have begun a call in which this rank can take part now. Never blocks."""
         ...
 
     def serve(self) -> None:
-        """Takes part in it."""
+        """Takes part in that call."""
         ...
 
     def part(self) -> None:
-        """Called before this rank leaves: waits as long as others may still call for what it owns."""
+        """Waits, before this rank leaves, as long as others may still need what it owns."""
         ...
 
 
 class Servers:
-    """The servers of one transport. They are held weakly, and asked in the order in which they came."""
+    """The servers of one transport, held weakly and asked in the order in which they were added."""
 
     def __init__(self) -> None:
         self._servers: list[weakref.ref[Server]] = []
 
     def offer(self, server: Server) -> None:
-        """Asks this one too, as long as it lives."""
+        """Adds a server, as long as it lives."""
         self._servers = [each for each in self._servers if each() is not None]
         self._servers.append(weakref.ref(server))
 
     def awaited(self) -> Server | None:
-        """The first server that is awaited."""
+        """The first server for which others are waiting."""
         for found in self._servers:
             server = found()
             if server is not None and server.awaited():
@@ -107,11 +112,11 @@ class Servers:
 
 
 class Patience:
-    """One wait that lasts: serves others, and after a while tells who waits in what.
+    """A long wait: serves other ranks meanwhile, and after a while logs which rank waits in which call.
 
     Args:
-        transport: Whose wait.
-        peers: Ranks that are waited for, among others.
+        transport: Transport that waits.
+        peers: Ranks that take part in the exchange that is waited for.
     """
 
     def __init__(self, transport: Any, peers: Collection[int]) -> None:
@@ -123,7 +128,7 @@ class Patience:
         self._next_s = ANNOUNCE_AFTER_S
 
     def look(self) -> None:
-        """To be called after each slice of waiting."""
+        """Serves others and checks for movement; to be called after each slice of waiting."""
         what = _doing.what
         if what is None:
             return
@@ -142,12 +147,12 @@ class Patience:
         if quiet_s >= self._next_s:
             self._next_s = max(3 * self._next_s, 3 * ANNOUNCE_AFTER_S)
             _log.warning(
-                "rank %d has waited %.0f s in %s: %s. All ranks must make this call; has one gone another way?",
+                "rank %d has waited %.0f s in %s: %s. All ranks must make this call: has one taken another branch?",
                 *(self._transport.rank, quiet_s, what, self._others()),
             )
 
     def end(self) -> None:
-        """The wait is over."""
+        """Ends the wait, and removes what was written into the store."""
         if self._written:
             self._write("")
 
@@ -159,7 +164,7 @@ class Patience:
         return f"{self._transport.prefix}/waits/{rank}"
 
     def _write(self, what: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that had it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that hosted it
             self._transport.store.set(self._key(self._transport.rank), what)
 
     def _others(self) -> str:
@@ -169,6 +174,6 @@ class Patience:
             with contextlib.suppress(RuntimeError):
                 if self._transport.store.check([self._key(peer)]):
                     what = self._transport.store.get(self._key(peer)).decode()
-            told.append(f"rank {peer} waits in {what}" if what else f"rank {peer} computes, or does something else")
+            told.append(f"rank {peer} waits in {what}" if what else f"rank {peer} computes or does something else")
         shown, rest = told[:8], len(told) - 8
         return "; ".join(shown) + (f"; and {rest} others" if rest > 0 else "")
