@@ -1,7 +1,7 @@
-"""What mathematics says about training under loss: pure functions, no tensors, nothing else of ours.
+"""Formulas about training under loss: pure functions without tensors, which use nothing else of this package.
 
-`p` is the chance that a chunk is lost, independently of all others; `n` the number of ranks. Two papers are named
-throughout: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packet Loss, 2025 (arXiv 2507.07114), and
+`p` is the chance that a chunk is lost, independently of all others; `n` is the number of ranks. Docstrings refer to two
+papers: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packet Loss, 2025 (arXiv 2507.07114), and
 "RPS" is Yu et al., Distributed Learning over Unreliable Networks, ICML 2019 (arXiv 1810.07766).
 """
 

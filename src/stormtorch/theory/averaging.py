@@ -1,8 +1,8 @@
-"""RPS: every rank has a model of its own, and what arrives of the models is averaged.
+"""Model averaging (RPS): every rank has a model of its own, and ranks average what arrives of each other's models.
 
-A round takes models X (a column per rank) to XW. W depends on what arrived on the way to the owner of a block, which is
-drawn from all ranks, and on the way back. With A the matrix that averages all ranks, `E[W W'] = a1 I + (1-a1) A` and
-`E[W A W'] = a2 I + (1-a2) A`: 0 would be perfect averaging.
+A round turns models X (a column per rank) into XW. W depends on what arrived on the way to the owner of a block, which
+is drawn from all ranks, and on the way back. If A is the matrix that averages all ranks, `E[W W'] = a1 I + (1-a1) A`
+and `E[W A W'] = a2 I + (1-a2) A`: 0 would be perfect averaging.
 """
 
 import math
@@ -12,27 +12,27 @@ from stormtorch.theory.gradients import mean_inverse_count
 
 
 def mixing(p: float, n: int) -> tuple[float, float]:
-    """a1 and a2 as above; for many ranks they tend to p and to 2p(1-p)/(n-1).
+    """Compute a1 and a2 as defined above; for many ranks they tend to p and to 2p(1-p)/(n-1).
 
-    Exact. They are RPS's; derived here from the traces: a rank that gets the mean of |S| models has a column of squared
-    length 1/|S|, one that does not has 1.
+    Exact; defined in RPS and derived here from the traces: a rank that gets the mean of |S| models has a column of
+    squared length 1/|S|; a rank that does not get it has a column of length 1.
     """
     check_loss(p)
     check_count("n", n)
     if n == 1:
         return 0.0, 0.0
     e = mean_inverse_count(p, n)
-    lost = (n - 1) * p  # on the way back, on average
+    lost = (n - 1) * p  # mean number of ranks that do not get a mean back
     lost_squared = lost * (1.0 - p) + lost**2
     a1 = (lost + (n - lost) * e - 1.0) / (n - 1)
     both = 2.0 * (n * lost - lost_squared) * (1.0 - e) / (n - 1)  # counted in a mean that is lost on its way back
     a2 = (((n * n - 2.0 * n * lost + lost_squared) * e + both + lost) / n - 1.0) / (n - 1)
-    # Without loss both are 0, of which rounding must not leave a negative rest.
+    # Without loss both are 0; rounding must not make them negative.
     return max(a1, 0.0), max(min(a2, a1), 0.0)
 
 
 def rate_factor(p: float, n: int) -> float:
-    """By how much loss multiplies the leading term of the convergence rate: (1 + sqrt(n a2)) / (1 - sqrt(a1 - a2)).
+    """Factor of loss in the leading term of the convergence rate: (1 + sqrt(n a2)) / (1 - sqrt(a1 - a2)).
 
     A bound (RPS). For many ranks it tends to (1 + sqrt(2p(1-p))) / (1 - sqrt(p)).
     """
@@ -41,9 +41,9 @@ def rate_factor(p: float, n: int) -> float:
 
 
 def averaging_rate(p: float, n: int, steps: int) -> float:
-    """The leading term itself, `rate_factor` / sqrt(n steps): what the mean squared gradient falls like.
+    """Leading term of the rate at which the mean squared gradient falls: `rate_factor` / sqrt(n steps).
 
-    A bound up to a constant of the problem (RPS): compare two of them, and do not read one.
+    A bound up to a constant of the problem (RPS): compare two values; one alone says nothing.
     """
     check_count("steps", steps)
     return rate_factor(p, n) / math.sqrt(n * steps)

@@ -1,10 +1,10 @@
-"""How far replicas are from each other and from the owner, in the long run.
+"""Drift in the long run: the distance of replicas from each other and from the owner.
 
-All of it is for independent updates of a parameter, each with variance sigma^2 and mean mu, and is given as the mean
-squared difference over sigma^2. `mean_squared` is mu^2 / sigma^2. For vectors both are sums over the elements.
+All formulas assume independent updates of a parameter, each with variance sigma^2 and mean mu, and give the mean
+squared difference divided by sigma^2. `mean_squared` is mu^2 / sigma^2. For vectors, both are sums over the elements.
 
-With a lead, an owner sends its value ahead by `lead` times its last update, and the copy of age L is the owner's value
-of L steps ago ahead by as much of the update of that step.
+With a lead, an owner sends its value plus `lead` times its last update. So a copy of age L is the owner's value of L
+steps ago plus `lead` times the update of that step.
 """
 
 from stormtorch.theory.arguments import check_loss, check_max_lag, check_size
@@ -15,9 +15,9 @@ def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = Non
     """Mean squared difference of two replicas over the variance of one update. Exact; derived here.
 
     Two replicas differ by the updates between the older and the newer of their two copies: 2p/(1-p^2) of them on
-    average. The mean adds E(L1-L2)^2 mu^2, which is twice the variance of the lag: 2p/(1-p)^2 mu^2. A lead makes the
-    newest of these updates count 1+lead times and adds lead times the one before the oldest, if the copies differ in
-    age at all, which they do with a chance of 2p/(1+p): hence 2 lead (1+lead) times that chance. It does nothing to
+    average. The mean adds E(L1-L2)^2 mu^2, which is twice the variance of the lag: 2p/(1-p)^2 mu^2. If the copies
+    differ in age, which happens with a chance of 2p/(1+p), a lead makes the newest of these updates count 1+lead times
+    and adds lead times the update before the oldest: hence 2 lead (1+lead) times that chance. A lead does not change
     what the mean adds.
     """
     check_loss(p)
@@ -31,16 +31,16 @@ def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = Non
 
 
 def pair_bound(p: float, *, lead: float = 0.0, max_lag: int | None = None) -> float:
-    """What the mean squared difference of two replicas cannot exceed, over the mean square of one update.
+    """Upper bound of the mean squared difference of two replicas, over the mean square of one update.
 
-    A bound; derived here. It holds for updates of a constant mean square of which no two have a negative correlation:
-    they may be independent, have a mean, or momentum. A copy of age L lacks the updates of less than L steps ago and is
-    ahead by `lead` times that of L steps ago: of the update of j steps ago it has a_j too much, which is -1, lead or 0.
-    Two replicas differ by 2 cov(a_i, a_j) times the mean product of two updates, summed over all i and j. For i < j,
-    and ages without a bound, that covariance is c p^j - c^2 p^(i+j) with c = p - (1-p) lead. Where the lead is less
-    than p/(1-p), it adds, and drift is largest for updates that are all the same: 2p/(1-p)^2. Where the lead is more,
-    drift is largest for independent ones. With a lead of p/(1-p) it is zero: the bound is then the drift itself, also
-    for updates that turn back.
+    A bound; derived here. It holds for updates with a constant mean square of which no two have a negative correlation:
+    they may be independent, have a mean, or have momentum. A copy of age L lacks the updates of less than L steps ago
+    and contains `lead` times the update of L steps ago in excess: of the update of j steps ago it has a_j too much,
+    where a_j is -1, lead or 0. Two replicas differ by 2 cov(a_i, a_j) times the mean product of two updates, summed
+    over all i and j. For i < j, and ages without a bound, that covariance is c p^j - c^2 p^(i+j) with c = p - (1-p)
+    lead. If the lead is less than p/(1-p), the covariance is positive, and drift is largest for updates that are all
+    equal: 2p/(1-p)^2. If the lead is more, drift is largest for independent updates. With a lead of exactly p/(1-p) the
+    covariance is zero: the bound is then the drift itself, even for updates with negative correlation.
     """
     check_size("lead", lead)
     if max_lag is None:
@@ -58,19 +58,20 @@ def pair_bound(p: float, *, lead: float = 0.0, max_lag: int | None = None) -> fl
 
 
 def pair_drift_published(p: float) -> float:
-    """The same as published for updates of mean zero (Weintraub), which counts every stale copy as one step old.
+    """Pair drift as published for updates of mean zero (Weintraub), which counts every stale copy as one step old.
 
-    It is the fixed point of D' = p^2 D + 2p(1-p), and too small by the fraction p of the exact value.
+    It is the fixed point of D' = p^2 D + 2p(1-p), and is smaller than the exact value by the fraction p of it.
     """
     check_loss(p)
     return 2.0 * p / (1.0 + p)
 
 
 def owner_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
-    """The same between a replica and the owner of what is compared. Exact; derived here.
+    """Mean squared difference of a replica and the owner over the variance of one update. Exact; derived here.
 
-    A copy of age L lacks L updates: their noise adds up to the mean lag, p/(1-p), and the mean adds E L^2 mu^2, that is
-    p(1+p)/(1-p)^2 mu^2. A lead adds lead times one more update, lead^2 of noise, and leaves E (L-lead)^2 mu^2.
+    A copy of age L lacks L updates: their noise adds up to the mean lag, p/(1-p), and the mean adds E L^2 mu^2, which
+    is p(1+p)/(1-p)^2 mu^2. A lead adds lead times one more update: the noise grows by lead^2, and the mean adds E
+    (L-lead)^2 mu^2 instead.
     """
     check_size("mean_squared", mean_squared)
     check_size("lead", lead)
@@ -79,30 +80,30 @@ def owner_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = No
 
 
 def common_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
-    """What replicas are off by together, so that no mean over many of them takes it away: in squares, as above.
+    """Part of the drift that replicas have in common, so that averaging many of them does not remove it.
 
-    Exact; derived here: it is the mean product of two replicas' distances to the owner, `owner_drift` less half of
-    `pair_drift`. Without a lead it is p^2/(1-p^2) and the squared mean lag times mu^2. With a lead of p/(1-p) and no
-    bound it is 0 for any updates whatever: of the update j steps ago, the fraction p^(j+1) of the copies lacks all and
-    the fraction (1-p) p^j is ahead by lead times as much.
+    Exact; derived here: it is the mean product of two replicas' distances from the owner, that is, `owner_drift` minus
+    half of `pair_drift`. Without a lead it is p^2/(1-p^2) plus the squared mean lag times mu^2. With a lead of p/(1-p)
+    and no bound on the lag it is 0, whatever the updates are: of the update j steps ago, the fraction p^(j+1) of the
+    copies lacks all, and the fraction (1-p) p^j has lead times as much in excess.
     """
     own = pair_drift(p, mean_squared=mean_squared, max_lag=max_lag, lead=lead) / 2.0
     common = owner_drift(p, mean_squared=mean_squared, max_lag=max_lag, lead=lead) - own
-    return common if common > 1e-12 * own else 0.0  # less is rounding
+    return common if common > 1e-12 * own else 0.0  # less is a rounding error
 
 
 def best_lead(p: float, mean_squared: float, max_lag: int | None = None) -> float:
-    """The lead that brings replicas closest to the owner: the mean lag times mu^2 / (mu^2 + sigma^2).
+    """Lead that brings replicas closest to the owner: the mean lag times mu^2 / (mu^2 + sigma^2).
 
-    Exact; derived here: it is where the derivative of `owner_drift` by the lead is zero. The mean lag itself takes all
-    of what replicas are off by together (`common_drift`), and pays for it with what they are off by each for itself.
+    Exact; derived here: there the derivative of `owner_drift` by the lead is zero. A lead equal to the mean lag removes
+    all of the drift that replicas have in common (`common_drift`), but increases the drift of each one.
     """
     check_size("mean_squared", mean_squared)
     return mean_lag(p, max_lag) * mean_squared / (1.0 + mean_squared)
 
 
 def _bounded_pair(p: float, max_lag: int) -> tuple[float, float]:
-    """Of two bounded copies: the mean difference of their ages, and the chance that they are not equally old."""
+    """Mean difference of the ages of two bounded copies, and the chance that the ages differ."""
     apart, equal, younger = 0.0, 0.0, 0.0
     for chance in lag_chances(p, max_lag):
         younger += chance

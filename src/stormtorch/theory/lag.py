@@ -1,8 +1,8 @@
-"""How many steps old a replica's copy of a chunk is, and by how much a broadcast must be ahead to make up for it.
+"""Lag: the age in steps of a replica's copy of a chunk, and the lead of a broadcast that makes up for it.
 
-A copy is as old as broadcasts of it were lost in a row, so its lag is geometric: `(1-p) p^lag`. With `max_lag`, a copy
-of that age is fetched exactly at the next broadcast. Ages are then 0 to `max_lag`, each p times as likely as the one
-before it as ever: the same distribution, cut off and scaled.
+The age of a copy is the number of its broadcasts that were lost in a row, so the lag is geometric: `(1-p) p^lag`. With
+`max_lag`, a copy of that age is fetched exactly at the next broadcast. Ages are then 0 to `max_lag`, and each is still
+p times as likely as the one before it: the same distribution, cut off and scaled.
 """
 
 import math
@@ -25,7 +25,7 @@ def lag_chance(lag: int, p: float, max_lag: int | None = None) -> float:
 
 
 def mean_lag(p: float, max_lag: int | None = None) -> float:
-    """Steps that copies are behind on average: p/(1-p), with a bound less. Exact; derived here, as `lag_chance`."""
+    """Mean age of copies in steps: p/(1-p), or less with a bound. Exact; derived here, as `lag_chance`."""
     check_loss(p)
     check_max_lag(max_lag)
     if max_lag is None:
@@ -34,7 +34,7 @@ def mean_lag(p: float, max_lag: int | None = None) -> float:
 
 
 def lag_variance(p: float, max_lag: int | None = None) -> float:
-    """Variance of the lag: p/(1-p)^2, with a bound less. Exact; derived here, as `lag_chance`."""
+    """Variance of the lag: p/(1-p)^2, or less with a bound. Exact; derived here, as `lag_chance`."""
     check_loss(p)
     check_max_lag(max_lag)
     if max_lag is None:
@@ -44,9 +44,9 @@ def lag_variance(p: float, max_lag: int | None = None) -> float:
 
 
 def largest_lag(p: float, copies: int, steps: int, max_lag: int | None = None) -> float:
-    """Mean of the largest lag among so many copies in so many steps, all of them new at the beginning.
+    """Mean of the largest lag among `copies` copies in `steps` steps, if all copies are new at the start.
 
-    Exact; derived here: it is the mean over all k of the chance that some copy loses k+1 broadcasts in a row. A bound
+    Exact; derived here: it is the sum over all k of the chance that some copy loses k+1 broadcasts in a row. A bound
     changes no such chance for k below it, as nothing is fetched before that age.
     """
     check_loss(p)
@@ -55,7 +55,7 @@ def largest_lag(p: float, copies: int, steps: int, max_lag: int | None = None) -
     check_max_lag(max_lag)
     total = 0.0
     for run in range(1, 1 + (steps if max_lag is None else min(steps, max_lag))):
-        # Runs can begin at the first step and after every arrival. Where so few do, two never meet.
+        # Runs can begin at the first step and after every arrival. If they are this rare, two runs never meet.
         expected = copies * p**run * (1.0 + (1.0 - p) * (steps - run))
         if expected < _NEGLIGIBLE:
             break
@@ -64,23 +64,23 @@ def largest_lag(p: float, copies: int, steps: int, max_lag: int | None = None) -
 
 
 def _log_without_run(p: float, run: int, steps: int) -> float:
-    """Log of the chance that of so many tosses no `run` in a row are heads, which have chance p."""
-    # A first such run ends at a toss if tails and `run` heads end there and none had ended before the tails.
-    # Logarithms, since what is next to certain for a copy need not be so for a billion of them.
+    """Logarithm of the chance that `steps` tosses have no `run` heads in a row, where heads have chance p."""
+    # The first such run ends at a toss if tails and then `run` heads end there, and no run had ended before the tails.
+    # Logarithms, since what is almost certain for one copy need not be so for a billion of them.
     first = p**run
     before = [0.0] * run + [math.log1p(-first)]
-    enough = min(steps, 12 * run + 60)  # from there on, every toss takes the same fraction
+    enough = min(steps, 12 * run + 60)  # from there on, every toss reduces the chance by the same fraction
     taken = 0.0
     for toss in range(run + 1, enough + 1):
         taken = (1.0 - p) * first * math.exp(before[toss - 1 - run] - before[toss - 1])
-        if taken >= 1.0:  # by rounding, where next to nothing is left
+        if taken >= 1.0:  # by rounding, if almost nothing is left
             return -math.inf
         before.append(before[-1] + math.log1p(-taken))
     return before[enough] + (steps - enough) * math.log1p(-taken)
 
 
 def fetched(p: float, max_lag: int | None = None) -> float:
-    """Fraction of all copies that are fetched exactly at a step, which is what a bound costs: those of that age.
+    """Fraction of all copies that are fetched exactly in a step, which is the cost of a bound: those of age `max_lag`.
 
     Exact; derived here.
     """
@@ -89,18 +89,18 @@ def fetched(p: float, max_lag: int | None = None) -> float:
 
 
 def lead(p: float, max_lag: int | None = None) -> float:
-    """By how many updates an owner's broadcast must be ahead so that replicas are right on average: the mean lag.
+    """Number of updates by which a broadcast must lead so that replicas are right on average: the mean lag.
 
     Exact; derived here: a copy of age L is L - lead updates behind. Without a bound, replicas are then right on average
-    whatever the updates are (see `common_drift`); with one, if updates have a constant mean.
+    whatever the updates are (see `common_drift`); with a bound, if updates have a constant mean.
     """
     return mean_lag(p, max_lag)
 
 
 def lag_chances(p: float, max_lag: int) -> list[float]:
-    """Of the lags 0, 1, ... of bounded copies; negligible ones at the end are left out. Arguments are not checked."""
+    """Chances of the lags 0, 1, ... of bounded copies, without negligible ones. Arguments are not checked."""
     weights = [1.0]
-    # Weights are scaled by their sum, and not by 1 - p^(max_lag+1), which cancels where p is almost 1.
+    # Weights are divided by their sum, not by 1 - p^(max_lag+1), which loses its digits if p is almost 1.
     while len(weights) <= max_lag and weights[-1] > _NEGLIGIBLE:
         weights.append(weights[-1] * p)
     total = math.fsum(weights)

@@ -1,4 +1,4 @@
-"""All formulas at once, for one loss and one number of ranks."""
+"""Results of all formulas for one loss and one number of ranks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,56 +12,56 @@ from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag
 
 
 class Kind(StrEnum):
-    """How far a number can be believed."""
+    """How far a predicted number can be trusted."""
 
     EXACT = "exact"
-    """Under the assumptions of its formula, and equal to what a simulation of these gives."""
+    """True under the assumptions of the formula; a simulation under these assumptions gives the same."""
     PUBLISHED = "published"
-    """As a paper states it, to compare with."""
+    """Stated by a paper; shown for comparison."""
     BOUND = "bound"
-    """It may be better, or holds up to a constant."""
+    """A bound: the truth may be better, or the number holds up to a constant."""
     APPROXIMATE = "approximate"
-    """Rests on a simplification that its function names."""
+    """Rests on a simplification, which the docstring of its function states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What to expect of training with n ranks that lose the fraction p. Drift is over the variance of one update."""
+    """Prediction for a training of n ranks that lose the fraction p. Drift is divided by the variance of one update."""
 
     n: int
-    """Ranks."""
+    """Number of ranks."""
     p: float
     """Fraction of the chunks that is lost."""
     max_lag: int | None
-    """Age at which a copy is fetched exactly; None is never."""
+    """Age at which a copy is fetched exactly; None fetches none."""
     steps: int
-    """Without loss, to be compared with those under loss."""
+    """Steps without loss, to compare with those under loss."""
     chunks: int
-    """Datagrams that the model fills."""
+    """Number of datagrams that the model fills."""
 
     mean_lag: float
-    """Steps."""
+    """Mean age of copies, in steps."""
     lag_deviation: float
-    """Standard deviation, steps."""
+    """Standard deviation of the age of copies, in steps."""
     up_to_date: float
-    """Fraction of the copies that are not old at all."""
+    """Fraction of the copies that are up to date."""
     largest_lag: float
-    """Over all copies of all ranks and all steps, on average."""
+    """Mean of the largest age over all copies of all ranks and all steps, in steps."""
     fetched: float
-    """Fraction of the copies that `max_lag` has fetched exactly, per step."""
+    """Fraction of the copies that are fetched exactly in each step because of `max_lag`."""
     lead: float
-    """Updates."""
+    """Lead that makes replicas right on average, in updates."""
 
     pair_drift: float
-    """Between two replicas, of updates with mean zero."""
+    """Drift between two replicas for updates with mean zero."""
     pair_drift_published: float
-    """The same as Weintraub has it, without `max_lag`."""
+    """`pair_drift` as Weintraub states it, without `max_lag`."""
     owner_drift: float
-    """Between a replica and the owner, of updates with mean zero."""
+    """Drift between a replica and the owner for updates with mean zero."""
     pair_drift_by_mean: float
-    """What a mean adds between two replicas, times its square."""
+    """Factor of the squared mean of an update in the drift between two replicas."""
     owner_drift_by_mean: float
-    """What a mean adds between a replica and the owner, times its square."""
+    """Factor of the squared mean of an update in the drift between a replica and the owner."""
     pair_drift_lead: float
     """`pair_drift` with the lead."""
     owner_drift_lead: float
@@ -69,34 +69,34 @@ class Prediction:
     owner_drift_by_mean_lead: float
     """`owner_drift_by_mean` with the lead."""
     common_drift: float
-    """What is left of `owner_drift` in a mean over very many replicas."""
+    """Part of `owner_drift` that remains in a mean over very many replicas."""
     common_drift_lead: float
     """`common_drift` with the lead."""
 
     variance_inflation: float
-    """Of the mean of what arrived, over that of all."""
+    """Variance of the mean of the gradients that arrived, relative to that of all gradients."""
     owner_overweight: float
-    """By what fraction an owner's gradient counts too much."""
+    """Fraction by which an owner's own gradient counts too much."""
     horvitz_thompson_inflation: float
-    """`variance_inflation` of the estimate that weighs all alike, of gradients with mean zero."""
+    """`variance_inflation` of the estimate that weighs all ranks alike, for gradients with mean zero."""
     horvitz_thompson_by_mean: float
-    """What a mean adds to that, times its square over the variance."""
+    """Factor of the squared mean over the variance of a gradient in that inflation."""
 
     a1: float
-    """Of model averaging: what is left of differences between models."""
+    """Part of the differences between models that one round of model averaging leaves."""
     a2: float
-    """Of model averaging: by how much the mean over the models is disturbed."""
+    """Disturbance of the mean over the models in one round of model averaging."""
     rate_factor: float
-    """By how much loss multiplies the rate of model averaging."""
+    """Factor by which loss multiplies the convergence rate of model averaging."""
     averaging_rate: float
-    """That over sqrt(n steps)."""
+    """`rate_factor` / sqrt(n steps)."""
 
     plain_steps: float
-    """Steps with bounded drift that come as far as `steps`."""
+    """Steps of bounded drift without a lead that reach as far as `steps` without loss."""
     lead_steps: float
-    """The same with the lead."""
+    """Steps of bounded drift with the lead that reach as far."""
     averaging_steps: float
-    """The same with model averaging."""
+    """Steps of model averaging that reach as far."""
 
 
 _LESS_THAN_EXACT = {
@@ -108,13 +108,13 @@ _LESS_THAN_EXACT = {
     "averaging_steps": Kind.APPROXIMATE,
 }
 ASKED = ("n", "p", "max_lag", "steps", "chunks")
-"""The fields of a `Prediction` that are its conditions."""
+"""Fields of a `Prediction` that hold its conditions."""
 KINDS = {name: _LESS_THAN_EXACT.get(name, Kind.EXACT) for name in Prediction.__dataclass_fields__ if name not in ASKED}
-"""Of all other fields of a `Prediction`."""
+"""Kinds of all other fields of a `Prediction`."""
 
 
 def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, chunks: int = 10_000) -> Prediction:
-    """What to expect of n ranks that lose the fraction p; a `ValueError` names the argument that has no sense."""
+    """Evaluate all formulas for n ranks that lose the fraction p; a `ValueError` names an argument without sense."""
     check_count("n", n)
     check_loss(p)
     check_max_lag(max_lag)
