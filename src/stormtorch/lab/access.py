@@ -1,7 +1,7 @@
-"""Whether a lab can be made here, and in which way: as root, or in a user namespace of its own.
+"""Access to namespaces: whether this machine can run a lab, as root or in a user namespace.
 
-Both ways run the same commands. As root they act on namespaces that nobody else sees; without root, a user namespace
-comes first, in which this user counts as root for namespaces made inside.
+Both ways run the same commands. As root, they act on namespaces that nobody else sees. Without root, the lab first
+makes a user namespace, in which this user counts as root for the namespaces made inside.
 """
 
 import contextlib
@@ -15,40 +15,40 @@ from pathlib import Path
 
 _PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
 _PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
-# Debian keeps administrators' tools where an ordinary user's PATH does not look.
+# Debian keeps administrators' tools in folders that are not in an ordinary user's PATH.
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _WITHOUT = (
-    "Without a lab, `with stormtorch.faults(loss=0.1):` loses datagrams of stormtorch's own transports on loopback, "
+    "Without a lab, `with stormtorch.faults(loss=0.1):` drops datagrams of stormtorch's own transports on loopback, "
     "and `stormtorch bench allreduce --faults 0.1` measures with it."
 )
 
 
 class LabError(RuntimeError):
-    """Something in the lab failed."""
+    """A failure in the lab."""
 
 
 class LabUnavailable(LabError):
-    """No lab can be made on this machine; the message says what is missing and what can be done."""
+    """This machine cannot run a lab; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the first namespace is made and entered."""
+    """A way to make and enter namespaces."""
 
     user_namespace: bool
     """Whether a user namespace stands in for root."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the way, for messages."""
         return "user namespace" if self.user_namespace else "root"
 
     def unshare(self) -> list[str]:
-        """The beginning of the command that makes the lab's first namespace."""
+        """First words of the command that makes the lab's first namespace."""
         return [tool("unshare"), "--user", "--map-root-user"] if self.user_namespace else [tool("unshare")]
 
     def enter(self, pid: int, *namespaces: str) -> list[str]:
-        """The beginning of a command that runs in namespaces of another process: "net", "pid", "mount"."""
+        """First words of a command that runs in namespaces ("net", "pid", "mount") of another process."""
         command = [tool("nsenter"), f"--target={pid}", *(f"--{name}" for name in namespaces)]
         if self.user_namespace:
             command += ["--user", "--preserve-credentials"]
@@ -56,7 +56,7 @@ class Access:
 
 
 def tool(name: str) -> str:
-    """The path of a command the lab needs."""
+    """Path of a command that the lab needs."""
     path = shutil.which(name, path=_PATH)
     if path is None:
         raise LabUnavailable(_missing([name]))
@@ -65,16 +65,16 @@ def tool(name: str) -> str:
 
 @functools.cache
 def find_access() -> Access:
-    """The way that works here.
+    """Finds the way that works on this machine.
 
     Raises:
-        LabUnavailable: None does, or tools are missing.
+        LabUnavailable: No way works, or tools are missing.
     """
     if missing := [name for name in _PACKAGES if shutil.which(name, path=_PATH) is None]:
         raise LabUnavailable(_missing(missing))
     problems = []
     for access in (Access(user_namespace=False), Access(user_namespace=True)):
-        # Everything a lab needs of the kernel, tried at once in a namespace that ends with the command.
+        # Try everything that a lab needs from the kernel, in a namespace that ends with the command.
         trial = "ip link add t0 type veth peer name t1 && nft add table bridge t"
         command = [*access.unshare(), "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", trial]
         done = subprocess.run(
@@ -100,12 +100,12 @@ def has_netem() -> bool:
 
 
 def available_tcp() -> tuple[str, ...]:
-    """The congestion controls of this kernel."""
+    """TCP congestion controls of this kernel."""
     return tuple(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split())
 
 
 def checked_tcp(name: str) -> str:
-    """`name`, if the kernel has that congestion control."""
+    """Returns `name` if the kernel has that congestion control; raises LabUnavailable otherwise."""
     known = available_tcp()
     if name not in known:
         raise LabUnavailable(f"this kernel has no TCP congestion control {name!r}; it has {', '.join(known)}")
@@ -114,7 +114,7 @@ def checked_tcp(name: str) -> str:
 
 @contextlib.contextmanager
 def allowed_tcp(name: str) -> Iterator[None]:
-    """Lets namespaces choose that congestion control, for the moment: the kernel keeps most of them for the machine."""
+    """Lets namespaces use a congestion control within the block: by default, the kernel allows them only a few."""
     path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
     allowed = path.read_text().split()
     changed = name not in allowed and os.access(path, os.W_OK)

@@ -1,4 +1,4 @@
-"""What the lab's network is like: asked for here, valid from birth.
+"""Conditions of the lab's network, checked when they are made.
 
 Conditions(rate="400mbit", loss=0.1)
 Conditions(rate="100mbit", loss=0.1, burst=8, delay="20ms", jitter="2ms", queue="64kb")
@@ -17,14 +17,14 @@ from stormtorch.network.units import parse_rate, parse_size, parse_time
 
 MOST_HOSTS = 64
 LEAST_RATE = 64e3
-"""Bits per second below which one Ethernet frame takes longer than a fifth of a second."""
+"""Lowest rate in bits per second: below it, one Ethernet frame takes longer than a fifth of a second."""
 MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLine:
-    """How one host's line to the switch differs from the others'; None is as for all."""
+    """Line between one host and the switch, where it differs from the others; None is the same as for all."""
 
     up_bits: float | None = None
     down_bits: float | None = None
@@ -33,30 +33,30 @@ class HostLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """The network between the lab's hosts. Text such as "400mbit" and "20ms" is understood and kept as a number."""
+    """Conditions of the network between the lab's hosts. Text such as "400mbit" and "20ms" becomes a number."""
 
     rate: str | float | None = None
-    """Of each host's line to the switch, in each direction, Ethernet headers included; None is as fast as it goes."""
+    """Rate of each host's line to the switch, in each direction, including Ethernet headers; None is unlimited."""
     queue: str | int = 512 << 10
-    """Bytes that may wait at each end of such a line; what comes on top is dropped and counted as overflow."""
+    """Bytes that may wait at each end of such a line; further packets are dropped and counted as overflow."""
     loss: float | LinkModel | PerLink = 0.0
-    """Of packets on their way from host to host: a probability or a model of links in `stormtorch.network.loss`."""
+    """Loss of packets from host to host: a probability, or a model of links from `stormtorch.network.loss`."""
     burst: float = 1.0
-    """Mean length of a run of losses, where `loss` is a probability."""
+    """Mean length of a run of losses, if `loss` is a probability."""
     delay: str | float = 0.0
-    """From host to host, one way: a round trip takes twice as long."""
+    """Delay from host to host, one way: a round trip takes twice as long."""
     jitter: str | float = 0.0
-    """Up to so much is added to the delay of each packet; they stay in order."""
+    """Largest further delay, drawn for each packet; packets stay in order."""
     seed: int = 0
-    """Of loss and jitter: with the same seed, the same packets of a link are lost."""
+    """Seed of loss and jitter: with the same seed, the same packets of a link are lost."""
     tcp: str | None = None
-    """Congestion control of TCP on the hosts; None is this machine's."""
+    """TCP congestion control of the hosts; None is that of this machine."""
     cut: frozenset[int] = frozenset()
     """Hosts that are cut off."""
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Delays of single links (source, target), in seconds, in place of `delay`."""
+    """Delays of single links (source, target) in seconds, instead of `delay`."""
     lines: Mapping[int, HostLine] = field(default_factory=dict)
-    """Lines that differ, by host."""
+    """Lines that differ from the others, by host."""
 
     def __post_init__(self) -> None:
         fixed = {
@@ -71,7 +71,7 @@ class Conditions:
         if not isinstance(self.loss, LinkModel | PerLink):
             object.__setattr__(self, "loss", link_model(self.loss, self.burst))
         elif self.burst != 1.0:
-            raise BadCondition("burst", "goes with a loss that is a number; a model brings its own")
+            raise BadCondition("burst", "goes with a loss that is a number; a model has a burst of its own")
         if not 0 <= self.seed < 2**63:
             raise BadCondition("seed", f"must be an integer in [0, 2^63), got {self.seed!r}")
         if self.jitter and not self.delayed:
@@ -79,25 +79,25 @@ class Conditions:
 
     @property
     def rate_bits(self) -> float | None:
-        """Bits per second."""
+        """Rate in bits per second."""
         assert not isinstance(self.rate, str)
         return self.rate
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes."""
+        """Queue in bytes."""
         assert not isinstance(self.queue, str)
         return self.queue
 
     @property
     def delay_s(self) -> float:
-        """Seconds, one way."""
+        """One-way delay in seconds."""
         assert not isinstance(self.delay, str)
         return self.delay
 
     @property
     def jitter_s(self) -> float:
-        """Seconds."""
+        """Jitter in seconds."""
         assert not isinstance(self.jitter, str)
         return self.jitter
 
@@ -107,16 +107,16 @@ class Conditions:
         return self.delay_s > 0 or any(self.delays.values())
 
     def model(self, source: int, target: int) -> LinkModel:
-        """The loss of one link."""
+        """Loss model of one link."""
         assert isinstance(self.loss, LinkModel | PerLink)
         return self.loss.model(source, target) if isinstance(self.loss, PerLink) else self.loss
 
     def link_delay_s(self, source: int, target: int) -> float:
-        """The delay of one link."""
+        """One-way delay of one link in seconds."""
         return self.delays.get((source, target), self.delay_s)
 
     def line(self, host: int) -> HostLine:
-        """The line of one host, with nothing left open."""
+        """Line of one host, with all values filled in."""
         own = self.lines.get(host, HostLine())
         return HostLine(
             up_bits=self.rate_bits if own.up_bits is None else own.up_bits,
@@ -125,21 +125,21 @@ class Conditions:
         )
 
     def changed(self, **changes: Any) -> "Conditions":
-        """A copy with some of it different. A new loss takes the old burst with it only if it is named, too."""
+        """Copies the conditions with some changes. A new loss has a burst of 1 unless `burst` is given, too."""
         known = {each.name for each in fields(self)}
         for name in changes:
             if name not in known:
-                raise BadCondition(name, f"is no condition; there are {', '.join(sorted(known))}")
+                raise BadCondition(name, f"is no condition; the conditions are {', '.join(sorted(known))}")
         if "burst" in changes and "loss" not in changes:
-            raise BadCondition("burst", "needs the loss it belongs to")
+            raise BadCondition("burst", "needs the loss that it belongs to")
         if "loss" in changes:
             changes.setdefault("burst", 1.0)
         else:
-            changes["burst"] = 1.0  # it is part of the model by now
+            changes["burst"] = 1.0  # the burst is already part of the model
         return replace(self, **changes)
 
     def check(self, hosts: int) -> None:
-        """Raises BadCondition where a host is named that a lab of so many hosts does not have."""
+        """Raises BadCondition if the conditions name a host that a lab of `hosts` hosts does not have."""
         links = set(self.delays) | (set(self.loss.links) if isinstance(self.loss, PerLink) else set())
         for source, target in links:
             for host in (source, target):
@@ -151,7 +151,7 @@ class Conditions:
                     raise BadCondition(name, f"names host {host}; the hosts are 0 to {hosts - 1}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with units in the names."""
+        """Conditions as plain data, with units in the names."""
         data: dict[str, Any] = {
             "rate_bits_per_s": self.rate_bits,
             "queue_bytes": self.queue_bytes,

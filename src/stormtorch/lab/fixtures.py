@@ -10,8 +10,8 @@ and in a test:
         network = lab(hosts=2, rate="100mbit", loss=0.1)
         assert network.run(["python", "train.py"]) == [0, 0]
 
-A lab ends with its test. Where none can be made, such tests are skipped with the reason; with STORMTORCH_REQUIRE_LAB=1
-in the environment they fail instead, which is what CI wants.
+A lab ends with its test. If this machine cannot run a lab, such tests are skipped with the reason; with
+STORMTORCH_REQUIRE_LAB=1 in the environment they fail instead, for use in CI.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ REQUIRE = "STORMTORCH_REQUIRE_LAB"
 
 
 def lab_or_skip() -> None:
-    """Returns where a lab can be made; skips the test, or fails it where labs are required, with the reason."""
+    """Returns if this machine can run a lab; otherwise skips the test, or fails it if labs are required."""
     try:
         find_access()
     except LabUnavailable as error:
         if os.environ.get(REQUIRE, "0") not in ("", "0"):
-            pytest.fail(f"{REQUIRE} is set, but no lab can be made: {error}")
+            pytest.fail(f"{REQUIRE} is set, but this machine cannot run a lab: {error}")
         pytest.skip(str(error))
 
 
 @pytest.fixture
 def lab() -> Iterator[Callable[..., Lab]]:
-    """Makes labs: takes what `stormtorch.lab.Lab` takes, returns it open, and closes it after the test."""
+    """Function that makes labs: it takes the arguments of `stormtorch.lab.Lab`. They are closed after the test."""
     lab_or_skip()
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""A lab: virtual hosts on one switch, whose network is as bad as you ask.
+"""The lab: virtual hosts on one switch, with a network that is as bad as you ask.
 
 with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
     lab.run(["python", "train.py"])          # torchrun's variables are set on every host
@@ -41,7 +41,7 @@ from stormtorch.network.loss import Trace
 MASTER_PORT = 29500
 _PROBE_PACKETS = 10
 _PROBE_S = 0.4
-# Rates above are limited by the cores that the probe's sender would need, not by the line.
+# At higher rates, the probe would measure the cores that its sender needs, not the line.
 _MOST_PROBED_BITS = 2e9
 
 
@@ -49,15 +49,15 @@ class Lab:
     """Virtual hosts in network namespaces. Use it in a `with` statement; nothing is left when it ends, however it ends.
 
     Args:
-        hosts: How many, 2 to 64.
-        conditions: Of the network between them.
-        management: Adds a second network without loss or limits, for control traffic that is not to be measured;
-            MASTER_ADDR is then there.
-        probe: Measure rate and round trip before the lab is handed over; takes about a second.
+        hosts: Number of hosts, 2 to 64.
+        conditions: Conditions of the network between them.
+        management: Whether to add a second network without loss or limits, for control traffic that should not be
+            measured; MASTER_ADDR is then an address in it.
+        probe: Whether to measure rate and round trip when the lab opens, which takes about a second.
         changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
 
     Raises:
-        LabUnavailable: This machine cannot, or needs a tool; the message says what to do.
+        LabUnavailable: This machine cannot run a lab, or lacks a tool; the message says what to do.
         BadCondition: A condition makes no sense.
     """
 
@@ -73,7 +73,7 @@ class Lab:
         if not 2 <= hosts <= MOST_HOSTS:
             raise BadCondition("hosts", f"must lie in [2, {MOST_HOSTS}], got {hosts!r}")
         self.size = hosts
-        """How many hosts."""
+        """Number of hosts."""
         self.conditions = (conditions or Conditions()).changed(**changes) if changes else conditions or Conditions()
         self.conditions.check(hosts)
         if self.conditions.tcp is not None:
@@ -104,7 +104,7 @@ class Lab:
     def _open(self, access: Access) -> None:
         self.access = access
         self._registration = Registration()
-        self._pipe = os.pipe()  # neither end is inherited but where a holder is given one
+        self._pipe = os.pipe()  # not inherited, except by holders, which get one end
         switch = Holder(access, self._pipe[0])
         self._holders.append(switch)
         for _ in range(self.size):
@@ -114,7 +114,7 @@ class Lab:
         self._name_hosts(self._registration.folder / "hosts")
         uniform = not self.conditions.delays
         kernel = not self.conditions.delayed or (uniform and has_netem())
-        # The probe measures rate and round trip, so it comes before the loss.
+        # The probe measures rate and round trip, so the network has no loss until it is done.
         at_first = self.conditions.changed(loss=0.0, cut=()) if self._probing else self.conditions
         self._network = (KernelNetwork if kernel else RelayNetwork)(switch, hosts, at_first)
         if self._management:
@@ -145,8 +145,8 @@ class Lab:
             self._pipe = None
 
     def _name_hosts(self, table: Path) -> None:
-        """h0 and so on, known to each other: many programs ask for the address of their own name."""
-        # Also as IPv6 sockets see each other: torch asks for the names of its peers and warns at length without.
+        """Names the hosts h0 and so on, in an /etc/hosts: many programs look up the address of their own name."""
+        # Also name addresses as IPv6 sockets see them: torch looks up its peers' names, and warns if there are none.
         names = [f"{address(host)} h{host}\n::ffff:{address(host)} h{host}.lab" for host in range(self.size)]
         if self._management:
             own = [management_address(host) for host in range(self.size)]
@@ -157,30 +157,30 @@ class Lab:
             script = f"echo h{host} > /proc/sys/kernel/hostname && mount --bind {shlex.quote(str(table))} /etc/hosts"
             holder.run(["sh", "-c", script], processes=True)
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """What `stormtorch lab set --lab` calls it."""
+        """Name of the lab for `stormtorch lab set --lab`."""
         assert self._registration is not None, "the lab is not open"
         return self._registration.name
 
     @property
     def kind(self) -> str:
-        """What the network is made of."""
+        """Kind of the network: the parts that it is made of."""
         return self._opened().kind
 
     @property
     def holders(self) -> list[Holder]:
-        """The hosts' namespaces, without the switch's."""
+        """Holders of the hosts' namespaces, without the switch's."""
         return self._holders[1:]
 
     def address(self, host: int) -> str:
-        """A host's address in the network under test."""
+        """Address of a host in the network under test."""
         return address(host)
 
     def management_address(self, host: int) -> str:
-        """A host's address in the management network."""
+        """Address of a host in the management network."""
         return management_address(host)
 
     def _opened(self) -> Network:
@@ -188,13 +188,13 @@ class Lab:
             raise LabError("the lab is not open: use it in a with statement")
         return self._network
 
-    # --- what it does -------------------------------------------------------------------------------------------------
+    # --- commands on hosts, conditions and counters -------------------------------------------------------------------
 
     def command(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
-        """The command that runs `words` on a host, in this directory."""
+        """Command line that runs `words` on a host, in the current directory."""
         self._opened()
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
-        # nsenter stays behind as the parent. It must outlive Ctrl-C, which is for the command alone.
+        # nsenter stays as the parent of the command. It must ignore Ctrl-C, which is meant for the command alone.
         before = [tool("env"), "--ignore-signal=INT", "--ignore-signal=TERM"]
         after = [tool("env"), "--default-signal=INT", "--default-signal=TERM", f"--chdir={os.getcwd()}"]
         return [*before, *self.holders[host].enter(processes=True), *after, *settings, *words]
@@ -202,12 +202,12 @@ class Lab:
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
     ) -> "subprocess.Popen[Any]":
-        """Starts a command on a host, in a process group of its own; further arguments are Popen's."""
+        """Starts a command on a host, in a process group of its own; `popen` are further arguments of Popen."""
         popen.setdefault("stdin", subprocess.DEVNULL)
         return subprocess.Popen(self.command(host, words, env), start_new_session=True, **popen)
 
     def python(self, host: int, folder: Path) -> Path:
-        """Writes a script into `folder` that runs this Python on a host, for what wants the path of an executable."""
+        """Writes a script into `folder` that runs this Python on a host, for programs that take an executable."""
         path = folder / f"python-{host}"
         words = [*self.holders[host].enter(processes=True), tool("env"), f"--chdir={os.getcwd()}", sys.executable]
         path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
@@ -225,15 +225,15 @@ class Lab:
     ) -> list[int]:
         """Runs a command on all hosts, with torchrun's variables, and returns the exit statuses by rank.
 
-        A rank that fails does not end the others, as on real hosts. A status above 128 is a signal's; 124 is that of a
-        rank ended by the time-out.
+        A rank that fails does not end the others, as on real hosts. A status above 128 means that a signal ended the
+        rank; 124 means that the timeout did.
 
         Args:
-            words: The command.
+            words: Command to run.
             per_node: Ranks on each host.
             env: Further environment variables.
-            timeout_s: All is ended then.
-            write: Given every line of output; by default lines are written to the standard output, the host in front.
+            timeout_s: Time after which all ranks are ended.
+            write: Called with every line of output; by default, lines go to the standard output with their host.
         """
         commands = [
             self.command(host, words, {**self.environment(host, local, per_node), **(env or {})})
@@ -243,7 +243,7 @@ class Lab:
         return run_everywhere(commands, per_node=per_node, timeout_s=timeout_s, write=write)
 
     def environment(self, host: int, local: int = 0, per_node: int = 1) -> dict[str, str]:
-        """What torchrun would set, what torchrun itself would be told, and which interface to use."""
+        """Environment of a rank: the variables that torchrun sets, those that it reads, and the interface to use."""
         rank, world = host * per_node + local, self.size * per_node
         master = management_address(0) if self._management else address(0)
         values = {
@@ -255,18 +255,18 @@ class Lab:
             "NODE_RANK": host,
             "MASTER_ADDR": master,
             "MASTER_PORT": MASTER_PORT,
-            # The defaults of torchrun's options, for a command that is torchrun: each rank is then one of its nodes.
+            # Defaults of torchrun's options, for a command that is torchrun itself: each rank is then one of its nodes.
             "PET_NNODES": world,
             "PET_NODE_RANK": rank,
             "PET_MASTER_ADDR": master,
             "PET_MASTER_PORT": MASTER_PORT,
-            # The network under test, also where the rendezvous is elsewhere.
+            # The network under test, even if the rendezvous is in the management network.
             "STORM_SOCKET_IFNAME": DEVICE,
-            # Without them gloo and NCCL ask for the address of this machine's name, which no host has.
+            # Without these, gloo and NCCL look up the address of this machine's name, which no host has.
             "GLOO_SOCKET_IFNAME": DEVICE,
             "NCCL_SOCKET_IFNAME": DEVICE,
             "TP_SOCKET_IFNAME": DEVICE,
-            # As torchrun does: many ranks share the cores.
+            # One thread, as torchrun sets it: many ranks share the cores.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
         }
@@ -280,7 +280,7 @@ class Lab:
             network = self._opened()
             if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
                 raise BadCondition(
-                    "delay", "can change only in a lab that began with one, as another kind of network is needed"
+                    "delay", "can change only in a lab that started with a delay: it needs another kind of network"
                 )
             if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
                 self._set_tcp(checked_tcp(conditions.tcp))
@@ -289,12 +289,12 @@ class Lab:
             return conditions
 
     def measured(self) -> Measured:
-        """What the network did since `reset` or since the lab began."""
+        """Counters of the network since `reset`, or since the lab opened."""
         with self._lock:
             return self._total().since(self._baseline)
 
     def reset(self) -> None:
-        """Starts counting anew."""
+        """Sets all counters to zero."""
         with self._lock:
             self._baseline = self._total()
 
@@ -315,7 +315,7 @@ class Lab:
                     holder.run(["sh", "-c", setting])
                 except LabError as error:
                     raise LabError(
-                        f"tcp {name} cannot be chosen: the machine's net.ipv4.tcp_allowed_congestion_control must list "
+                        f"tcp {name} is not allowed: this machine's net.ipv4.tcp_allowed_congestion_control must list "
                         "it, and only root may change that"
                     ) from error
 
@@ -354,7 +354,7 @@ class Lab:
         }
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What `stormtorch lab set` and `lab show` ask for."""
+        """Answers the requests of `stormtorch lab set` and `lab show`."""
         changes = dict(request.get("set", {}))
         if "trace" in changes:
             changes["loss"] = Trace(bits=changes.pop("trace"))

@@ -1,4 +1,4 @@
-"""What the lab's network really did, as its own counters and a probe saw it."""
+"""Measurements of the lab's network, by its counters and by a probe."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ class LinkCount(NamedTuple):
     target: int
     seen: int
     lost: int
-    """On purpose."""
+    """Packets that the lab dropped on purpose."""
 
 
 class LineCount(NamedTuple):
@@ -21,25 +21,25 @@ class LineCount(NamedTuple):
     direction: str
     """"up" is from the host to the switch."""
     packets: int
-    """That passed."""
+    """Packets that passed."""
     overflowed: int
-    """That found the queue full: what senders inflict on themselves."""
+    """Packets that found the queue full: loss that senders cause by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Counters since the last `reset`, and what the probe found before anything ran."""
+    """Counters since the last `reset`, and what the probe measured when the lab opened."""
 
     links: list[LinkCount]
     lines: list[LineCount]
     rates_bits: list[float] = field(default_factory=list)
-    """What each host received in the probe's best tenth of a second; empty where no rate was asked for."""
+    """Rate at which each host received in the probe's best tenth of a second; empty if the lab has no rate."""
     round_trips_s: list[float] = field(default_factory=list)
-    """From each host to the next one and back, by the probe."""
+    """Round trips from each host to the next one, measured by the probe."""
 
     @property
     def loss(self) -> float:
-        """Fraction lost on purpose, over all links."""
+        """Fraction of all packets that the lab dropped on purpose."""
         seen = sum(link.seen for link in self.links)
         return sum(link.lost for link in self.links) / seen if seen else 0.0
 
@@ -47,12 +47,12 @@ class Measured:
     def overflow(self) -> float:
         """Fraction of all packets that found a queue full."""
         lost = sum(line.overflowed for line in self.lines)
-        # Each packet passes two lines; its sender's is where it is counted.
+        # Each packet passes two lines; it is counted on its sender's.
         sent = sum(line.packets + line.overflowed for line in self.lines if line.direction == "up")
         return lost / sent if sent else 0.0
 
     def since(self, before: "Measured") -> "Measured":
-        """What was counted after `before`."""
+        """Counters since `before`."""
         links = {(link.source, link.target): link for link in before.links}
         lines = {(line.host, line.direction): line for line in before.lines}
         return Measured(
@@ -63,7 +63,7 @@ class Measured:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with units in the names."""
+        """Measurements as plain data, with units in the names."""
         return {
             "loss": self.loss,
             "overflow": self.overflow,

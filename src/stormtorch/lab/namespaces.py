@@ -1,8 +1,9 @@
 """Namespaces that live exactly as long as this process holds a pipe open.
 
-A holder is `cat` as the first process of namespaces of its own. It waits for the end of a pipe whose other end is here:
-when this process ends, in whatever way, the pipe ends, the holder ends, the kernel kills every process in its pid
-namespace, and a network namespace without processes vanishes with its devices. Nothing has a name that could be left.
+A holder is `cat` as the first process of its own namespaces. It reads from a pipe whose other end this process holds.
+When this process ends, for whatever reason, the pipe closes and the holder ends; the kernel then kills every process in
+the holder's pid namespace, and the network namespace vanishes with its devices. No namespace has a name, so none can be
+left behind.
 """
 
 import contextlib
@@ -19,30 +20,30 @@ _PATIENCE_S = 10.0
 
 
 class Holder:
-    """One set of namespaces and the process that keeps them."""
+    """One set of namespaces, and the process that keeps them alive."""
 
     pid: int = 0
-    """Of the holder, in this process's pid namespace."""
+    """Process id of the holder, in this process's pid namespace."""
 
     def __init__(self, access: Access, pipe: int, *, inside: "Holder | None" = None) -> None:
-        # The user namespace is made once, by the first holder; the others are made inside it.
+        # The first holder makes the user namespace; the others are made inside it.
         first = access.unshare() if inside is None else [*access.enter(inside.pid), tool("unshare")]
         command = [*first, "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", tool("cat")]
         self._access = access
-        # A session of its own: Ctrl-C in the terminal is for this program, which then ends the holders in order.
+        # A session of its own: Ctrl-C in the terminal should reach only this program, which then ends the holders.
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
         self.pid = self._await_child()
 
     def _await_child(self) -> int:
-        """Both unshare and nsenter fork; the namespaces are those of their last descendant, once it runs cat."""
+        """Waits until `cat` runs: unshare and nsenter fork, and their last descendant has the namespaces."""
         give_up_at = time.monotonic() + _PATIENCE_S
         while time.monotonic() < give_up_at:
             if self._process.poll() is not None:
                 assert self._process.stderr is not None
                 problem = self._process.stderr.read().decode(errors="replace").strip()
-                raise LabError(f"a namespace could not be made: {problem}")
+                raise LabError(f"cannot make a namespace: {problem}")
             pid = _last_descendant(self._process.pid)
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == "cat":
@@ -52,7 +53,7 @@ class Holder:
         raise LabError(f"a namespace was not ready after {_PATIENCE_S:g} s")
 
     def enter(self, *, processes: bool = False) -> list[str]:
-        """The beginning of a command that runs in the network namespace, or with `processes` as one of the host's."""
+        """First words of a command that runs in the network namespace, or, with `processes`, in all of the host's."""
         return self._access.enter(self.pid, "net", *(("uts", "pid", "mount") if processes else ()))
 
     @property
@@ -62,16 +63,16 @@ class Holder:
 
     @property
     def alive(self) -> bool:
-        """Whether the host still stands."""
+        """Whether the holder still runs."""
         return self._process.poll() is None
 
     def run(self, command: Sequence[str], text: str = "", *, processes: bool = False) -> str:
-        """Runs a command in the network namespace, with `text` on its standard input; returns its output."""
+        """Runs a command in the network namespace with `text` as its standard input, and returns its output."""
         return run_command([*self.enter(processes=processes), *command], text)
 
     def end(self) -> None:
-        """Kills what runs inside, at once."""
-        # --kill-child: the holder, and with it its pid namespace, dies with unshare. Killing both leaves no window.
+        """Kills the holder, and with it everything that runs inside."""
+        # With --kill-child, the holder and its pid namespace die with unshare. Killing both at once leaves no gap.
         for pid in {self.pid, self._process.pid} - {0}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -81,7 +82,7 @@ class Holder:
 
 
 def run_command(command: Sequence[str], text: str = "") -> str:
-    """Runs a command that must succeed."""
+    """Runs a command and returns its output; raises LabError if it fails."""
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, check=False, timeout=60, start_new_session=True
     )
@@ -109,7 +110,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _children_by_search(pid: int) -> Iterator[int]:
-    """For kernels without CONFIG_PROC_CHILDREN."""
+    """Children of a process, for kernels without CONFIG_PROC_CHILDREN."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:

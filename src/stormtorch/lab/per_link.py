@@ -5,8 +5,8 @@
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
  "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb"}]}
 
-A link is a direction: name both where both are meant. Of several entries that fit a link, the last one counts. A
-trace's file is looked for beside the file that names it.
+A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
+The file of a trace is relative to the folder of the file that names it.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ _HOST_KEYS = {"host", "rate", "up", "down", "queue"}
 
 
 def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
-    """`base` with what the file says on top."""
+    """Reads a file and returns `base` with the conditions of the file."""
     if isinstance(base.loss, PerLink):
         models, default = dict(base.loss.links), base.loss.default
     else:

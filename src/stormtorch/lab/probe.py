@@ -1,8 +1,8 @@
-"""Measures round trip and rate from one host to the next. Run inside the hosts, all at once; needs Python alone.
+"""Measures round trip and rate from one host to the next. Runs on all hosts at once; needs only Python.
 
 probe.py OWN NEXT START_AT_S PACKETS RATE_BITS SECONDS
 
-prints {"round_trips_s": [...], "rate_bits": what this host received per second, or null}.
+prints {"round_trips_s": [...], "rate_bits": bits per second that this host received, or null}.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ _ECHO_PORT, _SINK_PORT = 7007, 9009
 _DEVICE = "eth0"
 _PAYLOAD = 1472
 _MOST_FRAMES_PER_SEND = 16
-# The fastest stretch of this length is the line's rate: on a busy machine the sender does not run all the time.
+# The fastest stretch of this length gives the line's rate: on a busy machine, the sender is sometimes interrupted.
 _STRETCH_S = 0.1
 _UDP_SEGMENT = 103
 
 
 def main() -> None:
-    """Answers and asks; then sends as fast as it is told and counts what comes in."""
+    """Measures round trips; then sends at the given rate and counts what arrives."""
     own, following, start_at, packets, rate, seconds = (
         sys.argv[1],
         sys.argv[2],
@@ -38,7 +38,7 @@ def main() -> None:
     round_trips = _ask(own, following, packets)
     received = None
     if rate > 0:
-        # Hosts that met loss are late; those that are done keep answering meanwhile.
+        # Wait for hosts that are late because of loss; this one keeps answering meanwhile.
         _sleep_until(start_at + _ASKING_S)
         received = _flood(own, following, rate, seconds)
     else:
@@ -74,11 +74,11 @@ def _ask(own: str, following: str, packets: int) -> list[float]:
 
 
 def _flood(own: str, following: str, rate: float, seconds: float) -> float:
-    """Sends somewhat faster than the line can, and counts at the device, before any loss at this host."""
+    """Sends somewhat faster than the line, and counts what arrives at the device, before any loss at this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
         sending.bind((own, _SINK_PORT))
         sending.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, _PAYLOAD)
-        # Small enough to flow evenly, large enough to cost little.
+        # Bundles small enough for an even flow, and large enough to cost little.
         frames = max(1, min(_MOST_FRAMES_PER_SEND, int(rate * 1e-3 / 8 / _PAYLOAD)))
         bundle = bytes(_PAYLOAD * frames)
         pause = len(bundle) * 8 / (1.1 * rate)
@@ -90,7 +90,7 @@ def _flood(own: str, following: str, rate: float, seconds: float) -> float:
                 seen.append(_count())
                 look_at = now + 0.2 * _STRETCH_S
             if now >= due:
-                with contextlib.suppress(OSError):  # a full queue is what is wanted
+                with contextlib.suppress(OSError):  # the queue is meant to be full
                     sending.sendto(bundle, (following, _SINK_PORT))
                 due = max(due + pause, now - 20 * pause)
             else:
@@ -100,7 +100,7 @@ def _flood(own: str, following: str, rate: float, seconds: float) -> float:
 
 
 def _fastest(seen: list[tuple[float, int]]) -> float:
-    """The highest rate over any stretch that is long enough, or over all if none is."""
+    """Highest rate over any stretch that is long enough, or over all if none is."""
     rates = [_rate(seen[0], seen[-1])]
     for index, start in enumerate(seen):
         end = next((each for each in seen[index:] if each[0] - start[0] >= _STRETCH_S), None)
@@ -114,7 +114,7 @@ def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:
 
 
 def _count() -> tuple[float, int]:
-    """When, and how many bytes had come in: again if something came between the two."""
+    """Time, and bytes received by then; read again if too much time passed between the two."""
     for _ in range(5):
         before = time.monotonic()
         received = _received_bytes()

@@ -1,4 +1,4 @@
-"""Where running labs can be found: a folder with a socket each, through which other commands ask and change them."""
+"""Registry of running labs: a folder for each, with a socket through which other commands query and change it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def registry() -> Path:
-    """This user's folder of labs; nobody else can write there."""
+    """Folder of this user's labs, which nobody else can write to."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"stormtorch-labs-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -36,31 +36,31 @@ def registry() -> Path:
 
 
 class Registration:
-    """One running lab's entry. Its thread answers requests until `close`."""
+    """Entry of one running lab. Its thread answers requests until `close`."""
 
     def __init__(self) -> None:
         self.name = f"{os.getpid()}-{secrets.token_hex(2)}"
         self.folder = registry() / self.name
-        """For files of the lab; removed with all that is in it."""
+        """Folder for files of the lab; `close` removes it with everything in it."""
         self.folder.mkdir(mode=0o700)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._thread: threading.Thread | None = None
         self.record([])
 
     def record(self, holders: Sequence[int]) -> None:
-        """Notes the processes that are to be killed should they outlive this one."""
+        """Writes down the processes that `clean` must kill if they outlive this one."""
         record = {"owner": _identity(os.getpid()), "holders": [_identity(pid) for pid in holders]}
         (self.folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
 
     def serve(self, answer: Answer) -> None:
-        """Begins to answer requests."""
+        """Starts to answer requests."""
         self._socket.bind(str(self.folder / _SOCKET))
         self._socket.listen()
         self._thread = threading.Thread(target=self._serve, args=(answer,), daemon=True, name="stormtorch lab")
         self._thread.start()
 
     def close(self) -> None:
-        """Takes the entry away."""
+        """Removes the entry."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -78,13 +78,13 @@ class Registration:
                 line.settimeout(_PATIENCE_S)
                 try:
                     reply = answer(json.loads(_receive(line)))
-                except Exception as error:  # whatever it is, the one who asked must hear of it
+                except Exception as error:  # report any error to the command that asked
                     reply = {"error": str(error), "name": getattr(error, "name", None)}
                 line.sendall(json.dumps(reply).encode())
 
 
 class Refused(LabError):
-    """A running lab refused a change; `name` is the condition, if it was one."""
+    """A running lab refused a change; `name` is the condition, if the reason was a condition."""
 
     def __init__(self, problem: str, name: str | None) -> None:
         super().__init__(problem)
@@ -92,20 +92,20 @@ class Refused(LabError):
 
 
 def running() -> list[str]:
-    """The names of labs whose owner lives."""
+    """Names of the labs whose owner still runs."""
     return [entry.name for entry in _entries() if _lives(_record(entry).get("owner"))]
 
 
 def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
-    """Sends a request to a lab; None is the only one that runs."""
+    """Sends a request to a lab and returns its reply; None means the only running lab."""
     names = running()
     if name is None:
         if len(names) != 1:
-            problem = "no lab runs" if not names else f"several labs run: choose one of {', '.join(names)} by --lab"
-            raise LabError(problem)
+            several = f"several labs are running: choose one by --lab: {', '.join(names)}"
+            raise LabError(several if names else "no lab is running")
         name = names[0]
     elif name not in names:
-        raise LabError(f"no lab {name!r} runs; {'there is ' + ', '.join(names) if names else 'there is none'}")
+        raise LabError(f"no lab {name!r} is running; running labs: {', '.join(names) or 'none'}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(_PATIENCE_S)
         try:
@@ -121,7 +121,7 @@ def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean() -> list[str]:
-    """Removes what labs left whose owner is gone; returns a line for each thing removed."""
+    """Removes what labs left behind whose owner has ended; returns a line for each thing removed."""
     done = []
     for entry in _entries():
         record = _record(entry)
@@ -150,12 +150,12 @@ def _record(entry: Path) -> dict[str, Any]:
 
 
 def _identity(pid: int) -> dict[str, int]:
-    """A process's number and when it began: numbers are used again."""
+    """Id of a process and its start time, as process ids are reused."""
     return {"pid": pid, "began": _began(pid) or 0}
 
 
 def _began(pid: int) -> int | None:
-    """When the process began; None where it has ended, even if nobody has taken note of that yet."""
+    """Start time of a process; None if it has ended, even if its parent has not collected it yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])
@@ -175,5 +175,5 @@ def _receive(line: socket.socket) -> bytes:
     while piece := line.recv(65536):
         data += piece
         if len(data) > _LONGEST_REQUEST:
-            raise ValueError("too long a request")
+            raise ValueError("the request is too long")
     return bytes(data)

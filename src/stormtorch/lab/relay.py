@@ -1,8 +1,8 @@
-"""The network of the lab in a process: the native relay, for delays where the kernel has no netem.
+"""The lab's network in a process: a native relay, for delays where the kernel has no netem.
 
-`stormtorch-relay` (engine/relay_main.cpp) owns a TUN device in each host and carries every packet from one to the
-other: through the sender's uplink, the link's loss and delay, and the receiver's downlink. It takes commands as lines
-and ends with the pipe they come from.
+`stormtorch-relay` (engine/relay_main.cpp) owns a TUN device in each host and carries every packet from one host to
+another: through the sender's uplink, the link's loss and delay, and the receiver's downlink. It reads commands, one per
+line, from a pipe, and ends when the pipe closes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from stormtorch.lab.wires import DEVICE, address, set_up
 from stormtorch.network.loss import Trace
 
 _TUN = "/dev/net/tun"
-# What the kernel keeps for the relay while that waits for a core.
+# Packets that the kernel keeps for the relay while the relay waits for a core.
 _QUEUE_PACKETS = 4096
 
 
@@ -59,7 +59,7 @@ class RelayNetwork:
             raise
 
     def apply(self, conditions: Conditions) -> None:
-        """Makes the network like that from now on."""
+        """Gives the network these conditions from now on."""
         for index in range(self._hosts):
             line = conditions.line(index)
             for direction, bits in (("up", line.up_bits), ("down", line.down_bits)):
@@ -101,7 +101,7 @@ class RelayNetwork:
     def close(self) -> None:
         """Ends the relay."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):  # of what was still to be written, if it has died
+        with contextlib.suppress(OSError):  # the relay may have died before reading everything
             self._process.stdin.close()
         try:
             self._process.wait(2.0)
@@ -114,7 +114,7 @@ class RelayNetwork:
         return json.loads(self._ask("stats"))
 
     def _set(self, what: str, value: str) -> None:
-        """Only what is new: setting a link anew would start its trace of losses from the beginning."""
+        """Sends a setting only if it has changed: setting a link again would restart its trace of losses."""
         if self._before.get(what) != value:
             self._ask(f"{what} {value}")
             self._before[what] = value
@@ -129,7 +129,7 @@ class RelayNetwork:
             except (BrokenPipeError, ValueError):
                 answer = ""
         if not answer:
-            raise LabError(f"the relay has ended, status {self._process.poll()}")
+            raise LabError(f"the relay has ended with status {self._process.poll()}")
         kind, _, rest = answer.strip().partition(" ")
         if kind == "error":
             raise LabError(f"the relay refuses {command[:80]!r}: {rest}")

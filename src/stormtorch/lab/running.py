@@ -1,4 +1,4 @@
-"""One command on every host: output line by line with its origin, and an end in every case."""
+"""Running a command on every host: prints each line of output with its host, and always ends all ranks."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import IO, NamedTuple
 
 _GRACE_S = 5.0
 TIMED_OUT = 124
-"""The status of a rank that was ended by the time-out, as of timeout(1)."""
+"""Status of a rank that the timeout ended, as timeout(1) has it."""
 
 
 class Line(NamedTuple):
@@ -19,9 +19,9 @@ class Line(NamedTuple):
 
     host: int
     local: int
-    """Which of the host's ranks."""
+    """Number of the rank on its host."""
     error: bool
-    """Whether it came from the standard error."""
+    """Whether the line comes from the standard error."""
     text: str
 
 
@@ -32,7 +32,7 @@ def run_everywhere(
     timeout_s: float | None,
     write: Callable[[Line], None] | None,
 ) -> list[int]:
-    """Runs the commands, one per rank, until all have ended; returns their statuses."""
+    """Runs the commands, one per rank, until all have ended, and returns their statuses."""
     ranks = _Ranks(commands, per_node, write or _print)
     try:
         return ranks.wait(timeout_s)
@@ -47,7 +47,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         for rank, command in enumerate(commands):
-            # A group of its own: signals reach the command and what it started, and nothing else.
+            # A process group of its own: signals reach the command and its children, and nothing else.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -68,7 +68,7 @@ class _Ranks:
     def _read(self, stream: IO[str], host: int, local: int, error: bool) -> None:
         with stream, contextlib.suppress(ValueError):
             for text in stream:
-                with self._lock:  # a line is never torn by another
+                with self._lock:  # lines of different ranks must not mix
                     self._write(Line(host, local, error, text.rstrip("\n")))
 
     def wait(self, timeout_s: float | None) -> list[int]:
@@ -83,7 +83,7 @@ class _Ranks:
                     late = {each for each in range(rank, len(self._processes)) if self._runs(each)}
                     break
         except KeyboardInterrupt:
-            # The ranks are in groups of their own, so they have not heard of it yet.
+            # The ranks are in process groups of their own, so Ctrl-C has not reached them.
             self._signal(signal.SIGINT)
             self._await_all(_GRACE_S)
             raise
@@ -94,7 +94,7 @@ class _Ranks:
         return [TIMED_OUT if rank in late else _status(p.returncode) for rank, p in enumerate(self._processes)]
 
     def end(self) -> None:
-        """Asks, waits, kills."""
+        """Asks all ranks to end, waits, and kills those that still run."""
         for ending in (signal.SIGTERM, signal.SIGKILL):
             if not any(self._runs(rank) for rank in range(len(self._processes))):
                 return

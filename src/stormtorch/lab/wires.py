@@ -1,8 +1,8 @@
-"""The network of the lab in the kernel: a bridge, a veth pair to each host, tbf for rates, nft for loss.
+"""The lab's network in the kernel: a bridge, a veth pair to each host, tbf for rates, nft for loss.
 
-Everything is a list of words for ip, tc and nft; `KernelNetwork` runs them. Loss is decided on the bridge, between the
-uplink of one host and the downlink of another, by counting packets through a trace drawn in advance: nft's own random
-numbers know neither a seed nor bursts.
+Functions make command lines for ip, tc and nft; `KernelNetwork` runs them. Packets are lost on the bridge, between the
+uplink of one host and the downlink of another, by counting them through a trace drawn in advance: nft's own random
+numbers have neither a seed nor bursts.
 """
 
 import json
@@ -17,12 +17,12 @@ from stormtorch.lab.namespaces import Holder
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, Trace
 
 DEVICE = "eth0"
-"""Every host's interface to the network under test."""
+"""Interface of every host to the network under test."""
 MANAGEMENT_DEVICE = "mgmt0"
-"""Every host's interface to the management network, where there is one: no loss, no limits."""
-# Packets after which a link's losses repeat themselves.
+"""Interface of every host to the management network, if there is one: without loss or limits."""
+# Number of packets after which the losses of a link repeat.
 _PERIOD = 1 << 16
-# Of so many draws of bursts, the one whose loss is nearest to what was asked for is taken.
+# Number of traces with bursts to draw; the one whose loss is nearest to the requested loss is used.
 _DRAWS = 8
 _TABLE = "stormtorch"
 _ROUTER_RULES = "/proc/sys/net/bridge/bridge-nf-call-iptables"
@@ -30,23 +30,23 @@ _NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", 
 
 
 def address(host: int) -> str:
-    """In the network under test; the range is reserved for benchmarks (RFC 2544)."""
+    """Address of a host in the network under test; the range is reserved for benchmarks (RFC 2544)."""
     return f"198.18.0.{host + 1}"
 
 
 def management_address(host: int) -> str:
-    """In the management network."""
+    """Address of a host in the management network."""
     return f"198.19.0.{host + 1}"
 
 
 class Network(Protocol):
-    """What joins the hosts."""
+    """A network that joins the hosts."""
 
     kind: str
-    """For people and results."""
+    """Kind of the network, for messages and results."""
 
     def apply(self, conditions: Conditions) -> None:
-        """Makes the network like that from now on."""
+        """Gives the network these conditions from now on."""
         ...
 
     def links(self) -> list[LinkCount]:
@@ -58,19 +58,19 @@ class Network(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what does not end with the namespaces."""
+        """Ends everything that does not end with the namespaces."""
         ...
 
 
 class KernelNetwork:
-    """A bridge in a namespace of its own, which is the switch."""
+    """A bridge in a namespace of its own, which acts as the switch."""
 
     def __init__(self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
         self.kind = "bridge, tbf, netem, nft" if conditions.delayed else "bridge, tbf, nft"
         self._switch = switch
         self._hosts = hosts
         self._conditions: Conditions | None = None
-        # Counters start anew with every change; what they had is added up here.
+        # The kernel's counters restart with every change; their earlier values are added up here.
         self._seen: dict[tuple[int, int], int] = {}
         self._lost: dict[tuple[int, int], int] = {}
         self._passed: dict[tuple[int, str], LineCount] = {}
@@ -78,10 +78,10 @@ class KernelNetwork:
         self.apply(conditions)
 
     def apply(self, conditions: Conditions) -> None:
-        """Makes the network like that from now on."""
+        """Gives the network these conditions from now on."""
         before = self._conditions
         if conditions.delayed and not has_netem():
-            raise RuntimeError("this kernel cannot delay packets; the relay does")
+            raise RuntimeError("this kernel cannot delay packets: use the relay")
         for index, holder in enumerate(self._hosts):
             line = conditions.line(index)
             delay = (conditions.delay_s, conditions.jitter_s)
@@ -109,14 +109,14 @@ class KernelNetwork:
         counts = []
         for index, holder in enumerate(self._hosts):
             if not holder.alive:
-                continue  # a host that was killed has taken its counters with it
+                continue  # the counters of a killed host are gone
             up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show"])
             counts.append(_line_count(index, "up", up, DEVICE))
             counts.append(_line_count(index, "down", down, f"p{index}"))
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
 
     def _keep_counts(self, host: int, before: HostLine, after: HostLine) -> None:
-        """Another kind of queue starts counting anew; a new rate of the same kind does not."""
+        """Keeps the counters of a queue that changes its kind, which restarts them; a new rate alone does not."""
         changed = {"up": (before.up_bits, after.up_bits), "down": (before.down_bits, after.down_bits)}
         for count in self.lines():
             old, new = changed[count.direction]
@@ -124,7 +124,7 @@ class KernelNetwork:
                 self._passed[count.host, count.direction] = count
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Does nothing: the kernel's network ends with the namespaces."""
 
     def _count(self, *, reset: bool = False) -> None:
         if self._conditions is None:
@@ -144,8 +144,8 @@ class KernelNetwork:
 def make_bridge(
     switch: Holder, hosts: Sequence[Holder], bridge: str, device: str, address_of: Callable[[int], str], port: str = "p"
 ) -> None:
-    """A bridge in the switch and a veth pair to each host."""
-    # Where the machine has br_netfilter, every packet would also visit the rules of routers, of which there are none.
+    """Makes a bridge in the switch, and a veth pair to each host."""
+    # With br_netfilter, every packet would also pass the rules for routers, of which there are none.
     switch.run(["sh", "-c", f"[ ! -e {_ROUTER_RULES} ] || echo 0 > {_ROUTER_RULES}"])
     lines = [f"link add {bridge} type bridge stp_state 0 mcast_snooping 0", f"link set {bridge} up"]
     for index, holder in enumerate(hosts):
@@ -156,16 +156,16 @@ def make_bridge(
     switch.run([tool("ip"), "-batch", "-"], "\n".join(lines))
     for index, holder in enumerate(hosts):
         holder.run([tool("ip"), "-batch", "-"], "\n".join(set_up(device, address_of(index))))
-        # Packets of a real wire's size, not bundles of forty: loss strikes each for itself. (gso_max_segs 1 would do it
-        # too, but TCP then sends one segment at a time, and BBR loses most of its rate.)
+        # Send packets of a real wire's size, not bundles of forty, so that each is lost by itself. (gso_max_segs 1
+        # would do this, too, but TCP would then send one segment at a time, and BBR would lose most of its rate.)
         for end, name in ((holder, device), (switch, f"{port}{index}")):
             end.run([tool("ethtool"), "-K", name, *_NO_BUNDLES])
-        # What has arrived may be bundled, as by any network card: loss has struck by then.
+        # Packets may be bundled after they have arrived, as any network card does: losses have happened by then.
         holder.run([tool("ethtool"), "-K", device, "gro", "on"])
 
 
 def set_up(device: str, own: str) -> list[str]:
-    """What makes a new device of a host usable, for ip -batch."""
+    """Commands for ip -batch that make a new device of a host usable."""
     return [
         "link set lo up",
         f"link set {device} addrgenmode none up",
@@ -174,32 +174,32 @@ def set_up(device: str, own: str) -> list[str]:
 
 
 def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, float]) -> list[str]:
-    """What gives a device its rate, queue and delay, for tc -batch."""
+    """Commands for tc -batch that give a device its rate, queue and delay."""
     assert line.queue_bytes is not None
     commands = []
     parent = "root handle 1:"
     if delay[0]:
-        # What is on its way waits in netem; it must never be the one to drop.
+        # Delayed packets wait in netem, which must never drop any.
         commands.append(
             f"qdisc replace dev {device} root handle 9: netem delay {delay[0] * 1e6:.0f}us {delay[1] * 1e6:.0f}us "
             "limit 1000000"
         )
         parent = "parent 9: handle 1:"
     if bits is not None:
-        # A millisecond's worth: timers that fire late on a busy machine cost no rate.
+        # A burst of one millisecond, so that timers which fire late on a busy machine do not lower the rate.
         burst_bytes = max(bits / 8 * 1e-3, 4 * 1514)
         commands.append(
             f"qdisc replace dev {device} {parent} tbf rate {bits:.0f}bit burst {burst_bytes:.0f} "
             f"limit {line.queue_bytes}"
         )
     elif not delay[0]:
-        # A handle of its own: a queue cannot be replaced by one of another kind under the same.
+        # Another handle: a queue cannot be replaced by one of another kind under the same handle.
         commands.append(f"qdisc replace dev {device} root handle 2: bfifo limit {line.queue_bytes}")
     return commands
 
 
 def ruleset(conditions: Conditions, hosts: int) -> str:
-    """All rules, in one transaction that replaces the former ones."""
+    """All rules of nft, in one transaction that replaces the former ones."""
     links = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
     sets: dict[LinkModel, str] = {}
     chains: list[str] = []
@@ -220,8 +220,8 @@ def ruleset(conditions: Conditions, hosts: int) -> str:
     hook = "type filter hook forward priority 0; policy accept;"
     parts = [f"counter {kind}_{a}_{b} {{ }}" for a, b in links for kind in ("seen", "lost")]
     parts += [
-        # Twice its length: each link starts elsewhere in the same trace, and nft cannot take an offset modulo it.
-        # Its size is given: the kernel then takes a plain hash table instead of one that can grow, and is faster.
+        # The trace stands twice in a row: each link starts elsewhere in it, and nft cannot wrap an offset around.
+        # With a given size, the kernel uses a plain hash table instead of a growing one, which is faster.
         _block(
             f"set {name}",
             ["type mark;", f"size {len(positions)};", f"elements = {{ {', '.join(map(str, positions))} }}"],
@@ -244,7 +244,7 @@ def _positions(bits: bytes) -> list[int]:
 
 
 def _bits(model: LinkModel, seed: int) -> bytes:
-    """A trace of the model: 1 is lost."""
+    """Trace drawn from the model: 1 is lost."""
     if isinstance(model, Trace):
         return model.bits
     dice = random.Random(f"{seed} {model}")
@@ -267,10 +267,10 @@ def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
 
 
 def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
-    # Of netem and tbf, tbf is the one with a queue that can overflow.
+    # Count at tbf, not at netem: only the queue of tbf can overflow.
     rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") in ("1:", "2:")]
     if not rows:
-        raise LabError(f"tc tells nothing of the queue of {device}")  # and zero would pass for a measurement
+        raise LabError(f"tc does not list the queue of {device}")  # zero would look like a measurement
     return LineCount(host=host, direction=direction, packets=rows[0]["packets"], overflowed=rows[0]["drops"])
 
 

@@ -1,1 +1,1 @@
-"""What is trained: models, data, and tasks made of both."""
+"""Models, data sets, and tasks made of both."""

@@ -1,1 +1,1 @@
-"""Data sets, read from files or made here."""
+"""Data sets, read from files or from installed libraries."""

@@ -1,4 +1,4 @@
-"""A small language model in LLaMA's manner: RMSNorm, rotary positions, SwiGLU. Tokens are bytes.
+"""A small language model like LLaMA: RMSNorm, rotary positions, SwiGLU. By default, tokens are bytes.
 
 Letters at the end of names: B sequences, T tokens, H heads, K elements of a head.
 """
@@ -12,25 +12,25 @@ from torch.nn import functional
 from stormtorch.checks import BadSetting, check_between
 
 BYTES = 256
-"""The vocabulary."""
+"""Vocabulary of a model whose tokens are bytes."""
 _ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSize:
-    """How large the model is; the default has 0.83 million parameters."""
+    """Size of the model; the default has 0.82 million parameters."""
 
     layers: int = 4
     width: int = 128
     heads: int = 4
-    """Of `width / heads` elements each, an even number."""
+    """Number of heads; each has `width / heads` elements, which must be an even number."""
     hidden: int | None = None
-    """Of SwiGLU's three matrices; None is 8/3 of the width, as LLaMA's, up to a multiple of 8."""
+    """Hidden width of SwiGLU's matrices; None is 8/3 of the width, as in LLaMA, rounded up to a multiple of 8."""
     vocabulary: int = BYTES
     tied: bool = True
-    """The matrix that reads tokens also writes them: fewer parameters, which a small model gains most from."""
+    """Whether the embedding is also the output matrix: fewer parameters, which helps small models most."""
     epsilon: float | None = None
-    """Added to the mean square in RMSNorm; None is the smallest that float32 tells from 1."""
+    """Number added to the mean square in RMSNorm; None is the precision of float32."""
 
     def __post_init__(self) -> None:
         check_between("layers", self.layers, 1, 1000)
@@ -46,12 +46,12 @@ class LlamaSize:
 
     @property
     def inner(self) -> int:
-        """What `hidden` comes to."""
+        """Hidden width, also if `hidden` is None."""
         return -(-8 * self.width // 3 // 8) * 8 if self.hidden is None else self.hidden
 
 
 class Llama(nn.Module):
-    """Scores of the next token after each token: (B, T) integers become (B, T, vocabulary)."""
+    """Model that scores the next token after each token: (B, T) integers become (B, T, vocabulary)."""
 
     def __init__(self, size: LlamaSize | None = None) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Llama(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # As GPT-2: what is added to the residual begins smaller the more layers add to it.
+                # As in GPT-2, matrices that add to the residual start smaller the more layers add to it.
                 adds = name.endswith(("attention.out.weight", "feed.down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * size.layers) ** 0.5 if adds else 0.02)
         if size.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each token sees itself and those before it."""
+        """Score the next token after each token, given that token and those before it."""
         turns = _turns(tokens.shape[1], self.size.width // self.size.heads, tokens.device)
         hidden = self.embedding(tokens)
         for layer in self.layers:
@@ -126,15 +126,15 @@ class _Feed(nn.Module):
 
 
 def _turns(tokens: int, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles by which rotary embeddings turn each pair of elements, (T, K/2)."""
+    """Cosines and sines of the angles by which rotary embeddings rotate each pair of elements: (T, K/2)."""
     speeds = _ROTARY_BASE ** (-torch.arange(0, elements, 2, device=device) / elements)
     angles = torch.arange(tokens, device=device).unsqueeze(1) * speeds
     return angles.cos(), angles.sin()
 
 
 def _turned(vectors_BHTK: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Element i pairs with element i + K/2, as in LLaMA's published code."""
+    """Rotate pairs of elements i and i + K/2, as in LLaMA's published code."""
     cosines, sines = turns
     first, second = vectors_BHTK.chunk(2, dim=-1)
     turned = torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
-    return turned.type_as(vectors_BHTK)  # under autocast, angles have more bits than what they turn
+    return turned.type_as(vectors_BHTK)  # under autocast, angles have more bits than the vectors

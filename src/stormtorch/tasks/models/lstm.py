@@ -1,17 +1,17 @@
-"""A recurrent model that judges each word of a sentence: one LSTM, one linear layer."""
+"""A recurrent model that classifies each word of a sentence: one LSTM, one linear layer."""
 
 import torch
 from torch import nn
 
 
 class LstmTagger(nn.Module):
-    """Scores of each class for each word: (N, T) integers become (N, T, classes), judged by what came before.
+    """Model that scores each class for each word, given the words before it: (N, T) integers become (N, T, classes).
 
     Args:
-        words: How many there are.
-        classes: How many there are.
-        embedding: Elements that a word becomes.
-        width: Of the state.
+        words: Number of different words.
+        classes: Number of classes.
+        embedding: Width of the embedding of a word.
+        width: Width of the LSTM's state.
     """
 
     def __init__(self, words: int, classes: int, *, embedding: int = 128, width: int = 128) -> None:
@@ -21,7 +21,7 @@ class LstmTagger(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """The state after each word decides."""
+        """Score the classes by the state after each word."""
         states, _ = self.lstm(self.embedding(words))
         scores: torch.Tensor = self.head(states)
         return scores

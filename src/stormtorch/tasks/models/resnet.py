@@ -8,14 +8,14 @@ _WIDTHS = (16, 32, 64)
 
 
 class ResNet(nn.Module):
-    """Scores of each class: (N, channels, height, width) become (N, classes).
+    """Model that scores each class: (N, channels, height, width) become (N, classes).
 
     Args:
-        channels: 3 for colours, 1 for grey; pictures of 8 x 8, halved twice, are the smallest that make sense.
-        classes: How many there are.
-        blocks: In each of three stages, with two convolutions each: 3 makes ResNet-20, 18 ResNet-110.
+        channels: 3 for colours, 1 for grey. Images should have at least 8 x 8 pixels, as they are halved twice.
+        classes: Number of classes.
+        blocks: Blocks of two convolutions in each of three stages: 3 makes ResNet-20, 18 ResNet-110.
         silent: Whether every block begins as its shortcut alone (its last scale is zero; Goyal et al., 2017).
-            A deep one needs it to begin at a high learning rate.
+            Deep networks need this to start with a high learning rate.
     """
 
     def __init__(self, channels: int = 3, classes: int = 10, *, blocks: int = 3, silent: bool = False) -> None:
@@ -36,7 +36,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """A mean over the picture stands before the last layer."""
+        """Score each image; a mean over its pixels precedes the last layer."""
         scores: torch.Tensor = self.head(self.blocks(self.first(images)).mean(dim=(2, 3)))
         return scores
 
@@ -58,7 +58,7 @@ class _Block(nn.Module):
         self.added_channels = width - before
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Option A of the paper: the shortcut has no parameters; new channels are zeros.
+        # Option A of the paper: the shortcut has no parameters, and new channels are zeros.
         shortcut = images[:, :, :: self.stride, :: self.stride]
         if self.added_channels:
             shortcut = functional.pad(shortcut, (0, 0, 0, 0, 0, self.added_channels))
