@@ -1,4 +1,4 @@
-"""What virtual workers learn, whatever it is: stacked batches, losses under vmap, and what is refused."""
+"""Tasks of every kind: batches, losses under vmap, learning rates, and held-out examples."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from stormtorch.checks import BadSetting
 from stormtorch.tasks.batches import Batch
+from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.kinds import TASKS, open_task
+from stormtorch.tasks.language import Text
 from stormtorch.tasks.task import Task
 from task_files import tiny, write_atis, write_cifar10, write_wikitext
 
@@ -72,6 +73,41 @@ def test_batches_depend_on_seed_step_and_worker_but_not_on_who_else_is_asked_for
     for seed, step in ((4, 1), (3, 2)):
         other = task.batches(seed, step, 5, 0, 5)
         assert other.inputs.shape != whole.inputs.shape or not torch.equal(other.inputs, whole.inputs)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_workers_batch_is_its_row_of_the_stacked_batches(tmp_path: Path, name: str) -> None:
+    task = tiny(name, tmp_path)
+    stacked = task.batches(3, 1, 5, 0, 5)
+    for worker in range(5):
+        for own, rows in zip(task.batch(3, 1, worker, 5), stacked, strict=True):
+            assert torch.equal(own, rows[worker])
+
+
+def test_workers_with_generators_of_their_own_see_batches_of_their_own(tmp_path: Path) -> None:
+    write_wikitext(tmp_path)
+    settings: dict[str, Any] = {"width": 32, "layers": 1, "batch": 3, "lr": 1e-3, "context": 16}
+    task = Text(open_corpus(tmp_path), own_generators=True, **settings)
+    shared = Text(open_corpus(tmp_path), **settings)
+    inputs = task.batches(3, 1, 5, 0, 5).inputs
+    assert len(torch.unique(inputs.flatten(1), dim=0)) == 5
+    # The number of workers changes nothing for any of them, unlike with one generator for all.
+    assert torch.equal(task.batch(3, 1, 4, 9).inputs, inputs[4])
+    assert torch.equal(shared.batch(3, 1, 0, 5).inputs, inputs[0])
+    assert not torch.equal(shared.batch(3, 1, 1, 5).inputs, inputs[1])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_of_parts_add_up_to_the_evaluation_and_parts_may_be_empty(tmp_path: Path, name: str) -> None:
+    task = tiny(name, tmp_path)
+    model = task.model(0)
+    loss, right = task.evaluate(model)
+    for parts in (3, 300):
+        scores = [task.score(model, part, parts) for part in range(parts)]
+        answers = sum(score.answers for score in scores)
+        assert answers == task.score(model).answers
+        assert sum(score.loss for score in scores) / answers == pytest.approx(loss, rel=1e-5)
+        assert sum(score.right for score in scores) / answers == pytest.approx(right, abs=0.01)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -137,38 +173,3 @@ def test_the_record_says_how_many_examples_a_model_was_judged_by(tmp_path: Path)
         everything = open_task(name, folder, held_out=1000).to_json()
         assert everything == open_task(name, folder).to_json()
         assert everything["held_out"] in (8, 40)
-
-
-# --- what is refused, and by which name -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "knobs", "knob"),
-    [
-        ("gpt", {}, "model"),
-        ("resnet20", {"width": 64}, "width"),
-        ("lstm", {"context": 64}, "context"),
-        ("stories15m", {"layers": 2}, "layers"),
-        ("stories15m", {}, "data"),
-        ("lstm", {}, "data"),
-        ("llama", {"width": 40}, "width"),
-        ("llama", {"layers": 0}, "layers"),
-        ("llama", {"lr": 0.0}, "lr"),
-        ("llama", {"batch": 0}, "batch"),
-        ("llama", {"held_out": 0}, "held_out"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(name: str, knobs: dict[str, Any], knob: str) -> None:
-    with pytest.raises(BadSetting) as caught:
-        open_task(name, **knobs)
-    assert caught.value.name == knob
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_data_that_are_missing_or_something_else_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "short").write_bytes(b"nothing of that kind")
-    for data in ("missing", "empty", "short"):
-        with pytest.raises(BadSetting) as caught:
-            open_task(name, tmp_path / data)
-        assert caught.value.name == "data"
