@@ -1,191 +1,216 @@
-"""What a lossy exchange delivers: loss at the rate of the network, spread evenly, means without bias, budgets kept."""
+"""Loss models: rates, bursts, traces, and models of many links."""
 
+import json
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from reference import same_bits
-from stormtorch import LOSSY, Options, Reliability
-from stormtorch.collectives import Group, Op, all_gather, all_reduce, reduce_scatter
-from stormtorch.network.loss import GilbertElliott
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.network.faults import faults
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkFaults, PerLink, Shared, Stragglers, Trace
 
-SMALL = Options(datagram_bytes=256, silence_s=5.0)
-"""Many small chunks make good statistics."""
-CHUNK = SimNetwork(2, options=SMALL).chunk_bytes // 4
-"""Elements of float32 in one chunk."""
-Z = 3.29
-"""Two-sided 99.9 % of the normal distribution. Seeds are fixed, so a test that passes always passes."""
+chances = st.floats(0.0, 1.0)
+not_chances = st.one_of(st.floats().filter(lambda p: not 0.0 <= p <= 1.0), st.sampled_from(["0.1", None, True, [0.1]]))
+bit_lists = st.lists(st.integers(0, 1), min_size=1)
+
+pytestmark = pytest.mark.pure
 
 
-def chi_square_limit(degrees: int) -> float:
-    """99.9 % of the chi-square distribution, by Wilson and Hilferty."""
-    spread = 2.0 / (9.0 * degrees)
-    return float(degrees * (1.0 - spread + 3.09 * math.sqrt(spread)) ** 3)
+def feasible(p: float, burst: float) -> bool:
+    """Whether a Gilbert-Elliott chain exists, by its own definition: the chance to enter the bad state is at most 1."""
+    return p == 0.0 or (p < 1.0 and p / (1.0 - p) / burst <= 1.0)
 
 
-def by_element(per_chunk: torch.Tensor, elements: int) -> torch.Tensor:
-    return per_chunk.repeat_interleave(CHUNK)[:elements]
+@given(p=chances)
+def test_bernoulli_yields_its_rate(p: float) -> None:
+    assert Bernoulli(p=p).link_faults() == LinkFaults(loss=p, burst=1.0, trace=b"")
 
 
-def t_of(errors: torch.Tensor) -> float:
-    """Student's t of the hypothesis that the mean error is zero."""
-    return float(errors.mean() / (errors.std() / math.sqrt(errors.numel())))
+@given(p=not_chances)
+def test_a_rate_outside_0_to_1_is_refused_by_name(p: Any) -> None:
+    with pytest.raises(ValueError, match=r"^p must"):
+        Bernoulli(p=p)
+    with pytest.raises(ValueError, match=r"^p must"):
+        GilbertElliott(p=p, burst=1e9)
 
 
-@pytest.mark.parametrize("loss", [0.01, 0.1, 0.4])
-def test_chunks_arrive_at_the_rate_of_the_network(loss: float) -> None:
-    n, chunks = 4, 3_000
-
-    def work(transport: Transport) -> list[int]:
-        group = Group(transport)
-        outputs = [torch.zeros(chunks * CHUNK) for _ in range(n)]
-        arrival = all_gather(group, outputs, torch.ones(chunks * CHUNK), reliability=LOSSY).wait()[0]
-        arrived = [int(arrival.mask(peer).sum()) for peer in range(n) if peer != group.rank]
-        assert arrival.arrived == sum(arrived) / (len(arrived) * chunks)
-        return arrived
-
-    arrived = [count for counts in SimNetwork(n, loss=loss, options=SMALL, seed=5).run(work) for count in counts]
-    spread = math.sqrt(chunks * loss * (1.0 - loss))
-    for count in arrived:
-        assert abs(count - chunks * (1.0 - loss)) < 4.0 * spread, "each link by itself"
-    assert abs(sum(arrived) - len(arrived) * chunks * (1.0 - loss)) < Z * math.sqrt(len(arrived)) * spread
-
-
-def lost_by_position(network: SimNetwork, chunks: int, exchanges: int, reliability: Reliability) -> list[torch.Tensor]:
-    """For each exchange and each message, which chunks were lost."""
-
-    def work(transport: Transport) -> list[torch.Tensor]:
-        group, lost = Group(transport), []
-        for _ in range(exchanges):
-            tensor = torch.ones(group.size * chunks * CHUNK)
-            outputs = [torch.zeros(chunks * CHUNK) for _ in range(group.size)]
-            arrival = all_gather(group, outputs, tensor[: chunks * CHUNK], reliability=reliability).wait()[0]
-            lost += [~arrival.mask(peer) for peer in range(group.size) if peer != group.rank]
-        return lost
-
-    return [each for lost in network.run(work) for each in lost]
-
-
-def test_every_position_is_equally_likely_to_be_lost() -> None:
-    network = SimNetwork(3, loss=0.2, options=SMALL, seed=6)
-    lost = torch.stack(lost_by_position(network, 25, 400, LOSSY)).double()
-    expected = lost.mean() * lost.shape[0]
-    chi_square = ((lost.sum(0) - expected) ** 2 / (expected * (1.0 - lost.mean()))).sum()
-    assert 0.19 < lost.mean() < 0.21
-    assert chi_square < chi_square_limit(24)
-
-
-@pytest.mark.parametrize("cut_by", ["deadline", "bursts"])
-def test_every_position_is_equally_likely_to_be_lost_when_losses_come_in_a_row(cut_by: str) -> None:
-    chunks = 25
-    if cut_by == "deadline":
-        # 25 datagrams of 256 bytes take 5.1 ms at 10 Mbit/s: not all of them arrive in time.
-        network = SimNetwork(2, rate="10mbit", options=Options(datagram_bytes=256), seed=7)
-        reliability = Reliability(budget=1.0, deadline_s=2.6e-3)
+@given(p=chances, burst=st.floats(1.0, 1e6, exclude_min=True))
+def test_a_burst_is_taken_exactly_when_such_a_chain_exists(p: float, burst: float) -> None:
+    if p < 1.0 and math.isclose(p / (1.0 - p), burst, rel_tol=1e-6):
+        return  # on the edge rounding decides
+    if feasible(p, burst):
+        assert GilbertElliott(p=p, burst=burst).link_faults() == LinkFaults(loss=p, burst=burst)
     else:
-        network = SimNetwork(2, loss=GilbertElliott(p=0.4, burst=12), options=SMALL, seed=7)
-        reliability = LOSSY
-    lost = [each for each in lost_by_position(network, chunks, 1_500, reliability) if each.any() and not each.all()]
-    assert len(lost) > 600
-    changes = torch.stack([(each != each.roll(1)).sum() for each in lost]).double().mean()
-    assert changes < 4.0, "in a row they are: on the circle of positions the lost ones are one run or two"
-    # Within an exchange positions depend on each other, so each exchange counts with one of its losses.
-    generator = torch.Generator().manual_seed(7)
-    picks = torch.tensor([int(torch.multinomial(each.double(), 1, generator=generator)) for each in lost])
-    counts = torch.bincount(picks, minlength=chunks).double()
-    expected = len(lost) / chunks
-    assert ((counts - expected) ** 2 / expected).sum() < chi_square_limit(chunks - 1)
+        with pytest.raises(ValueError, match=r"^burst "):
+            GilbertElliott(p=p, burst=burst)
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
-def test_the_mean_of_what_arrived_is_unbiased_and_filling_with_zeros_is_not(collective: str) -> None:
-    n, chunks, seeds = 4, 6, 250
-    elements = chunks * CHUNK
-    ours, zeros = [], []
-    for seed in range(seeds):
-        generator = torch.Generator().manual_seed(seed)
-        # All ranks draw from one distribution, whose mean is not zero.
-        all_inputs = 1.0 + torch.randn(n, n, elements, generator=generator)
-
-        def work(transport: Transport, inputs: torch.Tensor = all_inputs) -> tuple[torch.Tensor, torch.Tensor]:
-            group = Group(transport)
-            if collective == "all_reduce":
-                tensor = inputs[group.rank].clone()
-                arrival = all_reduce(group, tensor, Op.AVG, reliability=LOSSY).wait()[0]
-                # So few elements go directly to everyone, so every rank has counts of all of them.
-                counts = by_element(arrival.counts(), n * elements).view(n, elements)
-                return tensor.view(n, elements)[group.rank], counts[group.rank]
-            output = torch.empty(elements)
-            arrival = reduce_scatter(group, output, list(inputs[group.rank]), Op.AVG, reliability=LOSSY).wait()[0]
-            return output, by_element(arrival.counts(), elements)
-
-        truth = all_inputs.mean(0)
-        for rank, (result, counts) in enumerate(SimNetwork(n, loss=0.3, options=SMALL, seed=seed).run(work)):
-            ours.append(float((result - truth[rank]).mean()))
-            zeros.append(float((result * counts / n - truth[rank]).mean()))
-    assert abs(t_of(torch.tensor(ours))) < Z
-    assert abs(t_of(torch.tensor(zeros))) > 3 * Z, "the same test finds the bias of zeros"
+def test_a_chain_on_the_edge_of_the_feasible_is_taken_despite_rounding() -> None:
+    for tenths in range(6, 10):
+        GilbertElliott(p=tenths / 10, burst=tenths / 10 / (1 - tenths / 10))
+    GilbertElliott(p=0.9, burst=9)
+    GilbertElliott(p=1.0, burst=1.0)  # independent, so there is no chain to exist
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
-def test_a_lossy_all_reduce_is_the_mean_of_what_arrived_and_what_was_not_shared_stays_ones_own(
-    op: Op, dtype: torch.dtype
-) -> None:
-    n, chunks = 4, 600  # more than is sent directly
-    per_chunk = CHUNK * 4 // dtype.itemsize
-    shard = chunks * per_chunk
-
-    def given(rank: int) -> torch.Tensor:
-        # Small whole numbers: their sums are exact in any order, so arrival order does not matter.
-        return torch.randint(-9, 10, (n, shard), generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-    def work(transport: Transport) -> tuple[torch.Tensor, Any]:
-        tensor = given(transport.rank).flatten()
-        arrival = all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()[0]
-        return tensor.view(n, chunks, per_chunk), arrival
-
-    results = SimNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)
-    lost = 0
-    for rank, (tensor, arrival) in enumerate(results):
-        here = {peer: arrival.mask(peer) for peer in range(n) if peer != rank}
-        counts = 1 + torch.stack([mask.int() for mask in here.values()]).sum(0)
-        assert torch.equal(arrival.counts(), counts), "counts are those of the masks, and one's own"
-        total = given(rank)[rank].float().view(chunks, per_chunk)
-        for peer, mask in here.items():
-            total = total + given(peer)[rank].float().view(chunks, per_chunk) * mask.unsqueeze(1)
-        divisor = counts.float().unsqueeze(1) / (1.0 if op is Op.AVG else n)
-        assert same_bits(tensor[rank], (total / divisor).to(dtype))
-        for peer in here:
-            shared = arrival.mask(peer, stage=1)
-            lost += int((~shared).sum())
-            own = given(rank)[peer].view(chunks, per_chunk) * (1 if op is Op.AVG else n)
-            wanted = torch.where(shared.unsqueeze(1), results[peer][0][peer], own)
-            assert same_bits(tensor[peer], wanted)
-    assert lost > 1_000
+@pytest.mark.parametrize("burst", [0.99, 0, -1, math.nan, math.inf, "8", None])
+def test_a_burst_below_1_is_refused_by_name(burst: Any) -> None:
+    with pytest.raises(ValueError, match=r"^burst must"):
+        GilbertElliott(p=0.1, burst=burst)
 
 
-@pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
-def test_a_small_lossy_all_reduce_is_each_ranks_own_mean_of_what_it_got(op: Op) -> None:
-    n, chunks = 3, 10
+@given(bits=bit_lists)
+def test_a_trace_is_the_same_from_list_bytes_and_text(bits: list[int]) -> None:
+    trace = Trace(bits=bits)
+    assert trace.link_faults() == LinkFaults(loss=0.0, burst=1.0, trace=bytes(bits))
+    assert trace == Trace(bits=bytes(bits)) == Trace(bits="".join(map(str, bits)))
+    assert hash(trace) == hash(Trace(bits=bytes(bits)))
+    assert pickle.loads(pickle.dumps(trace)) == trace
 
-    def given(rank: int) -> torch.Tensor:
-        return torch.full((chunks, CHUNK), float(4**rank))
 
-    def work(transport: Transport) -> tuple[torch.Tensor, Any]:
-        tensor = given(transport.rank)
-        return tensor, all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()[0]
+@pytest.mark.parametrize("bits", ["", [], b"", "012", [0, 2], b"01", [True], [1.0], "01 10", [-1], None, 7, [None]])
+def test_bits_other_than_0_and_1_are_refused_by_name(bits: Any) -> None:
+    with pytest.raises(ValueError, match=r"^bits must"):
+        Trace(bits=bits)
 
-    for rank, (tensor, arrival) in enumerate(SimNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)):
-        total, counts = given(rank), torch.ones(chunks, dtype=torch.int32)
-        for peer in range(n):
-            if peer != rank:
-                total = total + given(peer) * arrival.mask(peer).unsqueeze(1)
-                counts += arrival.mask(peer)
-        assert torch.equal(arrival.counts(), counts)
-        assert len(set(counts.tolist())) > 1
-        assert same_bits(tensor, total * ((1.0 if op is Op.AVG else n) / counts.float().unsqueeze(1)))
+
+def test_traces_are_read_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "links.jsonl"
+    rows = [{"path": "a", "bits": "0010"}, {"path": "b", "bits": "1"}, {"path": "c", "lost": [0, 1], "bits": "0"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Trace.from_file(path) == Trace(bits="0010")
+    assert Trace.from_file(path, line=1) == Trace(bits="1")
+    assert Trace.from_file(path, line=2, field="lost") == Trace(bits="01")
+    assert Trace.all_from_file(path) == [Trace(bits="0010"), Trace(bits="1"), Trace(bits="0")]
+    with pytest.raises(ValueError, match=r"line 3 does not exist.* 3 lines"):
+        Trace.from_file(path, line=3)
+    with pytest.raises(ValueError, match=r"^line must"):
+        Trace.from_file(path, line=-1)
+    with pytest.raises(ValueError, match=r"line 0: field 'lost' is missing"):
+        Trace.from_file(path, field="lost")
+
+
+@pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"bits": "2"}\n', '{"bits": 5}\n', '{"bits": ""}\n'])
+def test_a_broken_line_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "links.jsonl"
+    path.write_text('{"bits": "0"}\n' + text)
+    assert Trace.from_file(path) == Trace(bits="0")
+    for read in (lambda: Trace.from_file(path, line=1), lambda: Trace.all_from_file(path)):
+        with pytest.raises(ValueError, match=r"links\.jsonl, line 1: "):
+            read()
+
+
+def test_links_without_a_model_follow_the_default() -> None:
+    burst = GilbertElliott(p=0.2, burst=4)
+    model = PerLink(default=Bernoulli(p=0.01), links={(0, 1): burst})
+    assert model.model(0, 1) == burst
+    assert model.model(1, 0) == Bernoulli(p=0.01)
+    assert model.link_faults(0, 1) == LinkFaults(loss=0.2, burst=4.0)
+    assert model.link_faults(1, 0) == LinkFaults(loss=0.01)
+    assert PerLink().link_faults(3, 4) == LinkFaults()
+    assert hash(model) == hash(PerLink(default=Bernoulli(p=0.01), links={(0, 1): burst}))
+    assert pickle.loads(pickle.dumps(model)) == model
+
+
+def test_the_links_are_copied() -> None:
+    links: dict[tuple[int, int], Bernoulli | GilbertElliott | Trace] = {(0, 1): Bernoulli(p=0.5)}
+    model = PerLink(links=links)
+    links[0, 1] = Bernoulli(p=1.0)
+    assert model.link_faults(0, 1).loss == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"default": 0.1}, r"^default must"),
+        ({"default": PerLink()}, r"^default must"),
+        ({"links": [(0, 1)]}, r"^links must"),
+        ({"links": {(0, 1): 0.1}}, r"^links\[\(0, 1\)\] must"),
+        ({"links": {(0, -1): Bernoulli(p=0)}}, r"^links must have keys"),
+        ({"links": {(65536, 1): Bernoulli(p=0)}}, r"^links must have keys"),
+        ({"links": {(0, 1, 2): Bernoulli(p=0)}}, r"^links must have keys"),
+        ({"links": {"01": Bernoulli(p=0)}}, r"^links must have keys"),
+        ({"links": {3: Bernoulli(p=0)}}, r"^links must have keys"),
+    ],
+)
+def test_a_wrong_per_link_model_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PerLink(**arguments)
+
+
+@given(st.integers(0, 5).flatmap(lambda n: st.lists(st.lists(chances, min_size=n, max_size=n), min_size=n, max_size=n)))
+def test_a_matrix_has_sources_in_rows_and_targets_in_columns(rows: list[list[float]]) -> None:
+    model = PerLink.matrix(rows)
+    for source, row in enumerate(rows):
+        for target, p in enumerate(row):
+            assert model.link_faults(source, target).loss == (0.0 if source == target else p)
+
+
+def test_a_matrix_takes_models_and_must_be_square_and_valid() -> None:
+    burst = GilbertElliott(p=0.2, burst=4)
+    assert PerLink.matrix([[9.0, burst], [0.1, 9.0]]) == PerLink(links={(0, 1): burst, (1, 0): Bernoulli(p=0.1)})
+    with pytest.raises(ValueError, match=r"^matrix must be square: row 1 has 1 entries"):
+        PerLink.matrix([[0.0, 0.1], [0.1]])
+    with pytest.raises(ValueError, match=r"^matrix\[1\]\[0\] must"):
+        PerLink.matrix([[0.0, 0.1], [1.1, 0.0]])
+
+
+def test_a_bad_sender_and_a_bad_rack_are_sets_of_links() -> None:
+    bad, good = Bernoulli(p=0.5), GilbertElliott(p=0.01, burst=2)
+    sender = PerLink.bad_sender(1, 3, bad, good)
+    assert sender == PerLink(default=good, links={(1, 0): bad, (1, 2): bad})
+    rack = PerLink.bad_rack([2, 3], 4, bad, good)
+    assert rack.default == good
+    assert set(rack.links) == {(a, b) for a in range(4) for b in range(4) if (a in (2, 3)) != (b in (2, 3))}
+    assert set(rack.links.values()) == {bad}
+    with pytest.raises(ValueError, match=r"^rank must lie in 0 to 2, got 3"):
+        PerLink.bad_sender(3, 3, bad, good)
+    with pytest.raises(ValueError, match=r"^ranks must lie in 0 to 2, got -1"):
+        PerLink.bad_rack([-1], 3, bad, good)
+
+
+def test_every_link_gets_a_trace_of_the_file_that_loses_neither_too_little_nor_too_much(tmp_path: Path) -> None:
+    path = tmp_path / "links.jsonl"
+    bits = ["0000000000", "1000000000", "0100000000", "1111000000"]
+    path.write_text("".join(json.dumps({"loss": 0.0, "bits": each}) + "\n" for each in bits))
+    made = PerLink.traces(path, 6, 1)
+    assert set(made.links) == {(a, b) for a in range(6) for b in range(6) if a != b}
+    assert set(made.links.values()) == {Trace(bits=bits[1]), Trace(bits=bits[2])}, "by what was lost, not what is said"
+    assert made == PerLink.traces(path, 6, 1) != PerLink.traces(path, 6, 2)
+    assert set(PerLink.traces(path, 6, 1, least=0.4, most=0.4).links.values()) == {Trace(bits=bits[3])}
+    with pytest.raises(ValueError, match=r"has no line that loses 50 to 90 %: change least or most"):
+        PerLink.traces(path, 6, 1, least=0.5, most=0.9)
+
+
+@given(p=chances, share=chances)
+def test_what_is_shared_and_what_is_not_lose_p_together(p: float, share: float) -> None:
+    model = Shared(p=p, share=share)
+    assert 0.0 <= model.own <= p + 1e-12
+    assert 1.0 - (1.0 - model.common) * (1.0 - model.own) == pytest.approx(p)
+    assert model.link_faults() == LinkFaults(loss=model.own, shared=p * share)
+    assert faults(loss=model).settings["default"]["shared"] == p * share
+    kept = faults(loss=model, links={(0, 1): {"delay_ms": 1}, (0, 2): 0.5, (0, 3): {"trace": "01"}}).settings["links"]
+    assert (kept[0, 1]["loss"], kept[0, 1]["shared"]) == (model.own, model.common)
+    assert (kept[0, 2]["loss"], kept[0, 2]["shared"], kept[0, 3]["shared"]) == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (Shared, {"p": 1.5, "share": 0.5}, "^p must"),
+        (Shared, {"p": 0.5, "share": -0.5}, "^share must"),
+        (Shared, {"p": 0.9, "share": 0.5, "burst": 2}, "^burst 2.0 is too short"),
+        (Stragglers, {"chance": 2}, "^chance must"),
+        (Stragglers, {"chance": 0.1, "delivered": 0.0}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "delivered": 1.0}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "delivered": "half"}, "^delivered must"),
+        (Stragglers, {"chance": 0.1, "network": 0.1}, "^network must"),
+        (Stragglers, {"chance": 0.1, "network": Stragglers(chance=0.1)}, "^network must"),
+    ],
+)
+def test_a_wrong_model_of_many_links_is_refused_by_name(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)
