@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed
 from stormtorch import Options, connect, faults
 from stormtorch.network.faults import _active
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 
 pytest_plugins = ["stormtorch.lab.fixtures"]
@@ -140,7 +140,7 @@ def processes(
 
 def simulated(n: int, work: Callable[[Transport], T], *, seed: int = 1, **knobs: Any) -> list[T]:
     """The same on the simulated network."""
-    return SimNetwork(n, seed=seed, **knobs).run(work)
+    return SimulatedNetwork(n, seed=seed, **knobs).run(work)
 
 
 def in_simulator(n: int, work: Callable[[Transport], Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from stormtorch.collectives import (
     send,
 )
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 SIZES = [0, 1, 7, 1000, 40_000, 300_001]
 CASES = [(size, torch.float32) for size in SIZES] + [(1000, dtype) for dtype in DTYPES]
@@ -255,7 +255,7 @@ def test_misuse_is_an_error_that_names_the_argument_and_leaves_the_group_usable(
         all_reduce(group, tensor).wait()
         return [*messages, str(tensor.tolist())]
 
-    for messages in SimNetwork(2).run(work):
+    for messages in SimulatedNetwork(2).run(work):
         assert messages.pop() == str([2.0] * 5)
         for message in messages:
             pattern, _, said = message.partition(" -- ")

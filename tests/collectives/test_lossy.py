@@ -11,11 +11,11 @@ from stormtorch import LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, reduce_scatter
 from stormtorch.network.loss import GilbertElliott
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 SMALL = Options(datagram_bytes=256, silence_s=5.0)
 """Many small chunks make good statistics."""
-CHUNK = SimNetwork(2, options=SMALL).chunk_bytes // 4
+CHUNK = SimulatedNetwork(2, options=SMALL).chunk_bytes // 4
 """Elements of float32 in one chunk."""
 Z = 3.29
 """Two-sided 99.9 % of the normal distribution. Seeds are fixed, so a test that passes always passes."""
@@ -48,14 +48,16 @@ def test_chunks_arrive_at_the_rate_of_the_network(loss: float) -> None:
         assert arrival.arrived == sum(arrived) / (len(arrived) * chunks)
         return arrived
 
-    arrived = [count for counts in SimNetwork(n, loss=loss, options=SMALL, seed=5).run(work) for count in counts]
+    arrived = [count for counts in SimulatedNetwork(n, loss=loss, options=SMALL, seed=5).run(work) for count in counts]
     spread = math.sqrt(chunks * loss * (1.0 - loss))
     for count in arrived:
         assert abs(count - chunks * (1.0 - loss)) < 4.0 * spread, "each link by itself"
     assert abs(sum(arrived) - len(arrived) * chunks * (1.0 - loss)) < Z * math.sqrt(len(arrived)) * spread
 
 
-def lost_by_position(network: SimNetwork, chunks: int, exchanges: int, reliability: Reliability) -> list[torch.Tensor]:
+def lost_by_position(
+    network: SimulatedNetwork, chunks: int, exchanges: int, reliability: Reliability
+) -> list[torch.Tensor]:
     """For each exchange and each message, which chunks were lost."""
 
     def work(transport: Transport) -> list[torch.Tensor]:
@@ -71,7 +73,7 @@ def lost_by_position(network: SimNetwork, chunks: int, exchanges: int, reliabili
 
 
 def test_every_position_is_equally_likely_to_be_lost() -> None:
-    network = SimNetwork(3, loss=0.2, options=SMALL, seed=6)
+    network = SimulatedNetwork(3, loss=0.2, options=SMALL, seed=6)
     lost = torch.stack(lost_by_position(network, 25, 400, LOSSY)).double()
     expected = lost.mean() * lost.shape[0]
     chi_square = ((lost.sum(0) - expected) ** 2 / (expected * (1.0 - lost.mean()))).sum()
@@ -84,10 +86,10 @@ def test_every_position_is_equally_likely_to_be_lost_when_losses_come_in_a_row(c
     chunks = 25
     if cut_by == "deadline":
         # 25 datagrams of 256 bytes take 5.1 ms at 10 Mbit/s: not all of them arrive in time.
-        network = SimNetwork(2, rate="10mbit", options=Options(datagram_bytes=256), seed=7)
+        network = SimulatedNetwork(2, rate="10mbit", options=Options(datagram_bytes=256), seed=7)
         reliability = Reliability(budget=1.0, deadline_s=2.6e-3)
     else:
-        network = SimNetwork(2, loss=GilbertElliott(p=0.4, burst=12), options=SMALL, seed=7)
+        network = SimulatedNetwork(2, loss=GilbertElliott(p=0.4, burst=12), options=SMALL, seed=7)
         reliability = LOSSY
     lost = [each for each in lost_by_position(network, chunks, 1_500, reliability) if each.any() and not each.all()]
     assert len(lost) > 600
@@ -124,7 +126,7 @@ def test_the_mean_of_what_arrived_is_unbiased_and_filling_with_zeros_is_not(coll
             return output, by_element(arrival.counts(), elements)
 
         truth = all_inputs.mean(0)
-        for rank, (result, counts) in enumerate(SimNetwork(n, loss=0.3, options=SMALL, seed=seed).run(work)):
+        for rank, (result, counts) in enumerate(SimulatedNetwork(n, loss=0.3, options=SMALL, seed=seed).run(work)):
             ours.append(float((result - truth[rank]).mean()))
             zeros.append(float((result * counts / n - truth[rank]).mean()))
     assert abs(t_of(torch.tensor(ours))) < Z
@@ -149,7 +151,7 @@ def test_a_lossy_all_reduce_is_the_mean_of_what_arrived_and_what_was_not_shared_
         arrival = all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()[0]
         return tensor.view(n, chunks, per_chunk), arrival
 
-    results = SimNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)
+    results = SimulatedNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)
     lost = 0
     for rank, (tensor, arrival) in enumerate(results):
         here = {peer: arrival.mask(peer) for peer in range(n) if peer != rank}
@@ -180,7 +182,7 @@ def test_a_small_lossy_all_reduce_is_each_ranks_own_mean_of_what_it_got(op: Op) 
         tensor = given(transport.rank)
         return tensor, all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()[0]
 
-    for rank, (tensor, arrival) in enumerate(SimNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)):
+    for rank, (tensor, arrival) in enumerate(SimulatedNetwork(n, loss=0.3, options=SMALL, seed=8).run(work)):
         total, counts = given(rank), torch.ones(chunks, dtype=torch.int32)
         for peer in range(n):
             if peer != rank:

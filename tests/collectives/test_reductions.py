@@ -9,7 +9,7 @@ from conftest import World
 from reference import DTYPES, ENGINE_DTYPES, divided, ops_of, reduced, same_bits, values
 from stormtorch.collectives import Group, Op, Pending, all_reduce, reduce, reduce_scatter
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -133,7 +133,7 @@ def test_special_values_pass_through_a_reduction() -> None:
             all_reduce(Group(transport), results[-1]).wait()
         return results
 
-    for results in SimNetwork(2).run(work):
+    for results in SimulatedNetwork(2).run(work):
         for dtype, result in zip(ENGINE_DTYPES, results, strict=True):
             wanted = reduced([special.to(dtype), -special.flip(0).to(dtype)], Op.SUM)
             # Which NaN it is depends on the instruction set.
@@ -163,7 +163,7 @@ def test_wide_unsigned_integers_are_reduced_or_refused_before_anything_is_sent(d
         Op.BOR: [3, 7],
         Op.BXOR: [0, 3],
     }
-    for result in SimNetwork(2).run(work):
+    for result in SimulatedNetwork(2).run(work):
         assert result == wanted[op] or str(dtype) in result
 
 
@@ -177,7 +177,7 @@ def test_average_of_unsigned_integers_is_the_quotient_of_their_sum(dtype: torch.
         all_reduce(Group(transport), tensor, Op.AVG).wait()
         return tensor.tolist()
 
-    assert SimNetwork(3).run(work) == [[sum(column) // 3 for column in zip(*rows, strict=True)]] * 3
+    assert SimulatedNetwork(3).run(work) == [[sum(column) // 3 for column in zip(*rows, strict=True)]] * 3
 
 
 @pytest.mark.parametrize("dtype", [*ENGINE_DTYPES, torch.float64, torch.complex64, torch.int8, torch.int64])
@@ -200,7 +200,7 @@ def test_average_is_the_sum_divided_by_the_number_of_ranks_in_every_collective(d
     wide = torch.float32 if dtype in ENGINE_DTYPES else dtype
     total = contribution(0).to(wide) + contribution(1).to(wide) + contribution(2).to(wide)
     wanted = divided(total, n).to(dtype)
-    for rank, (everywhere, part, rooted) in enumerate(SimNetwork(n).run(work)):
+    for rank, (everywhere, part, rooted) in enumerate(SimulatedNetwork(n).run(work)):
         assert same_bits(everywhere, wanted)
         assert same_bits(part, wanted.chunk(n)[rank])
         assert rank != 0 or same_bits(rooted, wanted)

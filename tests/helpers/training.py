@@ -17,7 +17,7 @@ from stormtorch import EXACT, BoundedDrift, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 T = TypeVar("T")
 Optimizer = torch.optim.Optimizer
@@ -219,7 +219,7 @@ def on_ranks(
         prepare(models[rank], optimizer, policy=policy, group=Group(transport, range(world)))
         return work(Rank(rank, world, models[rank], optimizer))
 
-    return SimNetwork(world, seed=seed, **network).run(body)
+    return SimulatedNetwork(world, seed=seed, **network).run(body)
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from stormtorch.collectives import Group, barrier
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.buffers import Buffers
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.waiting import doing
 from training import Rank, assert_close, assert_same, on_ranks, regression, sgd, vectors
 
@@ -142,7 +142,7 @@ def test_a_model_with_two_optimizers_has_its_statistics_averaged_once() -> None:
         step(STEPS)
         return found
 
-    assert_close(SimNetwork(3, seed=1).run(work)[0], mean_statistics(normalised(), 3))
+    assert_close(SimulatedNetwork(3, seed=1).run(work)[0], mean_statistics(normalised(), 3))
 
 
 def test_tables_that_nothing_changes_are_not_copied() -> None:

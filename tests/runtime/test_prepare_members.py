@@ -23,7 +23,7 @@ from stormtorch.runtime.hyperparameters import Settings
 from stormtorch.runtime.members import Members
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.rendezvous import rejoin
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 from training import Vector
 
@@ -229,7 +229,7 @@ def test_the_warning_says_how_long_ago_a_rank_was_heard_of(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
 def test_a_rank_that_is_missing_does_not_shrink_the_gradient(weights: Any) -> None:
-    network = SimNetwork(WORLD, seed=1)
+    network = SimulatedNetwork(WORLD, seed=1)
     models = [Vector(400) for _ in range(WORLD)]
 
     def body(transport: Transport) -> torch.Tensor:

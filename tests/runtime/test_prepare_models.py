@@ -24,7 +24,7 @@ from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, O
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from training import (
     EXACTLY,
     WORLD,
@@ -122,7 +122,7 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_rank_zero() -> None:
         prepare(model, adamw(model), policy=EXACTLY, group=Group(transport, range(WORLD)))
         return [*values(model), next(model.buffers()).clone()]
 
-    for ours in SimNetwork(WORLD).run(body):
+    for ours in SimulatedNetwork(WORLD).run(body):
         assert_same(ours, [*values(perceptron(seed=0)), torch.ones(6), torch.zeros(6), torch.ones(6)])
 
 
@@ -275,7 +275,7 @@ def test_a_model_that_is_distributed_already_is_refused() -> None:
         with pytest.raises(ValueError, match="takes the place of DistributedDataParallel"):
             prepare(wrapped, sgd(inner), group=Group(transport))
 
-    SimNetwork(2).run(work)
+    SimulatedNetwork(2).run(work)
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_a_model_that_was_sharded_before_is_refused(mesh: DeviceMesh) -> None:
         with pytest.raises(ValueError, match=r"takes the place of fully_shard\(\)"):
             prepare(model, sgd(model), group=Group(transport))
 
-    SimNetwork(1).run(work)
+    SimulatedNetwork(1).run(work)
 
 
 @pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()], ids=repr)
@@ -349,7 +349,7 @@ def test_ranks_that_prepare_different_things_are_told(what: str, make: Any, poli
         with pytest.raises(ValueError, match=f"rank 1 has prepared another {what} than rank 0"):
             prepare(model, make_optimizer(model), policy=policies[transport.rank], group=Group(transport))
 
-    SimNetwork(2).run(work)
+    SimulatedNetwork(2).run(work)
 
 
 @pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
@@ -358,7 +358,7 @@ def test_an_optimizer_of_another_model_is_refused(policy: Any) -> None:
         with pytest.raises(ValueError, match="the optimizer has none of the model's parameters"):
             prepare(perceptron(), sgd(perceptron()), policy=policy, group=Group(transport))
 
-    SimNetwork(2).run(work)
+    SimulatedNetwork(2).run(work)
 
 
 def test_the_model_comes_before_its_optimizer() -> None:
@@ -381,7 +381,7 @@ def test_parameters_that_no_optimizer_has_are_named(second: bool, caplog: pytest
             last.step()
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
-        SimNetwork(2).run(work)
+        SimulatedNetwork(2).run(work)
     told = [each.getMessage() for each in caplog.records]
     if second:
         assert not told

@@ -23,7 +23,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import Calls
 from stormtorch.runtime.session import Session, sessions_of
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from training import (
     EXACTLY,
     Llama,
@@ -310,7 +310,7 @@ def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Poli
             barrier(Group(transport)).wait()
         return found
 
-    for before, after in SimNetwork(2, loss=0.3, seed=1).run(work):
+    for before, after in SimulatedNetwork(2, loss=0.3, seed=1).run(work):
         assert after[1] == before[1]
         assert after[0] <= before[0] + 2  # in how many pairs the last model's parameters were sent again is chance
 

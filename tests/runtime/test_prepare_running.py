@@ -17,7 +17,7 @@ import stormtorch
 from stormtorch import EXACT, BoundedDrift, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from training import (
     EXACTLY,
     WORLD,
@@ -177,7 +177,7 @@ def test_two_models_are_trained_against_each_other() -> None:
         with exact(maker), exact(judge):
             return [*values(maker), *values(judge)]
 
-    for ours in SimNetwork(WORLD).run(body):
+    for ours in SimulatedNetwork(WORLD).run(body):
         assert_same(ours, [*values(alone[0]), *values(alone[1])])
 
 
@@ -218,7 +218,7 @@ def test_a_model_may_have_two_optimizers(clip: Callable[..., torch.Tensor]) -> N
         with exact(model):
             return values(model)
 
-    for ours in SimNetwork(WORLD).run(body):
+    for ours in SimulatedNetwork(WORLD).run(body):
         assert_close(ours, values(alone))
 
 
@@ -294,7 +294,7 @@ def test_ranks_may_use_what_different_optimizers_train() -> None:
         with exact(model):
             return values(model)
 
-    found = SimNetwork(WORLD).run(body)
+    found = SimulatedNetwork(WORLD).run(body)
     for ours in found:
         assert_same(ours, found[0])
     assert all(not torch.equal(one, other) for one, other in zip(found[0], values(Branches(0)), strict=True))

@@ -14,7 +14,7 @@ from stormtorch import EXACT, BoundedDrift, ModelAveraging, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from training import EXACTLY, Optimizer, Rank, assert_same, on_ranks, perceptron, plain, regression, sgd, vectors
 
 pytestmark = pytest.mark.pure
@@ -38,7 +38,7 @@ def each_own(
         except ValueError as error:
             return str(error)
 
-    return SimNetwork(world, seed=1).run(body)
+    return SimulatedNetwork(world, seed=1).run(body)
 
 
 def nothing(_rank: Rank) -> None:

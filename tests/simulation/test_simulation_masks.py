@@ -18,7 +18,7 @@ from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLin
 from stormtorch.simulation import masks as masks_module
 from stormtorch.simulation.masks import Masks
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -272,7 +272,7 @@ def test_workers_may_be_drawn_in_blocks(network: LossModel, monkeypatch: pytest.
 def test_masks_lose_as_the_simulated_network_does(model: Bernoulli | GilbertElliott | Trace) -> None:
     n, chunks, exchanges = 3, 400, 12
     options = Options(datagram_bytes=256, silence_s=5.0)
-    elements = chunks * SimNetwork(2, options=options).chunk_bytes // 4
+    elements = chunks * SimulatedNetwork(2, options=options).chunk_bytes // 4
 
     def work(transport: Transport) -> list[Tensor]:
         lost = []
@@ -283,7 +283,7 @@ def test_masks_lose_as_the_simulated_network_does(model: Bernoulli | GilbertElli
         return lost
 
     engine = torch.stack(
-        [each for rank in SimNetwork(n, loss=model, options=options, seed=2).run(work) for each in rank]
+        [each for rank in SimulatedNetwork(n, loss=model, options=options, seed=2).run(work) for each in rank]
     )
     masks = Masks(model, n, owners(*[chunks] * n), 2, CPU)
     rows = []

@@ -15,7 +15,7 @@ from stormtorch.collectives import Group, all_gather
 from stormtorch.network.loss import GilbertElliott, Shared, Stragglers
 from stormtorch.simulation.masks import Masks
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -89,7 +89,7 @@ def test_bursts_stay_with_sender_and_link_when_shards_change_owners(model: Share
 def test_the_simulated_network_shares_loss_as_masks_do() -> None:
     n, chunks = 4, 3_000
     options = Options(datagram_bytes=256, silence_s=5.0)
-    elements = chunks * SimNetwork(2, options=options).chunk_bytes // 4
+    elements = chunks * SimulatedNetwork(2, options=options).chunk_bytes // 4
     model = Shared(p=0.2, share=0.5)
 
     def work(transport: Transport) -> list[Tensor]:
@@ -97,7 +97,9 @@ def test_the_simulated_network_shares_loss_as_masks_do() -> None:
         arrival = all_gather(Group(transport), outputs, torch.ones(elements), reliability=LOSSY).wait()[0]
         return [torch.zeros(chunks).bool() if peer == transport.rank else ~arrival.mask(peer) for peer in range(n)]
 
-    engine = torch.stack([torch.stack(rank) for rank in SimNetwork(n, loss=model, options=options, seed=2).run(work)])
+    engine = torch.stack(
+        [torch.stack(rank) for rank in SimulatedNetwork(n, loss=model, options=options, seed=2).run(work)]
+    )
     ours = torch.stack([(~row).view(n, chunks) for row in Masks(model, n, owners(*[chunks] * n), 2, CPU).down()])
     rate = common_rate(model)
     for lost in (engine, ours):
@@ -112,7 +114,7 @@ def test_the_simulated_network_shares_loss_as_masks_do() -> None:
 @pytest.mark.parametrize("key", [None, bytes(range(16))], ids=["plain", "sealed"])
 def test_what_is_lost_for_all_is_repaired_for_each(key: bytes | None) -> None:
     options = Options(datagram_bytes=256, silence_s=5.0, key=key)
-    network = SimNetwork(3, loss=Shared(p=0.4, share=1.0), options=options, seed=3)
+    network = SimulatedNetwork(3, loss=Shared(p=0.4, share=1.0), options=options, seed=3)
 
     def work(transport: Transport) -> list[bool]:
         group, mine = Group(transport), torch.full((20_000,), float(transport.rank))

@@ -9,10 +9,10 @@ from reference import same_bits, values
 from stormtorch import EXACT, LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from stormtorch.transport.exchange import Arrival, Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 SMALL = Options(datagram_bytes=256, silence_s=5.0, timeout_s=60.0)
-CHUNK = SimNetwork(2, options=SMALL).chunk_bytes // 4
+CHUNK = SimulatedNetwork(2, options=SMALL).chunk_bytes // 4
 SLOW: dict[str, Any] = {"rate": "10mbit", "options": Options(datagram_bytes=256, rate="unlimited", timeout_s=60.0)}
 """A link that needs about 0.2 ms for a chunk."""
 
@@ -37,7 +37,7 @@ def test_a_budget_is_repaired_to_and_no_further(budget: float) -> None:
                 assert same_bits(outputs[peer], torch.where(arrived, values(peer, chunks * CHUNK), 0.0))
         return [missing(arrival, peer) for peer in range(n) if peer != group.rank]
 
-    found = [count for counts in SimNetwork(n, loss=0.2, options=SMALL, seed=9).run(work) for count in counts]
+    found = [count for counts in SimulatedNetwork(n, loss=0.2, options=SMALL, seed=9).run(work) for count in counts]
     assert max(found) <= int(budget * chunks)
     assert max(found) > 0, "what the budget allows is not repaired"
 
@@ -59,7 +59,7 @@ def test_a_budget_holds_for_every_collective_that_may_lose(n: int, budget: float
         ]
         return [arrival for pending in begun for arrival in pending.wait()]
 
-    for arrivals in SimNetwork(n, loss=0.2, options=SMALL, seed=10).run(work):
+    for arrivals in SimulatedNetwork(n, loss=0.2, options=SMALL, seed=10).run(work):
         for arrival in arrivals:
             for message in arrival._outcome.arrivals:
                 assert message.chunks - message.arrived <= budget * message.chunks, (message.peer, message.second_stage)
@@ -75,7 +75,7 @@ def test_an_exchange_ends_at_its_deadline_with_what_has_arrived() -> None:
         arrival = all_gather(group, outputs, torch.ones(chunks * CHUNK), reliability=reliability).wait()[0]
         return arrival, outputs[1 - group.rank]
 
-    for rank, (arrival, output) in enumerate(SimNetwork(2, seed=11, **SLOW).run(work)):
+    for rank, (arrival, output) in enumerate(SimulatedNetwork(2, seed=11, **SLOW).run(work)):
         assert arrival.elapsed_s == pytest.approx(0.010, abs=1e-4)
         assert 20 < missing(arrival, 1 - rank) < 80, "the budget gives way to the deadline"
         arrived = arrival.mask(1 - rank).repeat_interleave(CHUNK)
@@ -88,7 +88,7 @@ def test_a_deadline_that_is_not_needed_does_not_delay() -> None:
         reliability = Reliability(budget=0.0, deadline_s=30.0)
         return all_reduce(Group(transport), tensor, Op.AVG, reliability=reliability, share=reliability).wait()[0]
 
-    for arrival in SimNetwork(3, loss=0.1, options=SMALL, seed=12).run(work):
+    for arrival in SimulatedNetwork(3, loss=0.1, options=SMALL, seed=12).run(work):
         assert arrival.arrived == 1.0
         assert arrival.elapsed_s < 1.0
 
@@ -102,7 +102,7 @@ def test_a_lossy_exchange_takes_no_longer_for_its_losses() -> None:
                 times.append(all_reduce(group, tensor, Op.AVG, reliability=LOSSY).wait()[0].elapsed_s)
             return sorted(times)[len(times) // 2]
 
-        return max(SimNetwork(4, loss=loss, delay_s=5e-3, options=SMALL, seed=13).run(work))
+        return max(SimulatedNetwork(4, loss=loss, delay_s=5e-3, options=SMALL, seed=13).run(work))
 
     # One way is 5 ms and there are two stages; a repair would cost at least a round trip more.
     assert elapsed(0.0) < 0.012
@@ -117,7 +117,7 @@ def test_a_sum_is_the_mean_times_the_world(elements: int) -> None:
             all_reduce(Group(transport), tensor, op, reliability=LOSSY).wait()
             return tensor
 
-        return SimNetwork(4, loss=0.2, options=SMALL, seed=14).run(work)
+        return SimulatedNetwork(4, loss=0.2, options=SMALL, seed=14).run(work)
 
     # Four is a power of two, so the factor rounds nothing.
     for total, mean in zip(run(Op.SUM), run(Op.AVG), strict=True):
@@ -134,7 +134,7 @@ def test_broadcast_keeps_the_stale_chunk_where_an_update_is_lost(n: int) -> None
         arrival = broadcast(Group(transport), tensor, 0, reliability=LOSSY).wait()[0]
         return tensor, arrival
 
-    results = SimNetwork(n, loss=0.2, options=SMALL, seed=15).run(work)
+    results = SimulatedNetwork(n, loss=0.2, options=SMALL, seed=15).run(work)
     assert same_bits(results[0][0], values(0, owners * shard)), "the root's own is never touched"
     for rank in range(1, n):
         tensor, arrival = results[rank]
@@ -156,7 +156,7 @@ def test_an_exact_share_gives_identical_bits_although_the_first_stage_loses(reli
         arrival = all_reduce(Group(transport), tensor, Op.AVG, reliability=reliability, share=EXACT).wait()[0]
         return tensor, arrival
 
-    results = SimNetwork(4, loss=0.2, options=SMALL, seed=16).run(work)
+    results = SimulatedNetwork(4, loss=0.2, options=SMALL, seed=16).run(work)
     for tensor, arrival in results:
         assert same_bits(tensor, results[0][0])
         assert arrival.fraction(stage=1) == 1.0
@@ -172,7 +172,7 @@ def test_a_lossy_reduce_tells_the_root_the_mean_of_what_its_owners_got() -> None
         arrival = reduce(Group(transport), tensor, 1, Op.AVG, reliability=LOSSY).wait()[0]
         return tensor, arrival.counts()
 
-    results: list[Any] = SimNetwork(n, loss=0.3, options=SMALL, seed=17).run(work)
+    results: list[Any] = SimulatedNetwork(n, loss=0.3, options=SMALL, seed=17).run(work)
     means = results[1][0].view(n, chunks, CHUNK)
     for owner in range(n):
         for chunk, count in enumerate(results[owner][1].tolist()):

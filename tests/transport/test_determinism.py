@@ -10,7 +10,7 @@ from reference import ENGINE_DTYPES, reduced, same_bits, values
 from stormtorch import Options, faults
 from stormtorch.collectives import Group, Op, all_reduce, reduce, reduce_scatter
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork, SimTransport
+from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
 from stormtorch.transport.udp import UdpTransport
 
 pytestmark = pytest.mark.pure
@@ -71,12 +71,12 @@ def test_neither_datagram_size_nor_seal_changes_a_bit() -> None:
 
 
 def test_a_run_of_the_simulator_depends_on_its_seed_alone() -> None:
-    def work(transport: SimTransport) -> tuple[list[float], list[int], dict[str, object]]:
+    def work(transport: SimulatedTransport) -> tuple[list[float], list[int], dict[str, object]]:
         group = Group(transport)
         arrivals = [all_reduce(group, values(group.rank, 30_000)).wait()[0] for _ in range(5)]
         return [each.elapsed_s for each in arrivals], [each.repaired for each in arrivals], transport.health()
 
-    first, again, other = (SimNetwork(4, seed=seed, **STORM).run(work) for seed in (3, 3, 4))
+    first, again, other = (SimulatedNetwork(4, seed=seed, **STORM).run(work) for seed in (3, 3, 4))
     assert first == again
     assert first != other
 

@@ -12,7 +12,7 @@ from reference import reduced, same_bits, values
 from stormtorch import Options, faults
 from stormtorch.collectives import Group, Op, all_reduce, all_to_all, barrier, broadcast, receive, send
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 
 POOL = 1 << 20
@@ -71,7 +71,7 @@ def test_one_flooding_peer_leaves_the_others_their_share_of_the_pool() -> None:
         return tensor.tolist()
 
     options = Options(datagram_bytes=1472, pool_bytes=POOL)
-    results = SimNetwork(3, options=options, seed=9).run(work)
+    results = SimulatedNetwork(3, options=options, seed=9).run(work)
     assert results[0] == [1.0] * 2_000
     assert results[2][0] < 0.1
 
@@ -167,6 +167,8 @@ def test_an_older_exchange_is_not_held_up_by_what_was_begun_after_it() -> None:
 
     # Windows of a datagram or two: whatever stands in a queue stands there for long.
     options = Options(datagram_bytes=1472, receive_buffer_bytes=16_384)
-    results = [each for seed in range(6) for each in SimNetwork(4, loss=0.2, seed=seed, options=options).run(work)]
+    results = [
+        each for seed in range(6) for each in SimulatedNetwork(4, loss=0.2, seed=seed, options=options).run(work)
+    ]
     first, second = (sorted(times) for times in zip(*results, strict=True))
     assert first[-1] < 0.3 * second[len(second) // 2]

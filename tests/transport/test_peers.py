@@ -14,7 +14,7 @@ from stormtorch import LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, barrier, receive, send
 from stormtorch.errors import ExchangeTimeout, PeerFailed, SizeMismatch, StormError
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 
 QUICK = Options(datagram_bytes=1472, silence_s=0.3, timeout_s=20.0, linger_s=0.3)
@@ -39,7 +39,7 @@ def compute(transport: Transport, seconds: float) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("reliability", [LOSSY, Reliability(budget=0.1), Reliability(budget=0.0, deadline_s=5.0)])
 def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: int, reliability: Reliability) -> None:
-    network = SimNetwork(n + 1, options=QUICK, seed=20)
+    network = SimulatedNetwork(n + 1, options=QUICK, seed=20)
     dark = range(3, 8)
 
     def work(transport: Transport) -> list[tuple[float, float, bool]]:
@@ -67,7 +67,7 @@ def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: i
 
 
 def test_a_rank_that_ran_ahead_while_cut_off_does_not_hold_up_the_others() -> None:
-    network = SimNetwork(4, options=QUICK, seed=20)
+    network = SimulatedNetwork(4, options=QUICK, seed=20)
 
     def work(transport: Transport) -> float:
         group, longest = Group(transport), 0.0
@@ -85,7 +85,7 @@ def test_a_rank_that_ran_ahead_while_cut_off_does_not_hold_up_the_others() -> No
 
 @pytest.mark.parametrize("call", ["all_reduce", "receive", "send"])
 def test_an_exact_exchange_with_a_dark_peer_says_who_what_how_much_and_which_knob(call: str) -> None:
-    network = SimNetwork(3, options=QUICK, seed=21)
+    network = SimulatedNetwork(3, options=QUICK, seed=21)
     network.set_dark(2, True)
 
     def work(transport: Transport) -> str:
@@ -106,7 +106,7 @@ def test_an_exact_exchange_with_a_dark_peer_says_who_what_how_much_and_which_kno
 
 
 def test_exact_exchanges_work_again_when_the_dark_peer_has_returned() -> None:
-    network = SimNetwork(2, options=QUICK, seed=22)
+    network = SimulatedNetwork(2, options=QUICK, seed=22)
 
     def work(transport: Transport) -> tuple[str, torch.Tensor]:
         group = Group(transport)
@@ -235,7 +235,7 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
 
 
 def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
-    network = SimNetwork(6, options=QUICK, seed=23)
+    network = SimulatedNetwork(6, options=QUICK, seed=23)
     network.set_dark(2, True)
 
     def work(transport: Transport) -> tuple[str, int | None]:

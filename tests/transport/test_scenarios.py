@@ -30,7 +30,7 @@ from stormtorch.collectives import (
     send,
 )
 from stormtorch.transport.exchange import Arrival, Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 SCENARIOS, PER_TEST = 400, 20
 
@@ -117,7 +117,7 @@ class Call:
                 )
 
 
-def draw(seed: int) -> tuple[SimNetwork, list[Call], int]:
+def draw(seed: int) -> tuple[SimulatedNetwork, list[Call], int]:
     """A network, what is called on it, and how many calls are under way at once."""
     dice = random.Random(seed)
     n = dice.choice([2, 2, 3, 4, 6])
@@ -134,7 +134,7 @@ def draw(seed: int) -> tuple[SimNetwork, list[Call], int]:
         options["rate"] = dice.choice(["auto", "unlimited", "15mbit"])
     if dice.random() < 0.2:
         options["key"] = b"sixteen bytes and more"
-    network = SimNetwork(
+    network = SimulatedNetwork(
         n,
         loss=dice.choice([0.0, 0.05, 0.2]),
         duplicate=dice.choice([0.0, 0.1]),

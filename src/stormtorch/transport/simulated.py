@@ -3,7 +3,7 @@
 The packets are those of the real engine; only the wire is simulated. Ranks run as threads. Time stands still while any
 of them computes and advances when all wait, so a run depends on its seed alone.
 
-    network = SimNetwork(world=16, loss=GilbertElliott(p=0.1, burst=8), delay_s=0.02, seed=1)
+    network = SimulatedNetwork(world=16, loss=GilbertElliott(p=0.1, burst=8), delay_s=0.02, seed=1)
     results = network.run(train)        # train(transport) on each rank
 """
 
@@ -25,12 +25,12 @@ from stormtorch.transport.waiting import FIRST_SLICE_S, SLICE_S, Server, Servers
 T = TypeVar("T")
 
 
-class SimExchange:
+class SimulatedExchange:
     """An exchange on a simulated network."""
 
     __slots__ = ("_arrival", "_network", "_plan", "attends", "look_at", "outcome", "rank", "server")
 
-    def __init__(self, network: "SimNetwork", rank: int, plan: Plan) -> None:
+    def __init__(self, network: "SimulatedNetwork", rank: int, plan: Plan) -> None:
         self._network = network
         self.rank = rank
         self._plan = plan
@@ -58,10 +58,10 @@ class SimExchange:
         return self.outcome is not None
 
 
-class SimTransport:
-    """A rank's endpoint on a simulated network. Made by `SimNetwork`."""
+class SimulatedTransport:
+    """A rank's endpoint on a simulated network. Made by `SimulatedNetwork`."""
 
-    def __init__(self, network: "SimNetwork", rank: int) -> None:
+    def __init__(self, network: "SimulatedNetwork", rank: int) -> None:
         self.network = network
         self.rank = rank
         self.world = network.world
@@ -70,11 +70,11 @@ class SimTransport:
         self.channels = Channels()
         self.servers = Servers()
 
-    def post(self, plan: Plan) -> SimExchange:
+    def post(self, plan: Plan) -> SimulatedExchange:
         """Begins an exchange at the current virtual time."""
         if plan.timeout_s is None:
             plan.timeout_s = self.network.options.timeout_s
-        exchange = SimExchange(self.network, self.rank, plan)
+        exchange = SimulatedExchange(self.network, self.rank, plan)
         self.network.post(self.rank, plan, exchange)
         return exchange
 
@@ -90,7 +90,7 @@ class SimTransport:
         """Does nothing: the network ends when nothing refers to it any more."""
 
 
-class SimNetwork:
+class SimulatedNetwork:
     """Ranks joined by one simulated switch.
 
     Args:
@@ -147,11 +147,11 @@ class SimNetwork:
             0.0 if rate is None else parse_rate(rate) / 8.0,
             queue_bytes,
         )
-        self._transports = [SimTransport(self, rank) for rank in range(world)]
+        self._transports = [SimulatedTransport(self, rank) for rank in range(world)]
         self._condition = threading.Condition()
-        self._posts: list[tuple[int, Plan, SimExchange]] = []
-        self._running: dict[tuple[int, int], SimExchange] = {}
-        self._waiting: dict[SimExchange, float] = {}  # with the virtual time at which each gives up
+        self._posts: list[tuple[int, Plan, SimulatedExchange]] = []
+        self._running: dict[tuple[int, int], SimulatedExchange] = {}
+        self._waiting: dict[SimulatedExchange, float] = {}  # with the virtual time at which each gives up
         self._awake = 0
         self._broken: BaseException | None = None
 
@@ -180,7 +180,7 @@ class SimNetwork:
         with self._condition:
             return self._sim.peek(rank, channel, seq)
 
-    def run(self, work: Callable[[SimTransport], T]) -> list[T]:
+    def run(self, work: Callable[[SimulatedTransport], T]) -> list[T]:
         """Calls `work(transport)` for every rank, each in a thread, and returns the results by rank.
 
         If ranks fail, the error of the lowest rank is raised after all have ended.
@@ -209,18 +209,18 @@ class SimNetwork:
                 raise error
         return results
 
-    def post(self, rank: int, plan: Plan, exchange: SimExchange) -> None:
+    def post(self, rank: int, plan: Plan, exchange: SimulatedExchange) -> None:
         """Notes an exchange. It begins when all ranks wait, in the order of ranks, so that threads cannot race."""
         with self._condition:
             self._posts.append((rank, plan, exchange))
 
-    def wait_for(self, exchange: SimExchange, timeout_s: float | None) -> None:
+    def wait_for(self, exchange: SimulatedExchange, timeout_s: float | None) -> None:
         """Blocks the calling rank until the exchange has ended; meanwhile, the rank serves others."""
         give_up_at = math.inf if timeout_s is None else self.now_s + timeout_s
         while (server := self._sleep(exchange, give_up_at)) is not None:
             server.serve()
 
-    def _sleep(self, exchange: SimExchange, give_up_at: float) -> Server | None:
+    def _sleep(self, exchange: SimulatedExchange, give_up_at: float) -> Server | None:
         """Sleeps until the exchange has ended, or returns a server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
@@ -281,6 +281,6 @@ class SimNetwork:
                     self._wake(exchange)
         return found
 
-    def _wake(self, exchange: SimExchange) -> None:
+    def _wake(self, exchange: SimulatedExchange) -> None:
         if self._waiting.pop(exchange, None) is not None:
             self._awake += 1
