@@ -3,12 +3,10 @@
 """Ranks that die and return while the others train on."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options,
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.hyperparameters import Settings
-from stormtorch.runtime.members import Members
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.rendezvous import rejoin
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -199,32 +196,6 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(
     told = [each for each in caplog.messages if "cannot hand over optimizer settings" in each]
     assert len(told) == 3
     assert all("training goes on" in each for each in told)
-
-
-def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way() -> None:
-    store = store_of_threads()
-    transport = SimpleNamespace(rank=2, store=store, incarnation=lambda _rank: 1)
-    members = Members(SimpleNamespace(transport=transport, rank=2, size=3, ranks=(0, 1, 2)), "t", 100, 5.0)  # type: ignore[arg-type]
-    answer = {"step": 9, "members": [0, 1, 2], "joins": {"2": True}, "root": 0}
-    store.set("stormtorch/t/epoch/1", json.dumps(answer))
-    store.add("stormtorch/t/here/1", 1)  # rank 1 will not come
-    began = time.monotonic()
-    assert members.ask_in().number == 1
-    assert time.monotonic() - began < 2.0
-
-
-def test_the_warning_says_how_long_ago_a_rank_was_heard_of(caplog: pytest.LogCaptureFixture) -> None:
-    group = SimpleNamespace(transport=SimpleNamespace(rank=0), rank=0, size=3, ranks=(0, 1, 2))
-    members = Members(group, "t", 2, 60.0)  # type: ignore[arg-type]
-    members.hear({1, 2}, 0, [])
-    time.sleep(0.3)  # the silence after which the exchange goes on without it
-    for step in (1, 2, 3):
-        members.hear({2}, step, [])
-        time.sleep(0.15)
-    told = [
-        float(found) for found in re.findall(r"rank 1 at step \d, and its last report came (.*) s ago", caplog.text)
-    ]
-    assert told == [pytest.approx(0.3, abs=0.15), pytest.approx(0.6, abs=0.25)]
 
 
 @pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
