@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed has them, but its types do not
 
+import warm_start
 from stormtorch import Options, connect, faults
 from stormtorch.network.faults import _active
 from stormtorch.transport.exchange import Transport
@@ -24,6 +25,7 @@ from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 
 pytest_plugins = ["stormtorch.lab.fixtures"]
+warm_start.use()
 
 T = TypeVar("T")
 World = Callable[[int, Callable[[Transport], Any]], list[Any]]

@@ -22,7 +22,7 @@ def test_ctrl_c_ends_a_blocked_call_at_once_and_the_process_in_good_order(call: 
         for rank in range(2):
             job.hear(rank, "blocked")
         time.sleep(0.5)
-        at = job.interrupt(0, 1)
+        at = job.interrupt(1, 0)  # rank 0 sleeps, and cannot meet the goodbye of rank 1 instead
         said = job.end(within_s=30.0)
         job.check_nothing_is_left()
     for met in said:

@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import warm_scripts
 
 HERE = Path(__file__).parent
 
@@ -45,13 +46,13 @@ class Job:
         self.ports = ports
         self._folder = tempfile.TemporaryDirectory()
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "WORLD_SIZE": str(world)}
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[warm_scripts.Script] = []
         for rank in range(world):
             own = {"RANK": str(rank), "STORM_PORT": str(ports[1 + rank])}
             with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
                 # Each in a session of its own: whatever a rank starts can be found by it.
-                rank_process = subprocess.Popen(
-                    [sys.executable, str(HERE / script), scenario],
+                rank_process = warm_scripts.start(
+                    [str(HERE / script), scenario],
                     env=os.environ | environment | own,
                     stdout=out,
                     stderr=err,

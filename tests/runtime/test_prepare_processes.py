@@ -3,14 +3,16 @@
 """Prepared models in processes of their own, over UDP: what depends on a whole process, and what must not cost more."""
 
 import gc
+import os
 import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import warm_scripts
 from conftest import local_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -227,19 +229,20 @@ given = model(torch.ones(1, 8))
 """
 
 
-def test_a_rank_that_ends_by_an_exception_is_named_at_once() -> None:
+def test_a_rank_that_ends_by_an_exception_is_named_at_once(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILING, str(rank), str(store.port)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    script, errors = tmp_path / "failing.py", tmp_path / "errors"
+    script.write_text(FAILING)
+    with errors.open("w") as out, open(os.devnull, "w") as nowhere:
+        ranks = [
+            warm_scripts.start(
+                [str(script), str(rank), str(store.port)], stdin=subprocess.PIPE, stderr=(out, nowhere)[rank]
+            )
+            for rank in range(2)
+        ]
     try:
-        _, told = ranks[0].communicate(timeout=40.0)  # while the other one's process lives
+        ranks[0].wait(40.0)  # while the other one's process lives
+        told = errors.read_text()
         assert ranks[1].poll() is None
         assert "rank 1 closed its transport" in told
         assert "Rank 1 left after an exception: ValueError: a bad batch" in told

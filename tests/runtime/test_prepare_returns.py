@@ -4,7 +4,6 @@
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but its types do not
 
+import warm_scripts
 from training_rank import batch, new_model, validation_loss
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -30,19 +30,19 @@ class Job:
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
         self._said: dict[int, queue.Queue[dict[str, Any]]] = {}
-        self._ranks: dict[int, subprocess.Popen[str]] = {}
+        self._ranks: dict[int, warm_scripts.Script] = {}
 
     def start(self, rank: int, *, again: bool = False, **how: Any) -> None:
         given = {"rank": rank, "world": WORLD, "port": self._store.port, "again": again, "silence_s": 3.0, "loss": 0.1}
-        self._ranks[rank] = subprocess.Popen(
-            [sys.executable, str(HERE / "training_rank.py"), json.dumps({"give_up_s": 90.0, **given, **how})],
+        self._ranks[rank] = warm_scripts.start(
+            [str(HERE / "training_rank.py"), json.dumps({"give_up_s": 90.0, **given, **how})],
             stdout=subprocess.PIPE,
             text=True,
         )
         self._said[rank] = queue.Queue()
         threading.Thread(target=self._listen, args=(self._ranks[rank], self._said[rank]), daemon=True).start()
 
-    def _listen(self, process: subprocess.Popen[str], said: queue.Queue[dict[str, Any]]) -> None:
+    def _listen(self, process: warm_scripts.Script, said: queue.Queue[dict[str, Any]]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             said.put(json.loads(line))

@@ -3,7 +3,6 @@
 import gc
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from conftest import OPTIONS, store_of_threads
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but its types do not
 
+import warm_scripts
 from stormtorch import LOSSY, Options, StormError, connect
 from stormtorch.backend.creation import _generation_of_others
 from stormtorch.collectives import Group, all_reduce
@@ -37,15 +37,15 @@ class Job:
         self.world = world
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
         self._how = {"world": world, "port": self._store.port, "key": key, "torch": torch, "silence_s": SILENCE_S}
-        self._ranks: dict[int, subprocess.Popen[str]] = {}
+        self._ranks: dict[int, warm_scripts.Script] = {}
         self.start(*range(world))
 
     def start(self, *ranks: int, again: bool = False) -> None:
         """Processes for ranks that have none; returns when they are up."""
         for rank in ranks:
             how = json.dumps(self._how | {"rank": rank, "again": again})
-            self._ranks[rank] = subprocess.Popen(
-                [sys.executable, str(HERE / "rejoin_rank.py"), how],
+            self._ranks[rank] = warm_scripts.start(
+                [str(HERE / "rejoin_rank.py"), how],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
