@@ -4,7 +4,8 @@
 PYTHON    ?= python3
 # Which torch. The range is the one of pyproject.toml; narrow it to choose a build.
 TORCH     ?= torch>=2.11,<2.14
-# Which of the Python tests: a pytest mark expression. PYTEST_ARGS goes behind it, as in PYTEST_ARGS='-k broadcast'.
+# Which of the Python tests `make test` runs: a pytest mark expression, as in `make python-test MARKS=slow`. PYTEST_ARGS
+# goes behind it, as in PYTEST_ARGS='-k broadcast'.
 MARKS     ?= not slow
 PYTEST_ARGS ?=
 # Inputs per fuzz target.
@@ -14,7 +15,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-test address-test thread-build driver-test python-test stub-check
+.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-all address-test thread-build driver-test python-test python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -91,21 +92,30 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 
 # --- check it --------------------------------------------------------------------------------------------------------
 
-test: sanitize python-test  ## the engine's tests under sanitizers, then the Python tests
+# What people run before they commit, and what CI runs. All that is in the first is in the second.
+test: engine-test python-test  ## the engine's tests, then the Python tests but for slow ones: about 8 minutes on 2 cores
+test-all: engine-all python-all  ## also the engine's tests under sanitizers, and slow Python tests: about 18 minutes
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
 
 # Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
 build/%/build.ninja: Makefile | .venv/.tools
 	@cmake -S . -B build/$* -G Ninja $(CONFIGURE) >/dev/null
 
-build/tests/build.ninja: CONFIGURE = -DSTORM_TESTS=ON
+# Optimised a little, and with all assertions: quick to compile, and quick enough to run.
+build/tests/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS='-O1 -D_GLIBCXX_ASSERTIONS'
 build/address/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=address,undefined
 build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
 build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 
-engine-test: build/tests/build.ninja
-	@cmake --build build/tests
+engine-test: engine-build
 	build/tests/engine_tests
+
+# The same and under sanitizers, one after the other, as each has tests that look at the clock.
+engine-all: engine-build sanitize
+	build/tests/engine_tests
+
+engine-build: build/tests/build.ninja
+	@cmake --build build/tests --target engine_tests
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone.
@@ -117,7 +127,7 @@ address-test: build/address/build.ninja
 # setarch: TSan of older compilers cannot place its shadow where the kernel randomises addresses by more than 28 bits.
 # Containers may forbid it; the plain run is then the one to try.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
+driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS)) $(if $(filter %-all,$(MAKECMDGOALS)),engine-build)
 	$(ADDRESS_TESTS) test_driver
 	$(FIXED_ADDRESSES) build/thread/engine_tests
 
@@ -128,6 +138,9 @@ thread-build: build/thread/build.ninja
 python-test: setup
 	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS)
+
+python-all: MARKS = slow or not slow
+python-all: python-test
 
 lint: setup stub-check  ## ruff, mypy, import-linter and clang-format; changes nothing
 	$(BIN)/ruff check .

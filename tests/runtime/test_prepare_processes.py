@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import warm_scripts
 from conftest import local_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import warm_scripts
 from stormtorch import BoundedDrift, ModelAveraging, Options, exact, faults, prepare
 from stormtorch.collectives import Group, barrier
 from stormtorch.jobs.ranks import Member, run_ranks
