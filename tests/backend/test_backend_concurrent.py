@@ -1,5 +1,6 @@
 """Many collectives in flight at once: on several groups, from several threads, and under computation."""
 
+import math
 import os
 import random
 import threading
@@ -209,13 +210,13 @@ def overlap_job(member: Member) -> dict[str, float]:
     options: Any = stormtorch.Options(rate="40mbit", interface="127.0.0.1")
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world, pg_options=options)
     group: Any = dist.distributed_c10d._get_default_group()
-    seconds = {}
+    seconds: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], None]) -> None:
         dist.barrier()
         begin = time.monotonic()
         call()
-        seconds[name] = time.monotonic() - begin
+        seconds[name] = min(time.monotonic() - begin, seconds.get(name, math.inf))
 
     tensor = torch.ones(500_000)
 
@@ -228,8 +229,10 @@ def overlap_job(member: Member) -> dict[str, float]:
     def alone() -> None:
         dist.all_reduce(tensor)
 
-    timed("alone", alone)
-    timed("both", both)
+    # The best of three, as a busy machine delays either. One after the other takes 0.4 s more, always.
+    for _ in range(3):
+        timed("alone", alone)
+        timed("both", both)
 
     model = Layers(0.15)
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.3)  # a layer a bucket

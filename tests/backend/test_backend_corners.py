@@ -92,7 +92,7 @@ def waiting_for_several_at_once(member: Member) -> None:
         assert not block.works[0].is_completed()
         with pytest.raises(stormtorch.StormError):
             block.works[0].wait(timedelta(seconds=0.2))
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 10.0  # not until the message comes, which waits for the barrier
         dist.barrier()
         block.works[0].wait()
         assert out.tolist() == [1.0] * 5
@@ -154,7 +154,7 @@ def shorter_one(member: Member, options_s: float, torch_s: float) -> None:
                 began = time.monotonic()
                 with pytest.raises(stormtorch.StormError):
                     call()
-                assert short_s - 0.05 <= time.monotonic() - began < short_s + 3.0, (number, group)
+                assert short_s - 0.05 <= time.monotonic() - began < short_s + 20.0, (number, group)
     meet(member, "over")
     groups[0].abort()
 

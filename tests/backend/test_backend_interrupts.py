@@ -12,7 +12,8 @@ import pytest
 from backend_job import HERE, Job, free_ports
 
 SCRIPT, TORCHRUN = "backend_interrupted.py", "backend_torchrun.py"
-PROMPT_S = 0.5
+# Left alone, calls block for a minute.
+PROMPT_S = 5.0
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "async", "barrier", "monitored_barrier", "recv", "anybody", "send"])
@@ -28,7 +29,7 @@ def test_ctrl_c_ends_a_blocked_call_at_once_and_the_process_in_good_order(call: 
     for met in said:
         assert met["exit"] == 0, met
         assert met["raised"] - at < PROMPT_S, met
-        assert met["destroyed"] - at < 3.0, met
+        assert met["destroyed"] - at < 2 * PROMPT_S, met
         assert "Traceback" not in met["stderr"], met
 
 

@@ -58,6 +58,7 @@ def test_the_warning_is_repeated_and_says_how_long_ago_a_rank_was_heard_of(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = members_of(3, warn_every=2)
+    clock.now_s += 100.0
     hear(members, 1, 2, step=0)
     for step in range(1, 6):
         clock.now_s += 1.5

@@ -86,7 +86,10 @@ def test_a_process_that_takes_a_place_is_let_in_by_all_at_the_same_step(job: Job
         assert (each.epoch, each.lowest, each.cut_off, each.restarted) == (1, 0, False, False)
     assert [each.incarnation(2) for each in job.transports] == [1, 1, 1]
     assert summed(job, "epoch 1", [0, 1, 2]) == [3.0] * 3
+    assert job.store.add("stormtorch/t/here/1", 0) == 2  # those that did not return
     assert hear(others[0], 1, 2, step=10) == ([], ["rank 2 is back"])
+    hear(others[1], 2, step=10)
+    assert not others[1].cut_off  # rank 2 counts: two of three are no minority
     assert hear(new, 0, 1, step=10) == ([], [])
 
 
@@ -196,6 +199,31 @@ def test_an_epoch_for_another_rank_is_waited_out_and_asked_after_again(job: Job,
     assert answers == begun[::-1]
 
 
+def test_a_rank_whose_request_came_too_late_for_an_answer_asks_again(job: Job, clock: Clock) -> None:
+    first = job.members(0)
+    hear(first, 1)
+    hear(first)
+    two = job.restart(2)
+
+    def answer_another() -> None:  # while the request of rank 2 was on its way
+        answer = {"step": 8, "members": [0, 1], "joins": {"1": True}, "root": 0}
+        job.store.set("stormtorch/t/epoch/1", json.dumps(answer))
+        job.store.set("stormtorch/t/latest", "1")
+
+    begun: list[Epoch] = []
+    clock.meanwhile = [answer_another, *walks([first], begun, steps=10)]
+    assert two.ask_in() == begun[1]
+    assert [each.joins for each in begun] == [{1: True}, {2: True}]
+
+
+def test_a_rank_that_hears_nothing_gives_up_in_the_end(job: Job, clock: Clock) -> None:
+    lost = job.members(2, give_up_s=5.0)
+    began = clock.now_s
+    with pytest.raises(StormError, match="rank 2: nobody has let it in for 5 s"):
+        lost.ask_in()
+    assert 5.0 <= clock.now_s - began < 5.2
+
+
 def test_a_rank_that_returns_does_not_wait_for_one_that_died_on_the_way(job: Job, clock: Clock) -> None:
     new = job.restart(2)
     answer = {"step": 9, "members": [0, 1, 2], "joins": {"2": True}, "root": 0}
@@ -228,9 +256,10 @@ def test_ranks_go_on_when_the_store_has_died_and_nobody_can_return(
     job = Job(3, TCPStore("127.0.0.1", master.port, is_master=False, timeout=timedelta(seconds=20)))
     try:
         first, new = job.members(0), job.restart(2)
-        hear(first, 1)
         del master
         gc.collect()
+        assert first.look(0) is None and not caplog.messages  # nobody is missing
+        hear(first, 1)
         assert first.look(1) is None
         assert first.look(2) is None
         (said,) = [text for text in caplog.messages if "cannot look for ranks that return" in text]
@@ -248,4 +277,4 @@ def test_trainings_of_other_names_do_not_meet(job: Job, clock: Clock) -> None:
     hear(first, 1)
     job.store.set("stormtorch/t/request/0/2", json.dumps({"restarted": True}))
     assert first.look(1) is None
-    assert not job.store.check(["stormtorch/another/epoch/1"])
+    assert not any(job.store.check([f"stormtorch/{name}/epoch/1"]) for name in ("t", "another"))

@@ -153,7 +153,8 @@ def test_a_lone_fast_sender_does_not_starve_the_others() -> None:
         assert bool((big == 1.0).all())
         return took
 
-    assert max(local_world(n, work)) < 5.0
+    # Three tries: a busy machine may be slow once. Who starves, starves always.
+    assert any(max(local_world(n, work)) < 5.0 for _ in range(3))
 
 
 def test_an_older_exchange_is_not_held_up_by_what_was_begun_after_it() -> None:

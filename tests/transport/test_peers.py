@@ -1,6 +1,7 @@
 """Peers that fall silent, leave, fail or come back."""
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,18 +173,21 @@ def test_lossy_exchanges_go_on_without_a_peer_that_left() -> None:
 
 
 def test_an_exchange_that_not_everyone_calls_times_out_and_says_for_whom_it_waited() -> None:
+    over = threading.Event()
+
     def work(transport: UdpTransport) -> tuple[str, float]:
         group, began = Group(transport), time.monotonic()
         if transport.rank == 1:
-            time.sleep(1.0)
+            over.wait(20.0)
             return "", 0.0
         said = outcome_of(all_reduce(group, torch.ones(9), timeout_s=0.4).wait)
+        over.set()
         return said, time.monotonic() - began
 
     said, took = local_world(2, work)[0]
     assert re.match(r"ExchangeTimeout: rank 0: all_reduce .*Timed out after 0\.4 s, waiting for rank 1, 36 bytes", said)
     assert "timeout_s" in said
-    assert 0.35 < took < 0.9
+    assert 0.35 < took < 10.0
     assert issubclass(ExchangeTimeout, TimeoutError)
 
 
@@ -223,13 +227,13 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
         time.sleep(0.5)
         return said, took
 
-    both = local_world(2, work)
+    both = local_world(2, work, options=replace(OPTIONS, silence_s=20.0))
     assert sum("SizeMismatch" in said for said, _ in both) >= 1
     for rank, (said, took) in enumerate(both):
         theirs, ours = 4 * sizes[1 - rank], 4 * sizes[rank]
         mismatch = f"SizeMismatch: rank {rank}: .*rank {1 - rank} sends {theirs} bytes where {ours} are"
         assert re.match(rf"({mismatch})|(PeerFailed: rank {rank}: .*rank {1 - rank} )", said), said
-        assert took < 2.0
+        assert took < 10.0, "it was waited for silence"
     assert issubclass(SizeMismatch, StormError)
     assert issubclass(PeerFailed, StormError)
 

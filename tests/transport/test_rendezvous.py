@@ -154,7 +154,7 @@ def test_absence_of_rank_0_from_whom_the_others_have_their_cookie_is_told_by_its
 def test_rank_that_cannot_join_tells_the_others_at_once() -> None:
     began = time.monotonic()
     said = connect_all(3, lambda rank: replace(OPTIONS, interface="nosuch0" if rank == 1 else None))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < OPTIONS.timeout_s / 2
     assert isinstance(said[1], ValueError)
     for rank in (0, 2):
         assert isinstance(said[rank], PeerFailed) and said[rank].culprit == 1
