@@ -39,10 +39,10 @@ def test_plain_ddp_runs_on_storm(tmp_path: Path) -> None:
     run(TORCHRUN, "ddp.py", tmp_path)
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(runs: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint, ledger = tmp_path / "checkpoint.pt", tmp_path / "ledger.jsonl"
-    for run_before in range(runs):
+    for run_before in range(2):
         assert checkpoint.exists() == bool(run_before)
         files = ("--checkpoint", str(checkpoint), "--ledger", str(ledger))
         output = run(TORCHRUN, "prepare.py", tmp_path, "--loss", "0.1", *files)

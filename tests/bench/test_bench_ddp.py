@@ -97,6 +97,7 @@ def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
     assert ">4.00" in text
 
 
+@pytest.mark.slow
 def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may_have_several_steps() -> None:
     settings = replace(
         SMALL,

@@ -283,6 +283,7 @@ SMALL = SweepSettings(
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_a_sweep_measures_each_point_in_turn() -> None:
     lab_or_skip()
     steps: list[int] = []
@@ -310,6 +311,7 @@ def test_a_point_that_fails_says_why_and_the_next_one_is_measured() -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_points_that_were_measured(tmp_path: Path) -> None:
     lab_or_skip()
     out = tmp_path / "sweep.json"

@@ -46,7 +46,12 @@ def expected(world: int, elements: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"loss": 0.2}, {"loss": 0.1, "burst": 8}, {"loss": 0.1, "delay": "5ms", "jitter": "2ms"}]
+    "knobs",
+    [
+        pytest.param({"loss": 0.2}, marks=pytest.mark.slow),
+        {"loss": 0.1, "burst": 8},
+        {"loss": 0.1, "delay": "5ms", "jitter": "2ms"},
+    ],
 )
 def test_exact_sums_are_exact_on_every_bad_network(lab: MakeLab, knobs: dict[str, object]) -> None:
     network = lab(3, rate="100mbit", management=True, probe=False, **knobs)
@@ -63,7 +68,7 @@ def test_lossy_sums_lose_what_the_network_loses(lab: MakeLab) -> None:
     assert sum(arrived) / len(arrived) == pytest.approx(1 - network.measured().loss, abs=0.02)
 
 
-@pytest.mark.parametrize("queue", ["512kb", "128kb"])
+@pytest.mark.parametrize("queue", [pytest.param("512kb", marks=pytest.mark.slow), "128kb"])
 def test_unknown_line_is_filled_and_its_queue_is_not(lab: MakeLab, queue: str) -> None:
     network = lab(4, rate="100mbit", queue=queue, management=True, probe=False)
     elements = 1_000_000

@@ -71,6 +71,7 @@ def test_exact_sums_go_on_within_seconds_when_a_hosts_mtu_falls(lab: MakeLab, kn
     assert logs[2][-1]["path_bytes"] > 1172
 
 
+@pytest.mark.slow
 def test_path_that_becomes_wide_again_is_used_so_and_lossy_sums_lose_nothing_on_it(lab: MakeLab) -> None:
     network = lab(2, rate="200mbit", management=True, probe=False)
     set_mtu(network, 1, 1200)

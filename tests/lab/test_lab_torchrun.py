@@ -15,6 +15,7 @@ pytestmark = pytest.mark.lab
 LAB_RUN = (sys.executable, "-m", "stormtorch.cli", "lab", "run", "--hosts", "4", "--rate", "100mbit", "--loss", "0.1")
 
 
+@pytest.mark.slow
 def test_torchrun_trains_on_four_hosts_through_real_loss(tmp_path: Path) -> None:
     lab_or_skip()
     log = tmp_path / "lab.json"

@@ -94,7 +94,7 @@ def in_order(events: list[str], wanted: list[str]) -> bool:
 
 
 def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_started_again(job: Job) -> None:
-    steps = 350
+    steps = 250
     for rank in range(WORLD):
         job.start(rank, steps=steps)
     job.hear(0, "step", 50)

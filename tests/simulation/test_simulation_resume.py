@@ -315,9 +315,9 @@ def test_ctrl_c_tells_how_to_go_on_and_exits_with_130(kept: bool, tmp_path: Path
             assert process.poll() is None
             assert time.monotonic() < give_up_at
             time.sleep(0.05)
-        # Some steps later, however busy the machine is.
+        # Some steps later, however busy the machine is: imports are not over yet.
         begun_s = cpu_s(process.pid)
-        while cpu_s(process.pid) < begun_s + 1.0 and time.monotonic() < give_up_at:
+        while cpu_s(process.pid) < begun_s + 3.0 and time.monotonic() < give_up_at:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
