@@ -1,10 +1,23 @@
-// What a core does with a datagram that came in.
+// What a datagram that came in changes.
 #include <algorithm>
 
 #include "core.hpp"
 #include "peer.hpp"
 
 namespace storm {
+namespace {
+
+std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
+
+// Tells a receiver that nothing more will come of a message.
+Control nothing_more(const Header& header, bool second_stage) {
+    return {.kind = Kind::end,
+            .flags = static_cast<std::uint8_t>(flag_repair | stage_flag(second_stage)),
+            .channel = header.channel,
+            .seq = header.seq};
+}
+
+}  // namespace
 
 void Core::receive(std::span<std::byte> datagram, Nanos now) {
     ++counters_.datagrams_received;
@@ -30,33 +43,19 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         return;
     }
     ++counters_.authenticated;
-    peer.last_heard = now;
-    peer.silent = false;
-    peer.out.heard();
+    peer.hear(now);
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
-            if ((header->flags & flag_piece) != 0) {
+            if (header->has(flag_piece)) {
                 take_piece(peer, *header, number, *payload, now);
                 return;
             }
-            if ((header->flags & flag_last) != 0) peer.in.report_now();
+            if (header->has(flag_last)) peer.in.report_now();
             taken = take_data(peer, *header, *payload, now);
             break;
         case Kind::report: take_report(peer, *payload, now); break;
-        case Kind::end:
-            if (Exchange* exchange = find(header->channel, header->seq)) {
-                if ((header->flags & flag_repair) != 0) {
-                    forgo(*exchange, peer, (header->flags & flag_second_stage) != 0);
-                } else {
-                    take_end(*exchange, peer, (header->flags & flag_second_stage) != 0, now);
-                }
-                open_gates(*exchange);
-                finish_if_done(*exchange, now);
-            } else if (!is_over(header->channel, header->seq)) {
-                taken = pool_chunk(peer, *header, {});
-            }
-            break;
+        case Kind::end: taken = take_end(peer, *header, now); break;
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
@@ -64,7 +63,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed: take_failed(peer, *header, now); break;
     }
-    // What was not taken is reported as lost, and so comes again.
+    // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
     if (taken) peer.in.arrive(number, datagram.size(), header->kind != Kind::report, now);
 }
 
@@ -73,12 +72,12 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
     switch (peer.pieces.take(header, number, payload)) {
         case Pieces::Taken::malformed:
             ++counters_.malformed;
-            peer.in.arrive(number, payload.size(), true, now);  // lest it comes again
+            peer.in.arrive(number, payload.size(), true, now);  // or it would come again
             return;
         case Pieces::Taken::kept: return;
         case Pieces::Taken::complete: break;
     }
-    if ((header.flags & flag_last) != 0) peer.in.report_now();
+    if (header.has(flag_last)) peer.in.report_now();
     header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
     const std::span<const std::byte> whole = peer.pieces.whole();
     if (!take_data(peer, header, whole, now)) return;
@@ -89,13 +88,12 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
 }
 
 bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
-    if (Exchange* exchange = find(header.channel, header.seq)) {
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
         deliver(*exchange, peer, header, payload, now);
-        open_gates(*exchange);
-        finish_if_done(*exchange, now);
+        settle(*exchange, now);
         return true;
     }
-    if (!is_over(header.channel, header.seq)) return pool_chunk(peer, header, payload);
+    if (!sequences_.posted(header.channel, header.seq)) return pool_chunk(peer, header, payload);
     ++counters_.late;
     answer_for_ended(peer, header);
     return true;
@@ -110,8 +108,7 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
     if (!pool_.keep(header, payload)) {
         ++counters_.pool_refused;
         peer.refused = true;
-        const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
-        control(peer, {.kind = Kind::wait, .flags = stage, .channel = header.channel, .seq = header.seq});
+        peer.say({.kind = Kind::wait, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
         return false;
     }
     ++counters_.pooled;
@@ -122,7 +119,7 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
 
 void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload,
                    Nanos now) {
-    const bool second_stage = (header.flags & flag_second_stage) != 0;
+    const bool second_stage = header.has(flag_second_stage);
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
         ++counters_.unexpected;
@@ -131,7 +128,7 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     if (header.message_bytes != message->cut.bytes) {
         exchange.outcome.expected_bytes = message->cut.bytes;
         exchange.outcome.announced_bytes = header.message_bytes;
-        fail(exchange, Status::size_mismatch, peer.rank, message->cut.bytes - message->arrived_bytes);
+        exchange.fail(Status::size_mismatch, peer.rank, message->missing_bytes());
         return;
     }
     if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
@@ -141,41 +138,44 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     const bool was_closed = message->closed;
     if (!message->accept(header.chunk, payload)) {
         ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
-        // A sender that was thought silent may wait to be told to go on.
+        // The sender may have been silent when its message was closed, and so never have heard that it was.
         if (was_closed && message->missing() > 0) {
-            const std::uint8_t stage = second_stage ? flag_second_stage : std::uint8_t{0};
-            control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
+            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
         }
         return;
     }
     message->ask_at = now + message->ask_every;
     if (message->closed) {
-        stop_waiting(peer);
-        // The sender waits for exactly this news.
+        credit_.close(peer.rank);
+        // The sender waits to hear that its message is complete.
         peer.in.report_now();
-    } else if ((header.flags & flag_last) != 0 || message->ended) {
-        take_end(exchange, peer, second_stage, now);
+    } else if (header.has(flag_last) || message->ended) {
+        heed_end(exchange, peer, second_stage, now);
     }
 }
 
-void Core::take_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
+    Exchange* exchange = exchanges_.find(header.channel, header.seq);
+    if (exchange == nullptr) return sequences_.posted(header.channel, header.seq) || pool_chunk(peer, header, {});
+    const bool second_stage = header.has(flag_second_stage);
+    if (!header.has(flag_repair)) {
+        heed_end(*exchange, peer, second_stage, now);
+    } else if (Incoming* message = exchange->incoming(peer.rank, second_stage)) {
+        // Nothing more will come of this message, whatever its budget says.
+        if (exchange->lossy(second_stage)) close(*exchange, *message, false);
+    }
+    settle(*exchange, now);
+    return true;
+}
+
+// The sender's first pass is over: a lossy message that has enough is closed soon.
+void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr || message->closed || message->allowed == 0) return;
     message->ended = true;
     if (message->missing() > message->allowed || message->close_at != never) return;
-    // Chunks that were overtaken by the end get a moment more.
+    // Chunks that the end overtook get a moment more.
     message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
-}
-
-// Nothing more will come of a message, whatever its budget says.
-void Core::forgo(Exchange& exchange, Peer& peer, bool second_stage) {
-    Incoming* message = exchange.incoming(peer.rank, second_stage);
-    if (message != nullptr && exchange.lossy(second_stage)) close(exchange, *message, false);
-}
-
-void Core::forgo_message(Peer& peer, const Header& header, std::uint8_t stage) {
-    const auto flags = static_cast<std::uint8_t>(flag_repair | stage);
-    control(peer, {.kind = Kind::end, .flags = flags, .channel = header.channel, .seq = header.seq});
 }
 
 void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
@@ -190,48 +190,47 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     Delivery delivery = peer.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
         delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
-        if (now >= share_at_) share_line(now);
+        if (line_.due(now)) share_line(now);
         peer.rate.on_delivery(delivery);
     }
 }
 
 void Core::take_control(Peer& peer, const Header& header, Nanos now) {
-    Exchange* exchange = find(header.channel, header.seq);
-    if (exchange == nullptr) {
-        if (header.kind != Kind::ready) return;
-        // A receiver that is ahead of us (if there is no room to remember it, it will ask again), or that asks in vain.
-        if (!is_over(header.channel, header.seq)) {
-            (void)pool_.keep(header, {});
-        } else if (blame_for(header)) {
-            answer_for_ended(peer, header);
-        } else {
-            // It ended well for us, so whatever is missing there was allowed to be.
-            for (const std::uint8_t stage : {std::uint8_t{0}, flag_second_stage}) forgo_message(peer, header, stage);
-        }
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
+        obey(*exchange, peer, header);
+        settle(*exchange, now);
         return;
     }
-    obey(*exchange, peer, header);
-    finish_if_done(*exchange, now);
+    if (header.kind != Kind::ready) return;
+    if (!sequences_.posted(header.channel, header.seq)) {
+        // The receiver is ahead of us. If there is no room to remember that, it will ask again.
+        (void)pool_.keep(header, {});
+    } else if (blames_.of(exchange_key(header.channel, header.seq))) {
+        answer_for_ended(peer, header);
+    } else {
+        // The exchange ended well here, so the budget allows for whatever is missing there.
+        for (const bool second_stage : {false, true}) peer.say(nothing_more(header, second_stage));
+    }
 }
 
 void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
-    const bool second_stage = (header.flags & flag_second_stage) != 0;
+    const bool second_stage = header.has(flag_second_stage);
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank) continue;
         if (header.kind == Kind::ready) {
             message.ready = true;
             // Chunks that found no room there counted as lost here, but they had arrived.
-            if (message.parked) peer.data_lost_since = never;
+            if (message.parked) peer.on_data_arrived();
             message.parked = false;
-            enqueue(message);
-            // It asks for what we have given up: say so, lest it waits for ever.
+            peer.queue.push(message);
+            // It asks for chunks that we have given up: say so, or it would wait for ever.
             if (!message.wanted && message.acked < message.cut.chunks) {
-                forgo_message(peer, header, message.second_stage ? flag_second_stage : std::uint8_t{0});
+                peer.say(nothing_more(header, message.second_stage));
             }
         } else if (message.second_stage == second_stage && header.kind == Kind::wait) {
             message.parked = !message.ready;
         } else if (message.second_stage == second_stage && header.kind == Kind::done) {
-            release(message);
+            message.release();
         }
     }
 }
@@ -242,20 +241,15 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         ++counters_.malformed;
         return;
     }
-    // The last report tells apart what it received before it left and what it never will.
+    // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);
-    peer.left = true;
-    peer.left_for = *blame;
+    peer.leave(*blame);
     peer.in.report_now();
     peer.out.abandon([](const Flight&) {});
-    std::vector<std::uint64_t> concerned;
-    for (const auto& [key, exchange] : active_) concerned.push_back(key);
-    for (const std::uint64_t key : concerned) {
-        Exchange& exchange = *active_.at(key);
+    exchanges_.each([&](Exchange& exchange) {
         abandon_peer(exchange, peer, Status::peer_left, *blame);
-        open_gates(exchange);
-        finish_if_done(exchange, now);
-    }
+        settle(exchange, now);
+    });
 }
 
 void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
@@ -264,48 +258,70 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
         ++counters_.malformed;
         return;
     }
-    if (Exchange* exchange = find(header.channel, header.seq)) {
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
         abandon_peer(*exchange, peer, Status::peer_failed, *blame);
-        open_gates(*exchange);
-        finish_if_done(*exchange, now);
-    } else if (!is_over(header.channel, header.seq)) {
+        settle(*exchange, now);
+    } else if (!sequences_.posted(header.channel, header.seq)) {
         (void)pool_.keep(header, {});
     }
 }
 
-// The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
-void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
-    for (Outgoing& message : exchange.sends) {
-        if (message.peer != peer.rank || message.released) continue;
-        if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
-            fail(exchange, status, peer.rank, message.unacked_bytes(), blame);
-        } else {
-            release(message);
-        }
-    }
-    for (Incoming& message : exchange.receives) {
-        if (message.peer != peer.rank || message.closed) continue;
-        if (exchange.lossy(message.second_stage)) {
-            close(exchange, message, false);
-        } else {
-            fail(exchange, status, peer.rank, message.cut.bytes - message.arrived_bytes, blame);
-        }
-    }
-}
-
-Blame Core::blame_for(const Header& header) const {
-    const std::uint64_t key = exchange_key(header.channel, header.seq);
-    const auto found =
-        std::find_if(failed_.begin(), failed_.end(), [&](const auto& each) { return each.first == key; });
-    return found == failed_.end() ? Blame{} : found->second;
-}
-
+// Answers a peer that still sends for, or asks about, an exchange that has ended here.
 void Core::answer_for_ended(Peer& peer, const Header& header) {
-    if (const Blame blame = blame_for(header)) {
-        control(peer, {.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .blame = blame});
+    if (const Blame blame = blames_.of(exchange_key(header.channel, header.seq))) {
+        peer.say({.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .blame = blame});
     } else {
-        const auto stage = static_cast<std::uint8_t>(header.flags & flag_second_stage);
-        control(peer, {.kind = Kind::done, .flags = stage, .channel = header.channel, .seq = header.seq});
+        peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+    }
+}
+
+void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.kind == Kind::bye) peer.told = true;
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes, flight.stamp.sent_at);
+    if (flight.kind == Kind::data) {
+        peer.on_data_arrived();
+        Outgoing* message = slots_.find(flight.message);
+        if (message == nullptr || message->released || !message->acked_chunks.set(flight.chunk)) return;
+        ++message->acked;
+        message->release_if_done();
+        if (message->released) settle(*message->exchange, now);
+    }
+}
+
+void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
+    // The report in a goodbye may have been too large for the path.
+    if (flight.kind == Kind::bye) peer.fit_reports(peer.path.least());
+    if (flight.more) return;  // the last piece stands for its chunk, which is lost once
+    if (flight.kind == Kind::data || flight.kind == Kind::ping)
+        peer.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
+    if (flight.kind == Kind::data) {
+        peer.on_data_lost(now);
+        Outgoing* message = slots_.find(flight.message);
+        if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
+        if (message->given_up + message->reserved < message->allowed) {
+            ++message->given_up;
+            message->release_if_done();
+            if (message->released) settle(*message->exchange, now);
+        } else {
+            message->repairs.push_back(flight.chunk);
+            // At the end of a message every further loss costs a round trip, and the line is free: send it twice.
+            if (message->first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
+                message->repairs.push_back(flight.chunk);
+            }
+            peer.queue.push(*message);
+        }
+    } else if (flight.kind == Kind::ready) {
+        Exchange* exchange = exchanges_.find(flight.channel, flight.seq);
+        if (exchange != nullptr && exchange->waits_for(peer.rank)) {
+            peer.say({.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
+        }
+    } else if (flight.kind == Kind::end || flight.kind == Kind::done || flight.kind == Kind::bye ||
+               flight.kind == Kind::failed) {
+        peer.say({.kind = flight.kind,
+                  .flags = flight.flags,
+                  .channel = flight.channel,
+                  .seq = flight.seq,
+                  .blame = flight.blame});
     }
 }
 

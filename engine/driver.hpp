@@ -20,6 +20,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "batch.hpp"
 #include "core.hpp"
 #include "descriptor.hpp"
 #include "door.hpp"

@@ -3,56 +3,6 @@
 #include <algorithm>
 
 namespace storm {
-namespace {
-
-// How far behind the newest chunk another may arrive before a message that is never repaired stops waiting for it.
-constexpr std::uint32_t reorder_margin = 32;
-// Larger messages do not stay in a core's own cache until they are used.
-constexpr std::uint64_t large_bytes = 2 << 20;
-
-std::uint32_t mix(std::uint32_t channel, std::uint32_t seq) {
-    std::uint64_t x = (std::uint64_t{channel} << 32 | seq) + 0x9e37'79b9'7f4a'7c15ULL;
-    x = (x ^ x >> 30) * 0xbf58'476d'1ce4'e5b9ULL;
-    x = (x ^ x >> 27) * 0x94d0'49bb'1331'11ebULL;
-    return static_cast<std::uint32_t>(x >> 32);
-}
-
-}  // namespace
-
-Cut::Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq)
-    : bytes(message_bytes), chunk_bytes(static_cast<std::uint32_t>(bytes_per_chunk)) {
-    chunks = bytes == 0 ? 1 : static_cast<std::uint32_t>((bytes + chunk_bytes - 1) / chunk_bytes);
-    start = mix(channel, seq) % chunks;
-}
-
-bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
-    if (closed || !settled.set(chunk)) return false;
-    arrived.set(chunk);
-    ++arrived_count;
-    arrived_bytes += payload.size();
-    if (reduction != nullptr) {
-        reduction->contribute(contributor, chunk, payload);
-    } else if (!payload.empty()) {
-        place(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size(), cut.bytes >= large_bytes);
-    }
-    if (reduction != nullptr && allowed == cut.chunks) {
-        // Never repaired and sent in a known order: what lies well behind this chunk is lost.
-        const std::uint32_t ordinal = cut.ordinal(chunk);
-        while (settled_upto + reorder_margin < ordinal) give_up(cut.at(settled_upto++));
-    }
-    if (arrived_count == cut.chunks) closed = true;
-    return true;
-}
-
-void Incoming::give_up(std::uint32_t chunk) {
-    if (settled.set(chunk) && reduction != nullptr) reduction->give_up(contributor, chunk);
-}
-
-void Incoming::close() {
-    if (closed) return;
-    closed = true;
-    for (std::uint32_t chunk = 0; chunk < cut.chunks; ++chunk) give_up(chunk);
-}
 
 Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& blocks, Nanos now)
     : channel(spec.channel), seq(spec.seq), timeout_at(spec.timeout_at), stages_(spec.stages) {
@@ -121,6 +71,18 @@ bool Exchange::finished() const {
            std::all_of(sends.begin(), sends.end(), [](const Outgoing& m) { return m.released; });
 }
 
+void Exchange::fail(Status status, std::uint16_t peer, std::uint64_t missing_bytes, Blame blame) {
+    if (!running()) return;
+    outcome.status = status;
+    outcome.peer = peer;
+    outcome.missing_bytes = missing_bytes;
+    outcome.blame = blame ? blame : Blame{peer, status};
+}
+
+bool Exchange::pinned() const {
+    return std::any_of(sends.begin(), sends.end(), [](const Outgoing& m) { return m.pins > 0; });
+}
+
 void Exchange::conclude(Status status, Nanos now) {
     outcome.status = status;
     outcome.ended = now;
@@ -132,7 +94,7 @@ void Exchange::conclude(Status status, Nanos now) {
                                     .chunks = message.cut.chunks,
                                     .arrived = message.arrived_count,
                                     .bytes = message.cut.bytes,
-                                    .missing_bytes = message.cut.bytes - message.arrived_bytes,
+                                    .missing_bytes = message.missing_bytes(),
                                     .mask = message.arrived.words()});
     }
     if (reduction) outcome.counts = reduction->counts();

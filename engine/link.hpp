@@ -11,7 +11,8 @@
 #include <vector>
 
 #include "clock.hpp"
-#include "pacer.hpp"
+#include "delivery_meter.hpp"
+#include "slots.hpp"
 #include "wire.hpp"
 
 namespace storm {
@@ -22,10 +23,10 @@ struct Flight {
     std::uint32_t bytes{};
     Kind kind{};
     std::uint8_t flags{};
-    bool settled{};                      // its fate is known
-    bool lost{};                         // and it was loss, as far as is known: it may still turn out to have been late
-    bool more{};                         // a piece of a chunk, and others follow: the last one stands for the chunk
-    std::uint32_t slot{}, generation{};  // the outgoing message, for data
+    bool settled{};     // it arrived or is counted as lost
+    bool lost{};        // it is counted as lost, though it may still turn out to have been late
+    bool more{};        // a piece of a chunk that others follow: the last piece stands for the chunk
+    SlotRef message{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
     Blame blame{};

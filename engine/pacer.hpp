@@ -1,4 +1,4 @@
-// How fast bytes may leave: a token bucket. rate_control.hpp, included below, decides its rate for one link.
+// How fast bytes may leave: a token bucket. rate_control.hpp decides its rate for one link.
 #pragma once
 
 #include <cstddef>
@@ -27,5 +27,3 @@ private:
 };
 
 }  // namespace storm
-
-#include "rate_control.hpp"

@@ -1,59 +1,82 @@
-// All that a core knows of one peer. Private to the core.
+// All that an endpoint knows of one peer: the link both ways, what waits to be sent to it, and whether it lives.
 #pragma once
 
-#include <algorithm>
-#include <deque>
+#include <cstddef>
+#include <cstdint>
 
-#include "core.hpp"
+#include "clock.hpp"
+#include "controls.hpp"
+#include "link.hpp"
 #include "path_mtu.hpp"
+#include "pieces.hpp"
+#include "rate_control.hpp"
+#include "send_queue.hpp"
+#include "wire.hpp"
 
 namespace storm {
 
-// A receiver that waits says so at least this often, which also shows that it lives.
-inline constexpr Nanos longest_ask = second / 2;
+class Peer {
+public:
+    // `credit_bytes`: what it may have in flight to us at first. `chunk_bytes`: no chunk of the job is larger.
+    Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
+         std::size_t chunk_bytes, Nanos now);
 
-struct Core::Peer {
-    Peer(std::uint16_t its_rank, std::uint64_t credit, const RateControl& control_of_rate, const PathMtu& its_path,
-         std::size_t chunk_bytes, Nanos now)
-        : rank(its_rank),
-          out(credit, now),
-          in(report_words(its_path.bytes())),
-          rate(control_of_rate),
-          path(its_path),
-          pieces(chunk_bytes),
-          last_heard(now) {}
+    // Queues a control datagram. Once the peer has left, only `done` is still said.
+    void say(const Control& what);
 
-    // How much a report may name so that it fits a datagram.
-    static std::size_t report_words(std::size_t datagram_bytes) {
-        return (datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
-    }
+    // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
+    void hear(Nanos now);
+    void fall_silent();
+    [[nodiscard]] bool silent() const { return silent_; }
+    [[nodiscard]] Nanos last_heard() const { return last_heard_; }
+    // Whether it has just fallen silent, so that everything in flight to it is lost; true once each time.
+    [[nodiscard]] bool take_forsaken();
+    // When a peer that takes part in an exchange begun at `started` counts as silent.
+    [[nodiscard]] Nanos silent_at(Nanos started, Nanos silence) const;
+    // When to ping a peer that we only wait for: nothing else would show whether it lives.
+    [[nodiscard]] Nanos ping_at(Nanos started, Nanos silence) const;
+    void ping(Nanos now, Nanos silence);
 
-    std::uint16_t rank;
+    // A goodbye: the peer left, and why if it said so.
+    void leave(Blame why);
+    [[nodiscard]] bool left() const { return left_; }
+    [[nodiscard]] Blame left_for() const { return left_for_; }
+
+    // A path is blocked when the peer answers but no data reaches it. Losses themselves, and not merely the time since
+    // one, must span the silence, as there may have been nothing to send.
+    void on_data_arrived() { data_lost_since_ = never; }
+    void on_data_lost(Nanos now);
+    // When data of an exchange begun at `started` counts as blocked; `never` unless losses span that time already.
+    [[nodiscard]] Nanos blocked_at(Nanos started, Nanos silence) const;
+    // Whether an exchange that began early enough is blocked.
+    [[nodiscard]] bool may_be_blocked(Nanos silence) const { return blocked_at(0, silence) != never; }
+
+    // The path carries datagrams of this size at most: reports must fit it.
+    void fit_reports(std::size_t datagram_bytes);
+    // How long a report may wait for more to report.
+    [[nodiscard]] Nanos report_delay() const;
+    // Whether it pays to look for the size that the path carries.
+    [[nodiscard]] bool explores_path() const { return !left_ && !silent_; }
+    [[nodiscard]] Nanos path_timer() const { return explores_path() ? path.timer(!queue.empty()) : never; }
+
+    const std::uint16_t rank;
     Outbound out;
     Inbound in;
     RateControl rate;
     PathMtu path;
-    Pieces pieces;                 // chunks from it that are not complete
-    std::deque<Outgoing*> queue;   // messages with something to send, oldest first
-    std::deque<Control> controls;  // bounded: equal ones are merged
-    Nanos last_heard;
-    std::uint64_t backlog{};  // bytes that are still to be sent to it, as of the last time the line was shared out
-    Nanos deadline{never};    // the shortest time that a message to it was given, as of then
-    std::uint32_t open_receives{};  // messages that we wait for
-    Nanos ping_at{};                // not before this, while we only wait for it
-    // Since when all data to it was lost, `never` when the latest arrived; and when it was last.
-    Nanos data_lost_since{never}, data_lost_at{};
-    bool silent{};     // nothing heard for too long; heals by itself
-    bool forsaken{};   // fell silent just now: what is in flight to it is lost
-    bool left{};       // said goodbye
-    Blame left_for{};  // because of this, if it said so
-    bool told{};       // knows that we leave
-    bool refused{};    // the pool turned something of it away
+    Pieces pieces;      // chunks from it that are not complete
+    SendQueue queue;    // messages to it
+    Controls controls;  // filled by `say`
+    bool told{};        // it knows that we leave
+    bool refused{};     // the pool turned a chunk from it away
 
-    // A report may wait this long for more to report.
-    [[nodiscard]] Nanos report_delay() const {
-        return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond);
-    }
+private:
+    Nanos last_heard_;
+    Nanos next_ping_{};
+    Nanos data_lost_since_{never};  // since when all data to it was lost; `never` when the latest arrived
+    Nanos data_lost_at_{};          // when data to it was last lost
+    bool silent_{}, forsaken_{}, left_{};
+    Blame left_for_{};
 };
 
 }  // namespace storm

@@ -100,13 +100,13 @@ void Sim::pump(std::uint16_t rank) {
     Host& host = hosts_[rank];
     while (host.core->transmit(batch_, now_)) {
         std::vector<std::byte> joined;
-        joined.reserve(batch_.bytes);
-        for (std::size_t i = 0; i < batch_.parts; ++i) {
-            const auto* from = static_cast<const std::byte*>(batch_.iov[i].iov_base);
-            joined.insert(joined.end(), from, from + batch_.iov[i].iov_len);
+        joined.reserve(batch_.bytes());
+        for (const iovec& part : batch_.parts()) {
+            const auto* from = static_cast<const std::byte*>(part.iov_base);
+            joined.insert(joined.end(), from, from + part.iov_len);
         }
-        for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes) {
-            const std::size_t size = std::min(batch_.segment_bytes, joined.size() - at);
+        for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
+            const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
             Nanos leaves = now_;
             if (config_.bytes_per_s > 0) {
                 const auto takes = static_cast<Nanos>(static_cast<double>(size) / config_.bytes_per_s * 1e9);
@@ -116,7 +116,7 @@ void Sim::pump(std::uint16_t rank) {
             packets_.push({.at = leaves + config_.delay,
                            .order = ++order_,
                            .source = rank,
-                           .target = batch_.peer,
+                           .target = batch_.peer(),
                            .queued = false,
                            .bytes = {begin, begin + static_cast<std::ptrdiff_t>(size)}});
         }

@@ -8,6 +8,7 @@
 #include <queue>
 #include <vector>
 
+#include "batch.hpp"
 #include "core.hpp"
 #include "faults.hpp"
 

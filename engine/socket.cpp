@@ -153,22 +153,22 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         std::size_t count = 0;
         for (; count < most && sent + count < batches.size(); ++count) {
             Batch& batch = *batches[sent + count];
-            if (batch.segments > 1 && !segmentation_) break;
-            const Address& to = peers_[batch.peer];
+            if (batch.segments() > 1 && !segmentation_) break;
+            const Address& to = peers_[batch.peer()];
             msghdr& header = messages[count].msg_hdr;
             header = {};
             header.msg_name = const_cast<sockaddr*>(to.get());
             header.msg_namelen = to.size();
-            header.msg_iov = batch.iov.data();
-            header.msg_iovlen = batch.parts;
-            if (batch.segments < 2) continue;
+            header.msg_iov = batch.parts().data();
+            header.msg_iovlen = batch.parts().size();
+            if (batch.segments() < 2) continue;
             header.msg_control = controls[count].bytes;
             header.msg_controllen = sizeof controls[count].bytes;
             cmsghdr* control = CMSG_FIRSTHDR(&header);
             control->cmsg_level = SOL_UDP;
             control->cmsg_type = UDP_SEGMENT;
             control->cmsg_len = CMSG_LEN(sizeof(std::uint16_t));
-            const auto segment = static_cast<std::uint16_t>(batch.segment_bytes);
+            const auto segment = static_cast<std::uint16_t>(batch.segment_bytes());
             std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
         }
         if (count == 0) {
@@ -185,14 +185,14 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         if (is_full(errno)) return sent;
         Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
-        if (first.segments > 1 && refused) {
+        if (first.segments() > 1 && refused) {
             // Either each of them is too large for the interface, or this kernel or device takes the option and refuses the
             // segments.
             if (!send_one_by_one(first)) return sent;
             // More than fits one datagram of the kernel's is refused as well, and says nothing about segments.
-            segmentation_ = first.too_large || first.bytes > max_datagram_bytes;
-        } else {
-            first.too_large = errno == EMSGSIZE;
+            segmentation_ = first.too_large() || first.bytes() > max_datagram_bytes;
+        } else if (errno == EMSGSIZE) {
+            first.refuse();
         }
         ++sent;
     }
@@ -201,25 +201,25 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
 
 bool Socket::send_one_by_one(Batch& batch) {
     // All segments have as many parts: a header and, unless they are empty, a payload.
-    const std::size_t parts = batch.parts / batch.segments;
+    const std::size_t parts = batch.parts().size() / batch.segments();
     std::array<mmsghdr, Batch::max_segments> messages{};
-    const Address& to = peers_[batch.peer];
-    for (std::size_t i = 0; i < batch.segments; ++i) {
+    const Address& to = peers_[batch.peer()];
+    for (std::size_t i = 0; i < batch.segments(); ++i) {
         msghdr& header = messages[i].msg_hdr;
         header.msg_name = const_cast<sockaddr*>(to.get());
         header.msg_namelen = to.size();
-        header.msg_iov = const_cast<iovec*>(batch.iov.data()) + parts * i;
+        header.msg_iov = batch.parts().data() + parts * i;
         header.msg_iovlen = parts;
     }
     std::size_t sent = 0;
-    while (sent < batch.segments) {
-        const int done = sendmmsg(fd(), messages.data() + sent, static_cast<unsigned>(batch.segments - sent), 0);
+    while (sent < batch.segments()) {
+        const int done = sendmmsg(fd(), messages.data() + sent, static_cast<unsigned>(batch.segments() - sent), 0);
         if (done > 0) {
             sent += static_cast<std::size_t>(done);
         } else if (errno != EINTR) {
             // A full buffer at the start means try again; in the middle the rest counts as lost.
             if (is_full(errno)) return sent > 0;
-            batch.too_large |= errno == EMSGSIZE;
+            if (errno == EMSGSIZE) batch.refuse();
             ++sent;
         }
     }

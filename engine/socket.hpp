@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "core.hpp"
+#include "batch.hpp"
 #include "descriptor.hpp"
 
 namespace storm {

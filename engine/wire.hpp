@@ -63,6 +63,10 @@ inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message i
 inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all
 inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
 inline constexpr std::uint8_t flag_piece = 16;  // of `data`: a prefix, and a part of the chunk (pieces.hpp)
+// The stage of a message as a flag.
+[[nodiscard]] constexpr std::uint8_t stage_flag(bool second_stage) {
+    return second_stage ? flag_second_stage : std::uint8_t{0};
+}
 inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed | flag_piece;
 
 struct Header {
@@ -77,6 +81,7 @@ struct Header {
     std::uint32_t chunk{};
     std::uint32_t message_bytes{};
 
+    [[nodiscard]] bool has(std::uint8_t flag) const { return (flags & flag) != 0; }
     bool operator==(const Header&) const = default;
 };
 

@@ -13,6 +13,8 @@
 #include <memory>
 #include <vector>
 
+#include "batch.hpp"
+
 using namespace storm;
 
 namespace {
@@ -286,17 +288,17 @@ private:
         while (cores_[rank]->transmit(batch_, now_)) {
             REQUIRE(++sent < 10'000);
             std::vector<std::byte> joined;
-            for (std::size_t i = 0; i < batch_.parts; ++i) {
-                const auto* from = static_cast<const std::byte*>(batch_.iov[i].iov_base);
-                joined.insert(joined.end(), from, from + batch_.iov[i].iov_len);
+            for (const iovec& part : batch_.parts()) {
+                const auto* from = static_cast<const std::byte*>(part.iov_base);
+                joined.insert(joined.end(), from, from + part.iov_len);
             }
-            REQUIRE(joined.size() == batch_.bytes && batch_.segments <= Batch::max_segments);
-            for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes) {
-                const std::size_t size = std::min(batch_.segment_bytes, joined.size() - at);
+            REQUIRE(joined.size() == batch_.bytes() && batch_.segments() <= Batch::max_segments);
+            for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
+                const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
                 const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
                 REQUIRE(size <= datagram_bytes);
                 if (size > carries_) continue;
-                wire_.push_back({rank, batch_.peer, {begin, begin + static_cast<std::ptrdiff_t>(size)}});
+                wire_.push_back({rank, batch_.peer(), {begin, begin + static_cast<std::ptrdiff_t>(size)}});
             }
             cores_[rank]->transmitted(batch_, now_);
         }

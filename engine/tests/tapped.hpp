@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 
+#include "batch.hpp"
 #include "jobs.hpp"
 
 namespace storm::check {
@@ -141,16 +142,16 @@ private:
         hosts_[rank].socket.pop_front();
         // The caller's memory is read here and not before: whoever frees it too early is seen by the address sanitizer.
         Buffer joined;
-        for (std::size_t i = 0; i < batch->parts; ++i) {
-            const auto* from = static_cast<const std::byte*>(batch->iov[i].iov_base);
-            joined.insert(joined.end(), from, from + batch->iov[i].iov_len);
+        for (const iovec& part : batch->parts()) {
+            const auto* from = static_cast<const std::byte*>(part.iov_base);
+            joined.insert(joined.end(), from, from + part.iov_len);
         }
-        CHECK_EQUAL(joined.size(), batch->bytes);
-        CHECK_EQUAL(batch->segments, (joined.size() + batch->segment_bytes - 1) / batch->segment_bytes);
-        for (std::size_t at = 0; at < joined.size(); at += batch->segment_bytes) {
-            const std::size_t size = std::min(batch->segment_bytes, joined.size() - at);
+        CHECK_EQUAL(joined.size(), batch->bytes());
+        CHECK_EQUAL(batch->segments(), (joined.size() + batch->segment_bytes() - 1) / batch->segment_bytes());
+        for (std::size_t at = 0; at < joined.size(); at += batch->segment_bytes()) {
+            const std::size_t size = std::min(batch->segment_bytes(), joined.size() - at);
             CHECK(size <= config_.datagram_bytes);
-            Datagram datagram{.at = now_ + delay_, .source = rank, .target = batch->peer, .header = {}, .bytes = {}};
+            Datagram datagram{.at = now_ + delay_, .source = rank, .target = batch->peer(), .header = {}, .bytes = {}};
             const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
             datagram.bytes.assign(begin, begin + static_cast<std::ptrdiff_t>(size));
             datagram.header = parse_header(datagram.bytes).value();

@@ -3,6 +3,7 @@
 
 #include "check.hpp"
 #include "pacer.hpp"
+#include "rate_control.hpp"
 
 using namespace storm;
 

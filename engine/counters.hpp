@@ -1,0 +1,20 @@
+// Counters of one endpoint since it began. Garbage from the network is counted here and reported nowhere else.
+#pragma once
+
+#include <cstdint>
+
+namespace storm {
+
+struct Counters {
+    std::uint64_t datagrams_sent{}, bytes_sent{}, datagrams_received{}, bytes_received{};
+    std::uint64_t authenticated{};  // datagrams received with a correct check or seal: only peers send such
+    std::uint64_t repaired{};       // chunks sent again
+    std::uint64_t duplicates{};     // datagrams or chunks that had arrived before
+    std::uint64_t late{};           // chunks of messages that were already closed
+    std::uint64_t malformed{}, foreign{}, corrupt{}, unexpected{};
+    std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
+    std::uint64_t reports{}, probes{}, asks{};
+    std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less than a whole datagram
+};
+
+}  // namespace storm

@@ -1,0 +1,41 @@
+// How much each peer may have in flight to us, so that all of them together do not overflow the socket's buffer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace storm {
+
+class Credit {
+public:
+    // `buffer_bytes`: what the socket holds. `world`: ranks, with our own.
+    Credit(std::size_t buffer_bytes, std::size_t world) : buffer_bytes_(buffer_bytes), open_(world) {}
+
+    // A message from this peer is awaited, or no longer awaited. `open` is true if its peer was not awaited before: the
+    // credit of others may then have become smaller.
+    bool open(std::uint16_t peer) { return open_[peer]++ == 0 && ++awaited_ > 0; }
+    void close(std::uint16_t peer) {
+        if (--open_[peer] == 0) --awaited_;
+    }
+    // Half of the buffer is divided among all peers, a quarter among those that we await: as they finish one after the
+    // other the last ones get more, and a quarter is left for what was granted to those before.
+    [[nodiscard]] std::uint64_t bytes(std::uint16_t peer) const {
+        return share(open_[peer] > 0 ? awaited_ : open_.size() - 1);
+    }
+    // The credit of a peer that we do not await.
+    [[nodiscard]] std::uint64_t idle_bytes() const { return share(open_.size() - 1); }
+
+private:
+    [[nodiscard]] std::uint64_t share(std::size_t sharing) const {
+        if (open_.size() < 2) return buffer_bytes_;
+        const std::size_t quarter = buffer_bytes_ / 4;
+        return 2 * quarter / (open_.size() - 1) + quarter / sharing;
+    }
+
+    std::size_t buffer_bytes_;
+    std::vector<std::uint32_t> open_;  // by rank: messages that we await
+    std::size_t awaited_{};            // peers of which we await any
+};
+
+}  // namespace storm

@@ -1,0 +1,76 @@
+#include "message.hpp"
+
+#include "kernels.hpp"
+
+namespace storm {
+namespace {
+
+// How far behind the newest chunk another may arrive before a message that is never repaired stops waiting for it.
+constexpr std::uint32_t reorder_margin = 32;
+// Larger messages do not stay in a core's own cache until they are used.
+constexpr std::uint64_t large_bytes = 2 << 20;
+
+std::uint32_t mix(std::uint32_t channel, std::uint32_t seq) {
+    std::uint64_t x = (std::uint64_t{channel} << 32 | seq) + 0x9e37'79b9'7f4a'7c15ULL;
+    x = (x ^ x >> 30) * 0xbf58'476d'1ce4'e5b9ULL;
+    x = (x ^ x >> 27) * 0x94d0'49bb'1331'11ebULL;
+    return static_cast<std::uint32_t>(x >> 32);
+}
+
+}  // namespace
+
+Cut::Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq)
+    : bytes(message_bytes), chunk_bytes(static_cast<std::uint32_t>(bytes_per_chunk)) {
+    chunks = bytes == 0 ? 1 : static_cast<std::uint32_t>((bytes + chunk_bytes - 1) / chunk_bytes);
+    start = mix(channel, seq) % chunks;
+}
+
+void Outgoing::skip_missing() {
+    ++cursor;
+    ++given_up;
+    if (reserved > 0) --reserved;
+}
+
+void Outgoing::release() {
+    wanted = false;
+    repairs.clear();
+    if (pins == 0) released = true;
+}
+
+void Outgoing::release_if_done() {
+    if (released || pins > 0) return;
+    // A chunk that was given up and then acknowledged after all counts twice; that does no harm once all were sent.
+    const bool settled_all = never_repaired() || acked + given_up >= cut.chunks;
+    if (!wanted || (first_pass_over() && settled_all)) release();
+}
+
+bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
+    if (closed || !settled.set(chunk)) return false;
+    arrived.set(chunk);
+    ++arrived_count;
+    arrived_bytes += payload.size();
+    if (reduction != nullptr) {
+        reduction->contribute(contributor, chunk, payload);
+    } else if (!payload.empty()) {
+        place(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size(), cut.bytes >= large_bytes);
+    }
+    if (reduction != nullptr && allowed == cut.chunks) {
+        // Never repaired and sent in a known order: what lies well behind this chunk is lost.
+        const std::uint32_t ordinal = cut.ordinal(chunk);
+        while (settled_upto + reorder_margin < ordinal) give_up(cut.at(settled_upto++));
+    }
+    if (arrived_count == cut.chunks) closed = true;
+    return true;
+}
+
+void Incoming::give_up(std::uint32_t chunk) {
+    if (settled.set(chunk) && reduction != nullptr) reduction->give_up(contributor, chunk);
+}
+
+void Incoming::close() {
+    if (closed) return;
+    closed = true;
+    for (std::uint32_t chunk = 0; chunk < cut.chunks; ++chunk) give_up(chunk);
+}
+
+}  // namespace storm

@@ -1,0 +1,135 @@
+// One message of an exchange, as its sender and as its receiver see it: which chunks were sent, acknowledged, lost, arrived.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "bitmap.hpp"
+#include "clock.hpp"
+#include "reduction.hpp"
+#include "slots.hpp"
+
+namespace storm {
+
+class Exchange;
+
+// How a message is cut. The short chunk is always the last one; an empty message is one empty chunk.
+struct Cut {
+    std::uint64_t bytes{};
+    std::uint32_t chunk_bytes{}, chunks{}, start{};
+
+    // The order of sending is rotated by exchange, so that what a deadline cuts off differs each time.
+    Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
+    [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
+        return chunk + 1 < chunks ? chunk_bytes
+                                  : static_cast<std::uint32_t>(bytes - std::uint64_t{chunks - 1} * chunk_bytes);
+    }
+    [[nodiscard]] std::uint32_t at(std::uint32_t ordinal) const {
+        return static_cast<std::uint32_t>((std::uint64_t{start} + ordinal) % chunks);
+    }
+    [[nodiscard]] std::uint32_t ordinal(std::uint32_t chunk) const {
+        return chunk >= start ? chunk - start : chunk + (chunks - start);
+    }
+    // How many chunks may be missing under a budget.
+    [[nodiscard]] std::uint32_t allowed(double budget) const { return static_cast<std::uint32_t>(budget * chunks); }
+};
+
+// Checksums of the chunks of data that goes to several peers: each is computed once.
+struct Checks {
+    Bitmap known;
+    std::vector<std::uint32_t> values;
+
+    explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
+};
+
+// A message to a peer.
+struct Outgoing {
+    Exchange* exchange{};
+    std::uint16_t peer{};
+    bool second_stage{};
+    const std::byte* data{};
+    Cut cut;
+    std::uint32_t allowed{};   // chunks that may be missing in the end
+    std::uint32_t reserved{};  // the part of `allowed` kept for chunks that never reached us and so cannot be passed on
+    const Reduction* source{};       // second stage: only its final chunks can be sent
+    std::shared_ptr<Checks> checks;  // shared with other messages of the same data, if there are any
+    SlotRef ref;                     // how flights and batches name it
+
+    std::uint32_t cursor{};  // chunks of the first pass that were sent or skipped
+    std::uint32_t acked{}, given_up{}, repaired{};
+    std::uint64_t eager_bytes{};  // bytes sent in the first pass so far
+    Bitmap acked_chunks;
+    std::deque<std::uint32_t> repairs;  // chunks to send again
+    unsigned pins{};                    // batches that still point into `data`
+    bool ready{};                       // the receiver has posted: no eager limit
+    bool parked{};                      // the receiver had no room: hold until it is ready
+    bool queued{};                      // stands in its peer's queue; only SendQueue writes it
+    bool wanted{true};                  // false once nothing more need be sent
+    bool released{};                    // the caller may use its buffer again
+
+    explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
+    [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
+    // Chunks that could be sent now.
+    [[nodiscard]] std::size_t waiting() const {
+        return repairs.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) - cursor;
+    }
+    [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
+    // Chunk number `ordinal` of the first pass, in the order of sending.
+    [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
+        return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
+    }
+    [[nodiscard]] std::span<const std::byte> payload(std::uint32_t chunk) const {
+        return {data + std::size_t{chunk} * cut.chunk_bytes, cut.size(chunk)};
+    }
+    [[nodiscard]] bool lossless() const { return allowed == 0; }
+    [[nodiscard]] bool never_repaired() const { return allowed == cut.chunks; }
+    [[nodiscard]] std::uint64_t unacked_bytes() const {
+        return cut.bytes - std::min<std::uint64_t>(std::uint64_t{acked} * cut.chunk_bytes, cut.bytes);
+    }
+    // The next chunk of the first pass never reached us, so its receivers have to do without it.
+    [[nodiscard]] bool next_is_missing() const { return source != nullptr && source->counts()[chunk_at(cursor)] == 0; }
+    void skip_missing();
+    // Nothing more is sent. The caller's buffer is released as soon as no batch points into it.
+    void release();
+    // Releases the message if every chunk is acknowledged or given up.
+    void release_if_done();
+};
+
+// A message from a peer.
+struct Incoming {
+    std::uint16_t peer{};
+    bool second_stage{};
+    Cut cut;
+    std::uint32_t allowed{};
+    std::byte* into{};
+    Reduction* reduction{};
+    std::uint32_t contributor{};
+
+    Bitmap arrived, settled;
+    std::uint32_t arrived_count{};
+    std::uint64_t arrived_bytes{};
+    std::uint32_t settled_upto{};  // in a message that is never repaired: all ordinals below this are settled
+    bool ended{};                  // the sender's first pass is over
+    bool closed{};                 // nothing more is taken
+    Nanos close_at{never};         // when to close, after a grace for chunks that the end overtook
+    Nanos ask_at{never};           // when to tell the sender again that we wait
+    Nanos ask_every{};
+
+    explicit Incoming(const Cut& c) : cut(c), arrived(c.chunks), settled(c.chunks) {}
+    [[nodiscard]] std::uint32_t missing() const { return cut.chunks - arrived_count; }
+    [[nodiscard]] std::uint64_t missing_bytes() const { return cut.bytes - arrived_bytes; }
+    // Takes a chunk whose size is right; false if it came too late or twice.
+    bool accept(std::uint32_t chunk, std::span<const std::byte> payload);
+    // Nothing more will be taken; the reduction goes on without the rest.
+    void close();
+
+private:
+    void give_up(std::uint32_t chunk);
+};
+
+}  // namespace storm

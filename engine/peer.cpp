@@ -1,0 +1,71 @@
+#include "peer.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace storm {
+namespace {
+
+// How many words a report may have in a datagram of this size.
+std::size_t report_words(std::size_t datagram_bytes) {
+    return (datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
+}
+
+}  // namespace
+
+Peer::Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
+           std::size_t chunk_bytes, Nanos now)
+    : rank(its_rank),
+      out(credit_bytes, now),
+      in(report_words(its_path.bytes())),
+      rate(its_rate),
+      path(its_path),
+      pieces(chunk_bytes),
+      last_heard_(now) {}
+
+void Peer::say(const Control& what) {
+    if (!left_ || what.kind == Kind::done) controls.push(what);
+}
+
+void Peer::hear(Nanos now) {
+    last_heard_ = now;
+    silent_ = false;
+    out.heard();
+}
+
+void Peer::fall_silent() { silent_ = forsaken_ = true; }
+
+bool Peer::take_forsaken() { return std::exchange(forsaken_, false); }
+
+Nanos Peer::silent_at(Nanos started, Nanos silence) const { return std::max(last_heard_, started) + silence; }
+
+Nanos Peer::ping_at(Nanos started, Nanos silence) const {
+    return std::max(std::max(last_heard_, started) + silence / 4, next_ping_);
+}
+
+void Peer::ping(Nanos now, Nanos silence) {
+    next_ping_ = now + silence / 4;
+    say({.kind = Kind::ping});
+}
+
+void Peer::leave(Blame why) {
+    left_ = true;
+    left_for_ = why;
+}
+
+void Peer::on_data_lost(Nanos now) {
+    data_lost_since_ = std::min(data_lost_since_, now);
+    data_lost_at_ = now;
+}
+
+Nanos Peer::blocked_at(Nanos started, Nanos silence) const {
+    if (data_lost_since_ == never) return never;
+    const Nanos at = std::max(data_lost_since_, started) + silence;
+    return data_lost_at_ >= at ? at : never;
+}
+
+void Peer::fit_reports(std::size_t datagram_bytes) { in.set_most_words(report_words(datagram_bytes)); }
+
+Nanos Peer::report_delay() const { return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond); }
+
+}  // namespace storm

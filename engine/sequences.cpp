@@ -1,0 +1,26 @@
+#include "sequences.hpp"
+
+#include <stdexcept>
+
+namespace storm {
+
+void Sequences::post(std::uint32_t channel, std::uint32_t seq) {
+    if (posted(channel, seq)) {
+        throw std::invalid_argument("this sequence number of the channel was posted before");
+    }
+    Channel& known = channels_[channel];
+    if (seq > known.next && seq - known.next + known.skipped.size() > most_skipped) {
+        throw std::invalid_argument("too many sequence numbers of the channel were passed over");
+    }
+    known.skipped.erase(seq);
+    for (; known.next <= seq; ++known.next) {
+        if (known.next != seq) known.skipped.insert(static_cast<std::uint32_t>(known.next));
+    }
+}
+
+bool Sequences::posted(std::uint32_t channel, std::uint32_t seq) const {
+    const auto known = channels_.find(channel);
+    return known != channels_.end() && seq < known->second.next && !known->second.skipped.contains(seq);
+}
+
+}  // namespace storm

@@ -1,0 +1,32 @@
+// Which sequence numbers of each channel were posted here, in bounded memory.
+//
+// Numbers are posted once and in nearly rising order. So a channel remembers the next number and the few that were passed
+// over, instead of every number that was ever used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <unordered_map>
+
+namespace storm {
+
+class Sequences {
+public:
+    // A channel may have at most this many numbers that were passed over and not posted yet.
+    static constexpr std::size_t most_skipped = 1 << 16;
+
+    // Marks a number as posted. Throws std::invalid_argument if it was posted before or lies too far ahead; nothing has
+    // changed then.
+    void post(std::uint32_t channel, std::uint32_t seq);
+    [[nodiscard]] bool posted(std::uint32_t channel, std::uint32_t seq) const;
+
+private:
+    struct Channel {
+        std::uint64_t next{};  // one more than the largest posted; 64 bits, as the largest may be 2^32 - 1
+        std::set<std::uint32_t> skipped;
+    };
+    std::unordered_map<std::uint32_t, Channel> channels_;
+};
+
+}  // namespace storm
