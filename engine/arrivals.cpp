@@ -31,9 +31,9 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         ++counters_.foreign;
         return;
     }
-    Peer& peer = *peers_[header->source];
-    const std::uint64_t number = widen_number(header->number, peer.in.largest() + 1);
-    if (peer.in.seen(number) || peer.pieces.holds(number)) {
+    const Peer& sender = peers_.look(header->source);
+    const std::uint64_t number = widen_number(header->number, sender.in.largest() + 1);
+    if (sender.in.seen(number) || sender.pieces.holds(number)) {
         ++counters_.duplicates;
         return;
     }
@@ -43,6 +43,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         return;
     }
     ++counters_.authenticated;
+    Peer& peer = peers_[header->source];
     peer.hear(now);
     bool taken = true;
     switch (header->kind) {
@@ -176,6 +177,7 @@ void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     if (message->missing() > message->allowed || message->close_at != never) return;
     // Chunks that the end overtook get a moment more.
     message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
+    exchanges_.hasten(exchange, exchange.timer_of(*message), message->close_at);
 }
 
 void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
@@ -222,7 +224,7 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
             // Chunks that found no room there counted as lost here, but they had arrived.
             if (message.parked) peer.on_data_arrived();
             message.parked = false;
-            peer.queue.push(message);
+            peers_.queue(message);
             // It asks for chunks that we have given up: say so, or it would wait for ever.
             if (!message.wanted && message.acked < message.cut.chunks) {
                 peer.say(nothing_more(header, message.second_stage));
@@ -308,7 +310,7 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
             if (message->first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
                 message->repairs.push_back(flight.chunk);
             }
-            peer.queue.push(*message);
+            peers_.queue(*message);
         }
     } else if (flight.kind == Kind::ready) {
         Exchange* exchange = exchanges_.find(flight.channel, flight.seq);

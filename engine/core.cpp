@@ -22,7 +22,8 @@ Core::Core(CoreConfig config, Nanos now)
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
       credit_(config_.receive_buffer, config_.world),
       line_(config_.world, now),
-      blames_(config_.rank, config_.silence) {
+      blames_(config_.rank, config_.silence),
+      peers_(config_.world, credit_) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
@@ -38,7 +39,7 @@ Core::Core(CoreConfig config, Nanos now)
         shared_pacer_.emplace(config_.bytes_per_s, burst, now);
     }
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
-        peers_.push_back(rank == config_.rank ? nullptr : make_peer(rank, now));
+        if (rank != config_.rank) peers_.put(make_peer(rank, now));
     }
     turn_ = (config_.rank + 1U) % config_.world;
 }
@@ -63,12 +64,14 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     begin_sends(exchange);
     if (line_.due(now)) share_line(now);
     for (const Incoming& message : exchange.receives) {
-        credit_.open(message.peer);
-        Peer& peer = *peers_[message.peer];
+        if (credit_.open(message.peer)) peers_.credit_shrank();
+        Peer& peer = peers_[message.peer];
         if (peer.silent()) peer.say({.kind = Kind::ping});
     }
     take_pooled(exchange, now);
     begin_receives(exchange, now);
+    exchange.timers.set_all([&](Timers::Owner timer) { return timer_of(exchange, timer); });
+    exchanges_.timers_changed(exchange);
     const std::uint64_t id = exchange.id;
     settle(exchange, now);
     return id;
@@ -77,7 +80,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
 void Core::begin_sends(Exchange& exchange) {
     for (Outgoing& message : exchange.sends) {
         message.ref = slots_.add(message);
-        Peer& peer = *peers_[message.peer];
+        Peer& peer = peers_[message.peer];
         if (peer.silent()) peer.say({.kind = Kind::ping});  // it heals when it answers
         const bool lossy = exchange.lossy(message.second_stage);
         if (peer.left() && !lossy) {
@@ -85,7 +88,7 @@ void Core::begin_sends(Exchange& exchange) {
         } else if (peer.left() || (peer.silent() && lossy)) {
             message.release();
         } else {
-            peer.queue.push(message);
+            peers_.queue(message);
         }
     }
 }
@@ -93,7 +96,7 @@ void Core::begin_sends(Exchange& exchange) {
 // Hands over what peers sent before the exchange was posted here.
 void Core::take_pooled(Exchange& exchange, Nanos now) {
     for (Pool::Entry& entry : pool_.take(exchange.channel, exchange.seq)) {
-        Peer& peer = *peers_[entry.header.source];
+        Peer& peer = peers_[entry.header.source];
         if (entry.header.kind == Kind::end) {
             heed_end(exchange, peer, entry.header.has(flag_second_stage), now);
         } else if (entry.header.kind == Kind::ready) {
@@ -111,7 +114,7 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
 void Core::begin_receives(Exchange& exchange, Nanos now) {
     for (Incoming& message : exchange.receives) {
         if (message.closed) continue;
-        Peer& peer = *peers_[message.peer];
+        Peer& peer = peers_[message.peer];
         const bool lossy = exchange.lossy(message.second_stage);
         if (peer.left() && !lossy) {
             exchange.fail(Status::peer_left, peer.rank, message.missing_bytes(), peer.left_for());
@@ -132,17 +135,19 @@ void Core::cancel(std::uint64_t id, Nanos now) {
 }
 
 void Core::leave() {
-    for (auto& peer : peers_) {
-        if (peer) peer->say({.kind = Kind::bye, .blame = blames_.last()});
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        if (rank != config_.rank) peers_[rank].say({.kind = Kind::bye, .blame = blames_.last()});
     }
 }
 
 bool Core::gone() const {
     // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since.
-    return std::all_of(peers_.begin(), peers_.end(), [&](const auto& peer) {
-        return !peer || peer->left() || peer->told || peer->silent() ||
-               blames_.silenced(peer->rank, peer->last_heard());
-    });
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || peer->left() || peer->told || peer->silent()) continue;
+        if (!blames_.silenced(rank, peer->last_heard())) return false;
+    }
+    return true;
 }
 
 void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now) {
@@ -157,26 +162,33 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     pool_.forget(rank);
     counters_.pool_bytes = pool_.bytes();
     exchanges_.each([&](Exchange& exchange) {
-        abandon_peer(exchange, *peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
+        abandon_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
         settle(exchange, now);
     });
     // What is left in the old queue is no longer wanted, and must not be sent to the new process.
-    peers_[rank]->queue.clear();
-    peers_[rank] = make_peer(rank, now);
+    peers_[rank].queue.clear();
+    peers_.put(make_peer(rank, now));
 }
 
-Nanos Core::round_trip(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->out.smooth_rtt() : 0; }
+Nanos Core::round_trip(std::uint16_t peer) const {
+    const Peer* known = peers_.find(peer);
+    return known == nullptr ? 0 : known->out.smooth_rtt();
+}
 
 double Core::loss_from(std::uint16_t peer) const {
-    if (!peers_.at(peer) || peers_[peer]->in.largest() == 0) return 0.0;
-    const Inbound& in = peers_[peer]->in;
-    return 1.0 - static_cast<double>(in.arrived()) / static_cast<double>(in.largest());
+    const Peer* known = peers_.find(peer);
+    if (known == nullptr || known->in.largest() == 0) return 0.0;
+    return 1.0 - static_cast<double>(known->in.arrived()) / static_cast<double>(known->in.largest());
 }
 
-double Core::rate_to(std::uint16_t peer) const { return peers_.at(peer) ? peers_[peer]->rate.bytes_per_s() : 0.0; }
+double Core::rate_to(std::uint16_t peer) const {
+    const Peer* known = peers_.find(peer);
+    return known == nullptr ? 0.0 : known->rate.bytes_per_s();
+}
 
 std::size_t Core::path_bytes(std::uint16_t peer) const {
-    return peers_.at(peer) ? peers_[peer]->path.bytes() : config_.datagram_bytes;
+    const Peer* known = peers_.find(peer);
+    return known == nullptr ? config_.datagram_bytes : known->path.bytes();
 }
 
 }  // namespace storm

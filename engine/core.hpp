@@ -19,6 +19,7 @@
 #include "exchanges.hpp"
 #include "line.hpp"
 #include "pacer.hpp"
+#include "peers.hpp"
 #include "pool.hpp"
 #include "rate_control.hpp"
 #include "seal.hpp"
@@ -29,10 +30,6 @@
 namespace storm {
 
 class Batch;
-class Peer;
-struct Control;
-struct Flight;
-struct PieceCut;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
@@ -71,7 +68,7 @@ public:
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
     // When `tick` should be called at the latest, given that `transmit` has returned false.
-    [[nodiscard]] Nanos next_timer() const;
+    [[nodiscard]] Nanos next_timer();
     void tick(Nanos now);
 
     // An exchange that has ended, if any.
@@ -136,7 +133,16 @@ private:
     void tick_exchange(Exchange& exchange, Nanos now);
     void tick_receive(Exchange& exchange, Incoming& message, Nanos now);
     void tick_send(Exchange& exchange, Outgoing& message, Nanos now);
-    [[nodiscard]] Nanos exchange_timer(const Exchange& exchange) const;
+    void forsake(Peer& peer);
+    void refresh_timers();
+    [[nodiscard]] Nanos timer_of(Exchange& exchange, Timers::Owner timer) const;
+    [[nodiscard]] Nanos timer_of(const Exchange& exchange, const Incoming& message) const;
+    [[nodiscard]] Nanos timer_of(const Exchange& exchange, const Outgoing& message) const;
+#ifdef STORM_CHECK_TIMERS
+    // Tests compare what the timers say with what a scan of all peers and messages finds.
+    [[nodiscard]] Nanos scanned_timer() const;
+    void check_quiet(Nanos now) const;
+#endif
 
     // core.cpp: how exchanges and peers begin
     [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
@@ -158,11 +164,12 @@ private:
     Slots slots_;
     Blames blames_;
     Exchanges exchanges_;
-    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null at our own
-    std::size_t turn_{};                        // whose turn it is to be sent to
-    std::optional<Pacer> shared_pacer_;         // RateMode::fixed
-    Nanos paced_until_{never};                  // the earliest time at which a link that pacing held back may send
-    bool again_{};                              // transmit has more to look at although a peer had nothing to send
+    Peers peers_;
+    std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
+    std::size_t turn_{};                   // whose turn it is to be sent to
+    std::optional<Pacer> shared_pacer_;    // RateMode::fixed
+    Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
+    bool again_{};                         // transmit has more to look at although a peer had nothing to send
     std::uint32_t overflow_{};
     Counters counters_;
 };

@@ -12,9 +12,13 @@ public:
     // `buffer_bytes`: what the socket holds. `world`: ranks, with our own.
     Credit(std::size_t buffer_bytes, std::size_t world) : buffer_bytes_(buffer_bytes), open_(world) {}
 
-    // A message from this peer is awaited, or no longer awaited. `open` is true if its peer was not awaited before: the
-    // credit of others may then have become smaller.
-    bool open(std::uint16_t peer) { return open_[peer]++ == 0 && ++awaited_ > 0; }
+    // A message from this peer is awaited, or no longer awaited. `open` returns whether the credit of others shrinks, as
+    // this peer was not awaited before.
+    bool open(std::uint16_t peer) {
+        const bool first = open_[peer]++ == 0;
+        if (first) ++awaited_;
+        return first;
+    }
     void close(std::uint16_t peer) {
         if (--open_[peer] == 0) --awaited_;
     }

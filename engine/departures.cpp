@@ -20,24 +20,37 @@ Control end_of(const Outgoing& message) {
 }  // namespace
 
 bool Core::transmit(Batch& batch, Nanos now) {
-    do {
-        again_ = false;
-        for (auto& peer : peers_) {
-            if (peer && (fill_control(batch, *peer, now) || fill_probe(batch, *peer, now))) return true;
-        }
-        paced_until_ = never;
-        for (std::size_t k = 0; k < peers_.size(); ++k) {
-            const std::size_t index = (turn_ + k) % peers_.size();
-            if (!peers_[index] || peers_[index]->queue.empty() || !fill_data(batch, *peers_[index], now)) continue;
-            turn_ = index + 1;
+    // From `first` on, the ranks below `end` whose queues hold messages.
+    const auto fill_any = [&](std::size_t first, std::size_t end) {
+        for (std::size_t at = peers_.queued().next(first); at < end; at = peers_.queued().next(at + 1)) {
+            const auto rank = static_cast<std::uint16_t>(at);
+            if (peers_.idle(rank)) continue;
+            const bool filled = fill_data(batch, peers_.attempt(rank), now);
+            if (filled || again_) peers_.mark(rank);
+            if (!filled) continue;
+            turn_ = at + 1;
             return true;
         }
+        return false;
+    };
+    do {
+        again_ = false;
+        for (std::size_t at = peers_.talkative().next(0); at < config_.world; at = peers_.talkative().next(at + 1)) {
+            const auto rank = static_cast<std::uint16_t>(at);
+            if (!peers_.speaks(rank, now)) continue;
+            if (fill_control(batch, peers_[rank], now) || fill_probe(batch, peers_[rank], now)) return true;
+        }
+        paced_until_ = never;
+        if (fill_any(turn_, config_.world) || fill_any(0, turn_)) return true;
     } while (again_);
+#ifdef STORM_CHECK_TIMERS
+    check_quiet(now);
+#endif
     return false;
 }
 
 void Core::transmitted(const Batch& batch, Nanos now) {
-    if (batch.too_large()) peers_[batch.peer()]->path.on_refused(batch.segment_bytes(), now);
+    if (batch.too_large()) peers_[batch.peer()].path.on_refused(batch.segment_bytes(), now);
     if (!batch.pinned()) return;
     Outgoing* message = slots_.find(*batch.pinned());
     if (message == nullptr || --message->pins > 0) return;
@@ -247,7 +260,7 @@ void Core::share_line(Nanos now) {
         }
     }
     line_.share([&](std::uint16_t peer, double share, std::size_t busy, Nanos deadline) {
-        peers_[peer]->rate.set_share(share, busy, deadline);
+        peers_[peer].rate.set_share(share, busy, deadline);
     });
 }
 

@@ -1,6 +1,9 @@
 // Timers, and how exchanges come to their end.
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "core.hpp"
 #include "peer.hpp"
@@ -13,10 +16,10 @@ void Core::close(Exchange& exchange, Incoming& message, bool tell) {
     message.close();
     credit_.close(message.peer);
     if (!tell) return;
-    peers_[message.peer]->say({.kind = Kind::done,
-                               .flags = stage_flag(message.second_stage),
-                               .channel = exchange.channel,
-                               .seq = exchange.seq});
+    peers_[message.peer].say({.kind = Kind::done,
+                              .flags = stage_flag(message.second_stage),
+                              .channel = exchange.channel,
+                              .seq = exchange.seq});
 }
 
 void Core::close_stage(Exchange& exchange, bool second_stage) {
@@ -51,7 +54,7 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame bla
 void Core::settle(Exchange& exchange, Nanos now) {
     if (exchange.take_news()) {
         for (Outgoing& message : exchange.sends) {
-            if (message.second_stage) peers_[message.peer]->queue.push(message);
+            if (message.second_stage) peers_.queue(message);
         }
     }
     if (!exchange.running()) {
@@ -69,7 +72,7 @@ void Core::fail_late(Exchange& exchange, Nanos now) {
     std::uint16_t whom = 0;
     std::uint64_t missing_bytes = 0;
     const auto suspect = [&](std::uint16_t peer, int weight, Nanos since, std::uint64_t bytes) {
-        if (peers_[peer]->last_heard() + since < now) weight += 4;
+        if (peers_.look(peer).last_heard() + since < now) weight += 4;
         if (weight <= strongest) return;
         strongest = weight;
         whom = peer;
@@ -95,17 +98,17 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
         const std::uint16_t culprit = blames_.last().culprit;
         const bool took_part = culprit != config_.rank && exchange.with(culprit);
         blames_.on_success(exchange.outcome.started,
-                           took_part ? std::optional(peers_[culprit]->last_heard()) : std::nullopt);
+                           took_part ? std::optional(peers_.look(culprit).last_heard()) : std::nullopt);
     } else {
         blames_.on_failed(exchange_key(exchange.channel, exchange.seq), status, exchange.outcome.blame, now);
         const Control notice{
             .kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq, .blame = exchange.outcome.blame};
-        for (const Outgoing& message : exchange.sends) peers_[message.peer]->say(notice);
-        for (const Incoming& message : exchange.receives) peers_[message.peer]->say(notice);
+        for (const Outgoing& message : exchange.sends) peers_[message.peer].say(notice);
+        for (const Incoming& message : exchange.receives) peers_[message.peer].say(notice);
     }
     for (Outgoing& message : exchange.sends) {
         message.wanted = false;
-        peers_[message.peer]->queue.remove(message);
+        peers_[message.peer].queue.remove(message);
         // A pinned message keeps its slot until the last batch that points into it has left.
         if (message.pins == 0) slots_.remove(message.ref);
     }
@@ -113,20 +116,16 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 }
 
 void Core::tick(Nanos now) {
-    for (auto& peer : peers_) {
-        if (peer) tick_peer(*peer, now);
-    }
-    std::vector<std::uint64_t> due;
-    for (const auto& [key, exchange] : exchanges_.active()) {
-        if (exchange_timer(*exchange) <= now) due.push_back(exchange->id);
-    }
-    std::sort(due.begin(), due.end());
-    for (const std::uint64_t id : due) {
+    for (const std::uint16_t rank : peers_.take_due(now)) tick_peer(peers_[rank], now);
+    refresh_timers();
+    const auto true_time = [&](Exchange& exchange, Timers::Owner timer) { return timer_of(exchange, timer); };
+    for (const std::uint64_t id : exchanges_.take_due(now, true_time)) {
         if (Exchange* exchange = exchanges_.find(id)) tick_exchange(*exchange, now);
     }
-    for (auto& peer : peers_) {
-        if (!peer || !peer->take_forsaken()) continue;
-        peer->out.abandon([&](const Flight& flight) { on_lost(*peer, flight, now); });
+    std::sort(forsaken_.begin(), forsaken_.end());
+    for (const std::uint16_t rank : std::exchange(forsaken_, {})) {
+        Peer& peer = peers_[rank];
+        peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
     }
 }
 
@@ -148,19 +147,32 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     for (const bool second_stage : {false, true}) {
         if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage);
     }
-    for (Incoming& message : exchange.receives) tick_receive(exchange, message, now);
-    for (Outgoing& message : exchange.sends) tick_send(exchange, message, now);
+    const auto true_time = [&](Timers::Owner timer) { return timer_of(exchange, timer); };
+    const std::vector<Timers::Owner> due = exchange.timers.take_due(now, true_time);
+    // In the order of their numbers: the first error counts, and receives come first.
+    for (const Timers::Owner timer : due) {
+        if (Incoming* message = exchange.received_by(timer)) tick_receive(exchange, *message, now);
+        if (Outgoing* message = exchange.sent_by(timer)) tick_send(exchange, *message, now);
+    }
     if (now >= exchange.timeout_at) fail_late(exchange, now);
+    for (const Timers::Owner timer : due) exchange.timers.set(timer, true_time(timer));
+    exchanges_.timers_changed(exchange);
     settle(exchange, now);
+}
+
+// Whatever is in flight to a peer that fell silent is lost, but not before all exchanges have seen that it is silent.
+void Core::forsake(Peer& peer) {
+    peer.fall_silent();
+    if (std::find(forsaken_.begin(), forsaken_.end(), peer.rank) == forsaken_.end()) forsaken_.push_back(peer.rank);
 }
 
 void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
     if (message.closed) return;
-    Peer& peer = *peers_[message.peer];
+    Peer& peer = peers_[message.peer];
     if (now >= message.close_at) {
         close(exchange, message, true);
     } else if (now >= peer.silent_at(exchange.outcome.started, config_.silence)) {
-        peer.fall_silent();
+        forsake(peer);
         if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false);
         } else {
@@ -178,11 +190,11 @@ void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
 
 void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     if (!message.wanted) return;
-    Peer& peer = *peers_[message.peer];
+    Peer& peer = peers_[message.peer];
     const Nanos started = exchange.outcome.started;
     const bool silent = now >= peer.silent_at(started, config_.silence);
     if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
-        if (silent) peer.fall_silent();
+        if (silent) forsake(peer);
         if (exchange.lossy(message.second_stage)) {
             message.release();
         } else {
@@ -193,34 +205,78 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     }
 }
 
-Nanos Core::exchange_timer(const Exchange& exchange) const {
+Nanos Core::timer_of(Exchange& exchange, Timers::Owner timer) const {
+    if (const Incoming* message = exchange.received_by(timer)) return timer_of(exchange, *message);
+    if (const Outgoing* message = exchange.sent_by(timer)) return timer_of(exchange, *message);
+    return exchange.timeout_at;
+}
+
+Nanos Core::timer_of(const Exchange& exchange, const Incoming& message) const {
+    if (message.closed) return never;
+    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
+                     peers_.look(message.peer).silent_at(exchange.outcome.started, config_.silence)});
+}
+
+Nanos Core::timer_of(const Exchange& exchange, const Outgoing& message) const {
+    // A message that is no longer wanted only waits for its last batch to leave.
+    if (!message.wanted) return never;
+    const Peer& peer = peers_.look(message.peer);
     const Nanos started = exchange.outcome.started;
-    Nanos at = exchange.timeout_at;
-    for (const Incoming& message : exchange.receives) {
-        if (message.closed) continue;
-        at = std::min({at, exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
-                       peers_[message.peer]->silent_at(started, config_.silence)});
+    return std::min({exchange.stage(message.second_stage).deadline, peer.silent_at(started, config_.silence),
+                     peer.ping_at(started, config_.silence),
+                     message.parked ? never : peer.blocked_at(started, config_.silence)});
+}
+
+// Brings the timers of all marked peers up to date. All other timers of exchanges only move on by themselves; a path that
+// is blocked is found at once.
+void Core::refresh_timers() {
+    peers_.refresh([&](std::uint16_t rank) {
+        if (!peers_.look(rank).may_be_blocked(config_.silence)) return;
+        for (const auto& [key, exchange] : exchanges_.active()) {
+            for (const Outgoing& message : exchange->sends) {
+                if (message.peer != rank) continue;
+                exchanges_.hasten(*exchange, exchange->timer_of(message), timer_of(*exchange, message));
+            }
+        }
+    });
+}
+
+Nanos Core::next_timer() {
+    refresh_timers();
+    const Nanos of_exchanges =
+        exchanges_.next_timer([&](Exchange& exchange, Timers::Owner timer) { return timer_of(exchange, timer); });
+    const Nanos at = std::min({paced_until_, peers_.next(), of_exchanges});
+#ifdef STORM_CHECK_TIMERS
+    if (at != scanned_timer()) throw std::logic_error("the next timer is not the one that a scan finds");
+#endif
+    return at;
+}
+
+#ifdef STORM_CHECK_TIMERS
+Nanos Core::scanned_timer() const {
+    Nanos at = paced_until_;
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        if (rank == config_.rank) continue;
+        for (const PeerTimer each : peer_timers) at = std::min(at, peers_.timer(rank, each));
     }
-    for (const Outgoing& message : exchange.sends) {
-        // A message that is no longer wanted only waits for its last batch to leave.
-        if (!message.wanted) continue;
-        const Peer& peer = *peers_[message.peer];
-        at = std::min({at, exchange.stage(message.second_stage).deadline, peer.silent_at(started, config_.silence),
-                       peer.ping_at(started, config_.silence),
-                       message.parked ? never : peer.blocked_at(started, config_.silence)});
+    for (const auto& [key, exchange] : exchanges_.active()) {
+        at = std::min(at, exchange->timeout_at);
+        for (const Incoming& message : exchange->receives) at = std::min(at, timer_of(*exchange, message));
+        for (const Outgoing& message : exchange->sends) at = std::min(at, timer_of(*exchange, message));
     }
     return at;
 }
 
-Nanos Core::next_timer() const {
-    Nanos at = paced_until_;
-    for (const auto& peer : peers_) {
-        if (!peer) continue;
-        at = std::min({at, peer->out.loss_at(), peer->out.probe_at(), peer->path_timer(),
-                       peer->in.report_at(credit_.bytes(peer->rank), peer->report_delay())});
+void Core::check_quiet(Nanos now) const {
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        if (rank == config_.rank) continue;
+        const Peer& peer = peers_.look(rank);
+        if (!peer.controls.empty() || peers_.timer(rank, PeerTimer::report) <= now)
+            throw std::logic_error("a peer was passed over that has something to be told");
+        if (!peer.queue.empty() && !peers_.queued().test(rank))
+            throw std::logic_error("a peer was passed over whose queue holds messages");
     }
-    for (const auto& [key, exchange] : exchanges_.active()) at = std::min(at, exchange_timer(*exchange));
-    return at;
 }
+#endif
 
 }  // namespace storm

@@ -49,6 +49,15 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
         if (index_.size() <= at) index_.resize(at + 1);
         index_[at] = static_cast<std::uint32_t>(receives.size());
     }
+    timers.resize(1 + receives.size() + sends.size());
+}
+
+Incoming* Exchange::received_by(Timers::Owner timer) {
+    return timer >= 1 && timer - 1 < receives.size() ? &receives[timer - 1] : nullptr;
+}
+
+Outgoing* Exchange::sent_by(Timers::Owner timer) {
+    return timer > receives.size() ? &sends[timer - 1 - receives.size()] : nullptr;
 }
 
 Incoming* Exchange::incoming(std::uint16_t peer, bool second_stage) {

@@ -1,5 +1,5 @@
 // One exchange as one endpoint sees it: to each peer at most one message per stage, from each peer at most one, and at
-// most one reduction between the stages. Knows nothing of sockets or links; the core moves it along.
+// most one reduction between the stages. Knows nothing of sockets or links; the core moves it along and sets its timers.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 #include "exchange_spec.hpp"
 #include "message.hpp"
 #include "reduction.hpp"
+#include "timers.hpp"
 
 namespace storm {
 
@@ -39,7 +40,21 @@ public:
     // New final chunks since the last call: the second stage has more to send.
     [[nodiscard]] bool take_news();
 
+    // Numbers of its timers: one for the time-out, one per message.
+    static constexpr Timers::Owner timeout_timer = 0;
+    [[nodiscard]] Timers::Owner timer_of(const Incoming& message) const {
+        return static_cast<Timers::Owner>(1 + (&message - receives.data()));
+    }
+    [[nodiscard]] Timers::Owner timer_of(const Outgoing& message) const {
+        return static_cast<Timers::Owner>(1 + receives.size() + static_cast<std::size_t>(&message - sends.data()));
+    }
+    // The message of a timer; null if it is of another kind.
+    [[nodiscard]] Incoming* received_by(Timers::Owner timer);
+    [[nodiscard]] Outgoing* sent_by(Timers::Owner timer);
+
     std::uint64_t id{};
+    std::uint32_t slot{};  // number of its entry among the timers of all exchanges
+    Timers timers;
     std::uint32_t channel, seq;
     Nanos timeout_at;
     std::vector<Outgoing> sends;  // never resized after construction: flights and queues point into it

@@ -9,6 +9,14 @@ Exchange& Exchanges::add(std::unique_ptr<Exchange> exchange) {
     Exchange& added = *exchange;
     added.id = next_id_++;
     by_id_[added.id] = &added;
+    if (free_slots_.empty()) {
+        free_slots_.push_back(static_cast<std::uint32_t>(by_slot_.size()));
+        by_slot_.push_back(nullptr);
+        timers_.resize(by_slot_.size());
+    }
+    added.slot = free_slots_.back();
+    free_slots_.pop_back();
+    by_slot_[added.slot] = &added;
     active_[exchange_key(added.channel, added.seq)] = std::move(exchange);
     return added;
 }
@@ -25,6 +33,9 @@ Exchange* Exchanges::find(std::uint64_t id) const {
 
 void Exchanges::end(Exchange& exchange) {
     by_id_.erase(exchange.id);
+    by_slot_[exchange.slot] = nullptr;
+    timers_.set(exchange.slot, never);
+    free_slots_.push_back(exchange.slot);
     const auto found = active_.find(exchange_key(exchange.channel, exchange.seq));
     std::unique_ptr<Exchange> owned = std::move(found->second);
     active_.erase(found);
@@ -33,6 +44,11 @@ void Exchanges::end(Exchange& exchange) {
     } else {
         finished_.push_back({.id = exchange.id, .outcome = std::move(exchange.outcome)});
     }
+}
+
+void Exchanges::hasten(Exchange& exchange, Timers::Owner timer, Nanos at) {
+    exchange.timers.hasten(timer, at);
+    timers_.hasten(exchange.slot, at);
 }
 
 void Exchanges::unpinned(Exchange& exchange) {

@@ -2,6 +2,7 @@
 // the outcomes that nobody has taken yet.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "exchange.hpp"
+#include "timers.hpp"
 
 namespace storm {
 
@@ -37,11 +39,33 @@ public:
     template <class Visit>
     void each(Visit&& visit);
 
+    // One entry per exchange under way: the earliest of its own timers. Early entries are corrected, as `Timers` does.
+    // A timer of an exchange becomes earlier.
+    void hasten(Exchange& exchange, Timers::Owner timer, Nanos at);
+    // `true_time(exchange, timer)`: when that timer of the exchange is due.
+    template <class TrueTime>
+    [[nodiscard]] Nanos next_timer(TrueTime&& true_time);
+    // Ids of the exchanges with a timer that is due, in rising order. Call `timers_changed` for each that is still there.
+    template <class TrueTime>
+    [[nodiscard]] std::vector<std::uint64_t> take_due(Nanos now, TrueTime&& true_time);
+    void timers_changed(const Exchange& exchange) { timers_.set(exchange.slot, exchange.timers.earliest()); }
+
 private:
+    template <class TrueTime>
+    [[nodiscard]] auto earliest_by(TrueTime& true_time) {
+        return [&](Timers::Owner slot) {
+            Exchange& exchange = *by_slot_[slot];
+            return exchange.timers.next([&](Timers::Owner timer) { return true_time(exchange, timer); });
+        };
+    }
+
     ByKey active_;
     std::unordered_map<std::uint64_t, Exchange*> by_id_;
     std::vector<std::unique_ptr<Exchange>> leaving_;  // ended, but pinned
     std::deque<Finished> finished_;
+    std::vector<Exchange*> by_slot_;  // null where free
+    std::vector<std::uint32_t> free_slots_;
+    Timers timers_;  // by slot
     std::uint64_t next_id_{1};
 };
 
@@ -54,6 +78,19 @@ void Exchanges::each(Visit&& visit) {
         const auto found = active_.find(key);
         if (found != active_.end()) visit(*found->second);
     }
+}
+
+template <class TrueTime>
+Nanos Exchanges::next_timer(TrueTime&& true_time) {
+    return timers_.next(earliest_by(true_time));
+}
+
+template <class TrueTime>
+std::vector<std::uint64_t> Exchanges::take_due(Nanos now, TrueTime&& true_time) {
+    std::vector<std::uint64_t> due;
+    for (const Timers::Owner slot : timers_.take_due(now, earliest_by(true_time))) due.push_back(by_slot_[slot]->id);
+    std::sort(due.begin(), due.end());
+    return due;
 }
 
 }  // namespace storm

@@ -35,6 +35,8 @@ public:
     [[nodiscard]] std::size_t take_probe(bool in_use, Nanos patience, Nanos now);
     // Judges a round of probes that is over; true if the path carries less than was thought, or more.
     [[nodiscard]] bool tick(Nanos now);
+    // Whether `tick` would do anything now.
+    [[nodiscard]] bool due(Nanos now) const { return now >= judge_at_ || bytes_ != announced_; }
     // When to call these at the latest.
     [[nodiscard]] Nanos timer(bool in_use) const;
 

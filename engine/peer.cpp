@@ -1,7 +1,6 @@
 #include "peer.hpp"
 
 #include <algorithm>
-#include <utility>
 
 namespace storm {
 namespace {
@@ -32,10 +31,6 @@ void Peer::hear(Nanos now) {
     silent_ = false;
     out.heard();
 }
-
-void Peer::fall_silent() { silent_ = forsaken_ = true; }
-
-bool Peer::take_forsaken() { return std::exchange(forsaken_, false); }
 
 Nanos Peer::silent_at(Nanos started, Nanos silence) const { return std::max(last_heard_, started) + silence; }
 

@@ -26,11 +26,9 @@ public:
 
     // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
     void hear(Nanos now);
-    void fall_silent();
+    void fall_silent() { silent_ = true; }
     [[nodiscard]] bool silent() const { return silent_; }
     [[nodiscard]] Nanos last_heard() const { return last_heard_; }
-    // Whether it has just fallen silent, so that everything in flight to it is lost; true once each time.
-    [[nodiscard]] bool take_forsaken();
     // When a peer that takes part in an exchange begun at `started` counts as silent.
     [[nodiscard]] Nanos silent_at(Nanos started, Nanos silence) const;
     // When to ping a peer that we only wait for: nothing else would show whether it lives.
@@ -57,6 +55,9 @@ public:
     [[nodiscard]] Nanos report_delay() const;
     // Whether it pays to look for the size that the path carries.
     [[nodiscard]] bool explores_path() const { return !left_ && !silent_; }
+    // Whether a tick would change something: a loss, a probe or a finding about the path is due.
+    [[nodiscard]] bool due(Nanos now) const { return now >= out.loss_at() || now >= out.probe_at() || path.due(now); }
+    // When to send or to judge a probe of the path's size.
     [[nodiscard]] Nanos path_timer() const { return explores_path() ? path.timer(!queue.empty()) : never; }
 
     const std::uint16_t rank;
@@ -75,7 +76,7 @@ private:
     Nanos next_ping_{};
     Nanos data_lost_since_{never};  // since when all data to it was lost; `never` when the latest arrived
     Nanos data_lost_at_{};          // when data to it was last lost
-    bool silent_{}, forsaken_{}, left_{};
+    bool silent_{}, left_{};
     Blame left_for_{};
 };
 

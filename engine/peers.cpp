@@ -1,0 +1,79 @@
+#include "peers.hpp"
+
+#include <algorithm>
+
+#include "credit.hpp"
+#include "message.hpp"
+
+namespace storm {
+
+Peers::Peers(std::size_t world, const Credit& credit)
+    : credit_(credit),
+      all_(world),
+      talkative_(world),
+      queued_(world),
+      stale_(world),
+      unticked_(world),
+      timers_(world * peer_timers.size()) {}
+
+void Peers::put(std::unique_ptr<Peer> peer) {
+    const std::uint16_t rank = peer->rank;
+    all_[rank] = std::move(peer);
+    mark(rank);
+}
+
+bool Peers::speaks(std::uint16_t rank, Nanos now) {
+    if (!look(rank).controls.empty()) return true;
+    const Nanos at = std::min(timer(rank, PeerTimer::report), timer(rank, PeerTimer::path));
+    if (at == never) talkative_.clear(rank);
+    return at <= now;
+}
+
+void Peers::queue(Outgoing& message) {
+    (*this)[message.peer].queue.push(message);
+    queued_.set(message.peer);
+}
+
+bool Peers::idle(std::uint16_t rank) {
+    if (!look(rank).queue.empty()) return false;
+    queued_.clear(rank);
+    return true;
+}
+
+std::vector<std::uint16_t> Peers::take_due(Nanos now) {
+    for (const Timers::Owner owner : timers_.take_due(now, [&](Timers::Owner each) { return timer_of(each); })) {
+        const auto rank = static_cast<std::uint16_t>(owner / peer_timers.size());
+        stale_.set(rank);  // its entry was taken out
+        unticked_.set(rank);
+    }
+    std::vector<std::uint16_t> due;
+    for (std::size_t rank = unticked_.next(0); rank < all_.size(); rank = unticked_.next(rank + 1)) {
+        unticked_.clear(rank);
+        if (all_[rank]->due(now)) due.push_back(static_cast<std::uint16_t>(rank));
+    }
+    return due;
+}
+
+Nanos Peers::next() {
+    return timers_.next([&](Timers::Owner owner) { return timer_of(owner); });
+}
+
+Nanos Peers::timer(std::uint16_t rank, PeerTimer which) const {
+    const Peer& peer = look(rank);
+    switch (which) {
+        case PeerTimer::loss: return peer.out.loss_at();
+        case PeerTimer::probe: return peer.out.probe_at();
+        case PeerTimer::path: return peer.path_timer();
+        case PeerTimer::report: return peer.in.report_at(credit_.bytes(rank), peer.report_delay());
+    }
+    return never;
+}
+
+void Peers::update(std::uint16_t rank) {
+    for (const PeerTimer each : peer_timers) {
+        const auto owner = static_cast<Timers::Owner>(rank * peer_timers.size() + static_cast<std::size_t>(each));
+        timers_.set(owner, timer(rank, each));
+    }
+}
+
+}  // namespace storm

@@ -1,0 +1,38 @@
+#include "check.hpp"
+#include "controls.hpp"
+
+using namespace storm;
+
+TEST(equal_controls_are_sent_once_and_others_in_the_order_they_came) {
+    Controls controls;
+    controls.push({.kind = Kind::ready, .channel = 1, .seq = 2});
+    controls.push({.kind = Kind::done, .channel = 1, .seq = 2});
+    controls.push({.kind = Kind::ready, .channel = 1, .seq = 2});
+    controls.push({.kind = Kind::ready, .channel = 1, .seq = 3});
+    CHECK(controls.pop() == (Control{.kind = Kind::ready, .channel = 1, .seq = 2}));
+    CHECK(controls.pop() == (Control{.kind = Kind::done, .channel = 1, .seq = 2}));
+    CHECK(controls.pop() == (Control{.kind = Kind::ready, .channel = 1, .seq = 3}));
+    CHECK(controls.empty());
+    // What was sent may be said again.
+    controls.push({.kind = Kind::ready, .channel = 1, .seq = 2});
+    CHECK(!controls.empty());
+}
+
+TEST(controls_are_bounded) {
+    Controls controls;
+    for (std::uint32_t seq = 0; seq < 2 * Controls::most; ++seq) controls.push({.kind = Kind::done, .seq = seq});
+    std::size_t count = 0;
+    while (!controls.empty()) CHECK_EQUAL(controls.pop().seq, count++);
+    CHECK_EQUAL(count, Controls::most);
+}
+
+TEST(controls_that_somebody_waits_for_leave_in_several_copies) {
+    CHECK_EQUAL(copies_of(Kind::end, false, {}), 3U);
+    CHECK_EQUAL(copies_of(Kind::done, true, {.lossy = true, .probes = 9}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, false, {.lossy = true}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, true, {}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, true, {.lossy = true}), 2U);
+    CHECK_EQUAL(copies_of(Kind::ping, false, {}), 1U);
+    CHECK_EQUAL(copies_of(Kind::ping, false, {.lossy = true, .probes = 1}), 3U);
+    CHECK_EQUAL(copies_of(Kind::ping, false, {.probes = 100}), 4U);
+}
