@@ -21,7 +21,7 @@ using namespace storm;
 
 namespace {
 
-// Settings and counters by name, as Python keeps them.
+// Settings and counters as Python dictionaries, by name.
 using Mapping = nb::typed<nb::dict, nb::str, nb::any>;
 
 Nanos to_nanos(std::optional<double> seconds) {
@@ -30,7 +30,7 @@ Nanos to_nanos(std::optional<double> seconds) {
     return static_cast<Nanos>(std::max(*seconds, 0.0) * 1e9);
 }
 
-// Python's enums come as numbers.
+// Enums of Python arrive as numbers.
 template <class Enum>
 Enum to_enum(const char* name, int value, Enum last) {
     if (value < 0 || value > static_cast<int>(last)) {
@@ -191,7 +191,7 @@ PyFirsts to_list(const std::vector<Pool::First>& firsts) {
     return all;
 }
 
-// A slice of waiting, after which Python may look at its signals.
+// How long to wait at a time: Python handles signals in between.
 constexpr Nanos wait_slice = 200 * millisecond;
 
 std::optional<Outcome> wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {

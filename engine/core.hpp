@@ -53,16 +53,16 @@ public:
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
-    // Tells every peer that we are leaving. `gone` is true when all have heard it, have left themselves or are lost.
+    // Tells every peer that we leave. `gone` is true once every peer has heard it, has left itself or is lost.
     void leave();
     [[nodiscard]] bool gone() const;
 
-    // A new process has taken the place of a peer, whatever became of the old one: the link to it begins anew, and its part
-    // in what is under way ends as if it had fallen silent. `incarnation` is higher than that of any process of this rank
-    // before; `key` opens what it sends, where datagrams are sealed. Throws std::invalid_argument.
+    // A new process has taken the place of a peer: the link to it begins anew, and exchanges under way go on as if the old
+    // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `key` opens what
+    // the new one sends, if datagrams are sealed. Throws std::invalid_argument.
     void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now);
 
-    // A datagram, whoever it came from. It may be decrypted in place.
+    // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
@@ -75,7 +75,7 @@ public:
     using Finished = Exchanges::Finished;
     [[nodiscard]] std::optional<Finished> take_finished() { return exchanges_.take_finished(); }
 
-    // What has come of an exchange that was not posted here: the first chunk of each peer that has begun it.
+    // The first chunk of each peer that has begun an exchange which was not posted here yet.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq) const {
         return pool_.peek(channel, seq);
     }
@@ -87,10 +87,10 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
-    // The largest datagram that the path to a peer carries, as far as is known.
+    // The largest datagram that the path to a peer is known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
-    // What fits one datagram of this size: whole 16-byte elements, so that no element is ever cut.
+    // Payload of a datagram of this size, in multiples of 16 bytes, so that no element is ever cut.
     static std::size_t chunk_bytes_for(std::size_t datagram_bytes, bool sealed);
 
 private:

@@ -57,7 +57,7 @@ constexpr auto slices = [] {
 #if defined(STORM_CRC_TARGET)
 
 #if defined(__x86_64__)
-using State = std::uint64_t;  // as the instruction wants it: no conversion between steps
+using State = std::uint64_t;  // the type that the instruction uses: no conversion between steps
 STORM_CRC_TARGET inline State step(State state, std::uint64_t word) { return _mm_crc32_u64(state, word); }
 STORM_CRC_TARGET inline State step(State state, std::uint8_t byte) {
     return _mm_crc32_u8(static_cast<std::uint32_t>(state), byte);
@@ -126,7 +126,7 @@ STORM_CRC_TARGET std::uint32_t by_instruction(Bytes bytes, std::uint32_t seed) {
 
 #define STORM_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
 
-// What a 16-byte lane is multiplied by to stand `bits` further on; one factor for each half. A product of reflected
+// Factors that move a 16-byte lane `bits` further on, one for each half. A product of reflected
 // operands comes out one bit low and the factors sit 32 bits low, hence the odd exponents.
 struct Factors {
     long long first, second;

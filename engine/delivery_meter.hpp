@@ -7,19 +7,19 @@
 
 namespace storm {
 
-// What a report taught about the link.
+// What a report says about the link.
 struct Delivery {
     Nanos now{};
-    Nanos rtt{};           // of the newest packet it names, less the time the receiver held it
-    double bytes_per_s{};  // delivery rate over the packet's flight (DeliveryMeter); 0 when it cannot be told
+    Nanos rtt{};                      // round trip of the newest packet it names, minus the time the receiver held it
+    double bytes_per_s{};             // delivery rate over the packet's flight (DeliveryMeter); 0 when unknown
     std::uint64_t delivered_bytes{};  // newly delivered
     std::uint64_t lost_bytes{};       // newly declared lost
     std::uint64_t in_flight_bytes{};  // after this report
-    bool app_limited{};               // the sender had nothing more to send when that packet left (its stamp says so)
-    double line_bytes_per_s{};        // what all links of the endpoint delivered together at best (LineMeter), if known
+    bool app_limited{};               // the sender had nothing more to send when that packet left
+    double line_bytes_per_s{};  // most that all links of the endpoint delivered together (LineMeter); 0 if unknown
 };
 
-// What a packet remembers of the moment it left; kept by the link beside the packet number.
+// State of the link at the moment a packet left; the link keeps it with the packet number.
 struct SendStamp {
     std::uint64_t delivered_bytes{};  // the link's total then
     Nanos delivered_at{};             // when that total was reached
@@ -45,7 +45,7 @@ private:
     Nanos delivered_at_{}, first_sent_at_{};
 };
 
-// What the links of an endpoint deliver together at best: how fast its line is, or was some seconds ago.
+// The most that all links of an endpoint deliver together: the speed of its line, or that of some seconds ago.
 class LineMeter {
 public:
     explicit LineMeter(Nanos now) : since_(now) {}

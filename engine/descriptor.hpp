@@ -11,9 +11,9 @@ namespace storm {
 
 class Descriptor {
 public:
-    // Takes ownership; a negative number is none.
+    // Takes ownership; a negative number means no descriptor.
     explicit Descriptor(int fd = -1) : fd_(fd) {}
-    // Of what a system call just returned: throws std::system_error with errno where it failed.
+    // Takes the result of a system call; throws std::system_error with errno if the call failed.
     static Descriptor checked(int fd, const char* what) {
         if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
         return Descriptor(fd);

@@ -1,5 +1,5 @@
-// A mutex whose holder can let others in. Who releases a plain mutex and takes it again at once mostly wins it back before
-// a thread that waits for it has woken up; a thread that is always busy would keep all others out for as long.
+// A mutex whose holder can let others in. A thread that releases a plain mutex and locks it again at once mostly gets it
+// back before a waiting thread has woken up, so a thread that is always busy would keep all others out.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ public:
     }
     void unlock() { mutex_.unlock(); }
 
-    // For the holder: lets one of those that wait go first, if there are any.
+    // Called by the holder: lets one waiting thread go first, if there is one.
     void give_way() {
         const int waiting = waiting_.load();
         if (waiting == 0) return;

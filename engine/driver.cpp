@@ -79,13 +79,13 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
-        // Bounded: without a word from a receiver no more than the eager bytes may leave.
+        // The loop ends: until receivers answer, no more than the eager bytes may leave.
         while (flush(now)) {
         }
         collect();
         return posted;
     });
-    // Whoever sleeps must wake for a timer that this exchange brought.
+    // The exchange may have brought an earlier timer: wake whoever sleeps.
     if (caller_drives_) {
         if (next_timer() < sleeping_until_) wake(nudge_);
     } else {
@@ -94,7 +94,7 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     return id;
 }
 
-// While it lives, the caller drives. However it leaves, the engine's own thread goes on after it.
+// Guard: the caller drives while it exists, and the engine's own thread takes over again, however the caller leaves.
 class Driver::Turn {
 public:
     explicit Turn(Driver& driver) : driver_(driver) {
@@ -139,7 +139,7 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             const Nanos now = clock_now();
             if (now >= give_up_at) break;
             if (busy) {
-                // There may be no end to it: others have something to say meanwhile.
+                // This may go on for long: let other threads post or cancel meanwhile.
                 door_.give_way();
                 continue;
             }
@@ -182,7 +182,7 @@ void Driver::cancel(std::uint64_t id) {
         while (flush(clock_now())) {
         }
         collect();
-        // Whoever drives may wait for this very exchange.
+        // The thread that drives may be waiting for this exchange.
         if (caller_drives_) {
             wake(nudge_);
         } else {
@@ -240,15 +240,15 @@ void Driver::run() {
 }
 
 bool Driver::step() {
-    // Delays are found from when things left and came, and the least of them counts. So what arrives is stamped after the
-    // system call that fetched it, and what leaves right before the one that sends it: an error then only adds.
+    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped after the
+    // system call that fetched them, departures right before the one that sends them: errors then only lengthen a delay.
     Nanos now = clock_now();
     const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now); };
     faults_->release(now, take);
     bool first = true;
     const std::size_t received = socket_.receive([&](std::span<std::byte> datagram) {
         if (std::exchange(first, false)) now = clock_now();
-        // Faults are by link, so they must know the source before anything is checked.
+        // Faults depend on the link, so the source must be known before the datagram is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });

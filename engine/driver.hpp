@@ -1,7 +1,7 @@
-// Gives a core its thread, its socket and its clock.
+// Runs a core with a thread, a socket and a clock.
 //
 // One thread at a time drives: reads the socket, moves the core along, writes. That is the engine's own thread, unless a
-// caller waits for an exchange; then the caller drives, which spares two context switches where it matters most.
+// caller waits for an exchange; then the caller drives, which saves two context switches where latency matters most.
 // Nobody spins: whoever drives sleeps in the kernel until a datagram or a timer is due.
 #pragma once
 
@@ -36,7 +36,7 @@ class Driver {
 public:
     // Opens the socket; `port()` can then be published. Throws std::system_error.
     Driver(const std::string& host, std::uint16_t port, const SocketConfig& config);
-    // Says goodbye, but not in a process that was forked from ours: that one has a copy and owns nothing of it.
+    // Says goodbye, except in a process forked from ours: its copy of the driver owns nothing.
     ~Driver();
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
@@ -47,14 +47,14 @@ public:
     void start(CoreConfig config, std::vector<Address> peers);
 
     // Begins an exchange and sends what can be sent at once. Deadlines in the spec are relative to now.
-    // Throws std::runtime_error when closed or failed. An engine has failed when its core has thrown anything but a refusal of
-    // arguments, as when memory runs out: what state it is in is not known, so it can only be closed.
+    // Throws std::runtime_error when closed or failed. The engine has failed once its core threw anything other than
+    // std::invalid_argument, for example when memory ran out: its state is unknown, so it can only be closed.
     std::uint64_t post(ExchangeSpec spec);
     // Waits until the exchange ends or `timeout` has passed; true with the outcome (once) if it ended.
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
     // Whether a wait would return, or throw, at once.
     [[nodiscard]] bool ended(std::uint64_t id);
-    // What has come of an exchange that was not posted here: see Core::peek.
+    // First chunks that arrived for an exchange that was not posted here: see Core::peek.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
@@ -85,11 +85,11 @@ private:
     class Turn;
 
     void run();
-    // The next two call the core, and mark the engine as failed by what it throws.
-    bool drive();  // a step
+    // Both `drive` (one step) and `attempt` call the core and mark the engine as failed if it throws.
+    bool drive();
     template <class Work>
     auto attempt(Work&& work);
-    void fail() noexcept;  // by the exception that is being handled
+    void fail() noexcept;  // the reason is the exception being handled
     [[nodiscard]] bool over() const { return closed_ || failure_; }
     void check_open() const;
     // One round of reading, timing and writing; true if there may be more to do at once.

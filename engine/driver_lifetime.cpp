@@ -46,10 +46,10 @@ Driver::~Driver() {
         close(0);
         return;
     }
-    // Threads stayed behind, perhaps while they held a lock or waited: neither may be waited for here.
+    // The parent's threads do not exist here. They may have held locks or waited when we were forked, so wait for neither.
     if (thread_.joinable()) thread_.detach();
     new (&changed_) std::condition_variable_any;
-    // The engine's thread may have been in the midst of a change when we were forked: none of this can be taken apart.
+    // The engine's thread may have been in the middle of a change when we were forked, so nothing of this can be destroyed.
     (void)core_.release();
     (void)faults_.release();
     new (&ended_) decltype(ended_);
@@ -64,7 +64,7 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
     const std::string rank = "rank " + std::to_string(config.rank);
     const std::string what = rank + ": the engine needs 4 more descriptors, see `ulimit -n`";
-    // All that may fail comes before anything of this object changes, but for the thread, which comes last.
+    // Do everything that may fail before this object changes; only the thread is started last.
     auto epoll = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
     auto timer = Descriptor::checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), what.c_str());
     auto wakes = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
@@ -142,7 +142,7 @@ void Driver::close(Nanos linger) {
     wake(wake_);
     wake(nudge_);
     thread_.join();
-    // A caller that was driving needs its descriptor until it has seen that all is over.
+    // A caller that drives uses the descriptors until it sees that the driver is closed.
     Lock lock(door_);
     changed_.wait(lock, [&] { return !caller_drives_; });
     for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_}) each->close();

@@ -1,4 +1,4 @@
-// An exchange as its caller sees it: what is to be sent and received, how much of it may be missing, and what came of it.
+// An exchange as its caller sees it: what to send and to receive, how much of it may be missing, and how it ended.
 #pragma once
 
 #include <array>
@@ -16,15 +16,15 @@ namespace storm {
 struct SendSpec {
     std::uint16_t peer{};
     bool second_stage{};      // sends the reduction's result, each chunk as soon as it is final
-    const std::byte* data{};  // stays as it is until the exchange ends
+    const std::byte* data{};  // must not change until the exchange ends
     std::uint64_t bytes{};
 };
 
 struct ReceiveSpec {
     std::uint16_t peer{};
     bool second_stage{};
-    bool reduce{};      // contributes to the reduction, in the order of these specs; else placed
-    std::byte* into{};  // what is missing keeps its old value
+    bool reduce{};      // contributes to the reduction, in the order of these specs; otherwise written to `into`
+    std::byte* into{};  // bytes that do not arrive keep their old value
     std::uint64_t bytes{};
 };
 
@@ -43,7 +43,7 @@ struct ExchangeSpec {
     Nanos timeout_at{never};  // absolute; passing it is an error, not a loss
 };
 
-// What one message brought.
+// How much of one message arrived.
 struct Arrival {
     std::uint16_t peer{};
     bool second_stage{};
@@ -54,9 +54,9 @@ struct Arrival {
 
 struct Outcome {
     Status status{Status::running};
-    std::uint16_t peer{};                               // with whom the error was met
-    Blame blame;                                        // whose fault it was: that peer's, or as the peer tells
-    std::uint64_t missing_bytes{};                      // what that peer owed, or had not acknowledged
+    std::uint16_t peer{};                               // the peer at which the error showed
+    Blame blame;                                        // whose fault it was: that peer's, or whoever that peer blames
+    std::uint64_t missing_bytes{};                      // bytes that the peer had not sent, or not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};                           // chunks that we sent again
     Nanos started{}, ended{};

@@ -33,7 +33,7 @@ void check_delay(std::string_view where, const char* knob, Nanos value) {
         reject(where, std::string(knob) + " must lie in [0, 1 h], got " + text(value) + " ns");
 }
 
-// How often the bad state is entered, so that it is left after `burst` datagrams on average and holds `loss` of all time.
+// Chance to enter the bad state, such that it lasts `burst` datagrams on average and covers the fraction `loss` of time.
 double burst_entry(double loss, double burst) { return loss / ((1.0 - loss) * burst); }
 
 // The finaliser of splitmix64, a bijection: different links of one seed can never share a state.
@@ -207,7 +207,7 @@ void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nano
     ++link.arrived;
     if (fate.behind > 0) ++counters_.reordered;
     if (fate.copies > 1) {
-        // Now, because the first copy may be corrupted below, and the core may decrypt it in place.
+        // Copy now: the first copy may be corrupted below, and the core may decrypt it in place.
         copy_.assign(datagram.begin(), datagram.end());
         ++counters_.duplicated;
     }
@@ -263,7 +263,7 @@ void FaultPath::pass_or_hold(std::uint16_t source, Link& link, std::span<std::by
         delay_until(now + fate.delay, std::move(held));
 }
 
-// By value: it is out of every structure, and no longer counted, when `deliver` runs and perhaps throws.
+// `held` comes by value: `deliver` may throw, and by then the datagram must be out of every structure and every count.
 void FaultPath::hand_over(Held held, const Sink& deliver) {
     --held_datagrams_;
     held_bytes_ -= held.bytes.size();
@@ -275,7 +275,7 @@ void FaultPath::release_due(Nanos now, const Sink& deliver) {
         std::erase(links_[waiting_.front().source]->waiting, waiting_.begin());
         Held held = std::move(waiting_.front());
         waiting_.pop_front();
-        // From the time its patience ended, not from now: when it is due does not depend on who asks how often.
+        // Count from the end of its wait, not from now: the due time must not depend on how often `release` is called.
         const Nanos due = held.expires + held.delay;
         delay_until(due, std::move(held));
     }

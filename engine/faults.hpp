@@ -1,5 +1,5 @@
-// Loss on purpose: seeded models of what a network does to datagrams. The same models serve the faults of the receive
-// path and the simulated network.
+// Injected faults: seeded models of what a network does to datagrams, used by the receive path and by the simulated
+// network alike.
 #pragma once
 
 #include <algorithm>
@@ -25,13 +25,13 @@ inline constexpr std::uint32_t reorder_depth = 8;
 inline constexpr Nanos reorder_patience = 5 * millisecond;
 inline constexpr Nanos max_fault_delay = 3600 * second;
 
-// What one directed link does. Probabilities are per datagram.
+// The faults of one directed link. Probabilities are per datagram.
 struct LinkFaults {
     double loss{};
     // Mean length of a loss burst in datagrams. Exactly 1 is independent loss (Bernoulli, whose runs have the mean length
     // 1 / (1 - loss)); more is Gilbert-Elliott.
     double burst{1.0};
-    // Chance that a chunk is lost on its way out of the source, so for all its receivers alike; in addition to `loss`.
+    // Chance that a chunk is lost right at its source, and so for all its receivers; in addition to `loss`.
     double shared{};
     double duplicate{};
     double reorder{};  // chance that a datagram is held back behind up to `reorder_depth` later ones
@@ -56,19 +56,19 @@ struct Fate {
     bool operator==(const Fate&) const = default;
 };
 
-// The fates of a directed link, one after the other, a pure function of (seed, source, target, count). Only shared loss
-// is a function of the chunk, so that receivers in different processes agree on it.
+// The sequence of fates on a directed link: a pure function of (seed, source, target, count). Shared loss alone depends on
+// the chunk instead, so that receivers in different processes agree on it.
 class FaultyLink {
 public:
     // Throws std::invalid_argument as LinkFaults::validate does.
     FaultyLink(LinkFaults faults, std::uint64_t seed, std::uint16_t source, std::uint16_t target);
-    // Shares what was validated before: a long trace is not copied for every link.
+    // Shares faults that were validated before, so that a long trace is not copied for every link.
     FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t seed, std::uint16_t source,
                std::uint16_t target);
-    // Without a header, or with one of a repair or of a control datagram, nobody else gets this: shared loss is then the
-    // link's own, and another one at each attempt.
+    // Shared loss needs the header of a chunk's first sending. For anything else (no header, a repair, a control datagram)
+    // it is drawn for this link alone, anew at each attempt.
     [[nodiscard]] Fate next(const Header* header = nullptr);
-    // Whether `next` wants to see headers.
+    // Whether `next` needs headers.
     [[nodiscard]] bool shares() const { return faults_->shared > 0.0; }
     [[nodiscard]] std::uint64_t seen() const { return seen_; }
     [[nodiscard]] std::uint64_t lost() const { return lost_; }
@@ -89,7 +89,7 @@ private:
     std::size_t trace_at_{};
 };
 
-// What the links of a whole job do.
+// The faults of all links of a job.
 struct FaultSettings {
     std::uint64_t seed{};
     LinkFaults default_link{};
@@ -119,17 +119,18 @@ public:
     static constexpr std::size_t max_held_datagrams = 4096;
     static constexpr std::size_t max_held_bytes = std::size_t{64} << 20;
 
-    // What is not checked must not be corrupted either, as nobody would notice: `corruptible_bytes` of each datagram are.
+    // `corruptible_bytes`: only so many bytes of each datagram are ever corrupted. Bytes that no checksum covers must stay
+    // intact, as nobody would notice the damage.
     explicit FaultPath(std::uint16_t rank, std::size_t corruptible_bytes = max_datagram_bytes)
         : rank_(rank), corruptible_bytes_(corruptible_bytes) {}
 
-    // Null is off. Every change starts the links' fates anew, and whatever the old settings held back is delivered by the
-    // next release, in the order of its arrival. The same settings again change nothing. Throws std::invalid_argument, and
+    // Null turns faults off. Every change starts the links' fates anew, and the next `release` delivers whatever the old
+    // settings held back, in the order of arrival. The same settings again change nothing. Throws std::invalid_argument, and
     // changes nothing, when the settings are not valid.
     void set(std::shared_ptr<const FaultSettings> settings, Nanos now);
 
-    // Delivers, right now, what the faults let through: the datagram in place, and reordered ones whose turn came. The
-    // buffer is free again on return.
+    // Delivers at once what the faults let through: this datagram, in place, and reordered ones whose turn has come. The
+    // buffer may be reused on return.
     template <class Deliver>
     void receive(std::uint16_t source, std::span<std::byte> datagram, Nanos now, Deliver&& deliver) {
         if (settings_ == nullptr) [[likely]] {
@@ -139,7 +140,7 @@ public:
         strike(source, datagram, now, Sink(std::ref(deliver)));
     }
 
-    // Delivers what has been held long enough.
+    // Delivers datagrams that have been held long enough.
     template <class Deliver>
     void release(Nanos now, Deliver&& deliver) {
         if (held_datagrams_ == 0) [[likely]]
@@ -164,7 +165,7 @@ private:
 
     struct Held {
         std::vector<std::byte> bytes;
-        std::uint64_t arrival{};      // its place among all that was held
+        std::uint64_t arrival{};      // its place among all held datagrams
         std::uint64_t leaves_with{};  // the arrival of its link that ends its wait
         std::uint16_t source{};
         Nanos expires{};
@@ -172,7 +173,7 @@ private:
     };
     struct Link {
         FaultyLink fates;
-        std::uint64_t arrived{};                           // without the lost ones
+        std::uint64_t arrived{};                           // datagrams that arrived, lost ones not counted
         std::vector<std::list<Held>::iterator> waiting{};  // its part of waiting_: at most 2 * reorder_depth
     };
 
@@ -190,7 +191,7 @@ private:
     std::vector<std::unique_ptr<Link>> links_;                 // by source; strangers can make 65,536 at most
     std::list<Held> waiting_;                                  // for later ones; in order of arrival, so of expiry
     std::map<std::pair<Nanos, std::uint64_t>, Held> delayed_;  // by (due, order of entry)
-    std::vector<std::byte> copy_;                              // of a duplicate; kept to spare the allocation
+    std::vector<std::byte> copy_;                              // a duplicate's bytes; kept to save allocations
     std::uint64_t order_{};
     std::size_t held_datagrams_{}, held_bytes_{};
     FaultCounters counters_;

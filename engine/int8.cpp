@@ -18,7 +18,7 @@ struct Grid {
     float low, step;
 };
 constexpr std::size_t block_bytes = sizeof(Grid) + block_elements;
-// One step less than there are codes: the random part of a step may push the largest value up by one.
+// One step fewer than there are codes, as the random offset may push the largest value up by one.
 constexpr float steps = 254.0F;
 
 #define STORM_INLINE __attribute__((always_inline)) inline
@@ -28,7 +28,7 @@ struct Range {
     bool finite;
 };
 
-// In lanes, each with its own extremes: compilers do not reorder comparisons of floats by themselves.
+// Works in lanes with their own extremes: compilers do not reorder float comparisons by themselves.
 constexpr std::size_t lanes = 16;
 
 STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
@@ -61,7 +61,7 @@ STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
 STORM_INLINE void encode(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes) {
     auto* out = reinterpret_cast<std::uint8_t*>(codes);
     for (std::size_t i = 0; i < n; ++i) {
-        // The caller has seen to it that this is finite and near 0 to 255, which rounding may leave by a little.
+        // The caller makes sure that this is finite and near [0, 255]; rounding may leave the range by a little.
         const int code = static_cast<int>((scale * from[i] - low) * inverse + 0.5F);
         out[i] = static_cast<std::uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);
     }
@@ -118,7 +118,7 @@ std::uint64_t mix(std::uint64_t x) {
     return x ^ x >> 31;
 }
 
-// In [0, 1).
+// A random number in [0, 1).
 float random_part(std::uint64_t seed) { return static_cast<float>(mix(seed) >> 40) * 0x1p-24F; }
 
 template <class Each>
@@ -161,7 +161,7 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
     each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
         Range range = by.range_of(from + first, n, scale);
         Grid grid{range.least, range.most / steps - range.least / steps};
-        // Too fine a step has no inverse: such a block is as good as constant.
+        // A step so small that it has no finite inverse: treat the block as constant.
         const bool flat = !(grid.step >= std::numeric_limits<float>::min());
         if (!range.finite) {
             grid.low = grid.step = std::numeric_limits<float>::quiet_NaN();
@@ -169,7 +169,7 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
             grid.step = 0.0F;
         } else {
             grid.low -= random_part(seed + first) * grid.step;
-            // Numbers so large that their differences are not finite cannot be told from infinities.
+            // If values are so large that their difference is not finite, treat the block like one with an infinity.
             range.finite = std::isfinite(range.most - grid.low) && std::isfinite(grid.low + 255.0F * grid.step);
             if (!range.finite) grid.low = grid.step = std::numeric_limits<float>::quiet_NaN();
         }
@@ -194,7 +194,7 @@ void int8_encode_message(const float* from, std::size_t elements, std::size_t ch
     const std::size_t each = elements_per_chunk(chunk_bytes);
     for (std::size_t first = 0; first < elements; first += each, out += chunk_bytes) {
         int8_encode(from + first, std::min(each, elements - first), 1.0F, mix(seed) + first, out);
-        // A rest too short for a block travels with the others, and must not tell what lay there before.
+        // Bytes left over at the end are sent too, so clear them: they must not leak old memory.
         if (elements - first > each && chunk_bytes % block_bytes <= sizeof(Grid))
             std::memset(out + chunk_bytes / block_bytes * block_bytes, 0, chunk_bytes % block_bytes);
     }

@@ -25,7 +25,7 @@
 #endif
 #define STORM_INLINE __attribute__((always_inline)) inline
 
-// Output may be an input's memory, at the same index: no iteration touches another's, whatever the addresses look like.
+// The output may be the memory of an input, at the same index: no iteration touches the elements of another.
 #if defined(__clang__)
 #define STORM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -64,13 +64,13 @@ struct Float16 {
     STORM_INLINE static Word round(float value) { return static_cast<Word>(value); }
 };
 #else
-// By masks: of a ?: GCC moves one side's float arithmetic into a branch, and a branch ends vectorisation.
+// Selects by masks. For a ?: GCC moves one side's float arithmetic into a branch, which prevents vectorisation.
 STORM_INLINE std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {
     const std::uint32_t mask = 0U - std::uint32_t{first};
     return (a & mask) | (b & ~mask);
 }
 
-// By integers: GCC 12 does not vectorise _Float16. Bit for bit what F16C does, NaNs included.
+// Converts by integer operations, as GCC 12 does not vectorise _Float16. Same bits as F16C, NaNs included.
 struct Float16 {
     using Word = std::uint16_t;
     STORM_INLINE static float widen(Word word) {
@@ -95,7 +95,7 @@ struct Float16 {
 };
 #endif
 
-// Through memcpy: payloads start anywhere.
+// Loads and stores go through memcpy, as payloads start at any address.
 template <class Element>
 STORM_INLINE float read(const std::byte* from, std::size_t i) {
     typename Element::Word word;
@@ -153,7 +153,7 @@ struct Kernels {
     Passes float32, bfloat16, float16;
 };
 
-// A macro, because a target can be no template's argument.
+// A macro, because a template cannot take a target attribute as argument.
 #define STORM_INSTRUCTION_SET(Set, TARGET)                                                                        \
     struct Set {                                                                                                  \
         TARGET static void sum_group(const std::byte* const* in, std::size_t count, std::size_t n, float divisor, \
@@ -338,7 +338,7 @@ void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float divisor
     const std::size_t out_bytes = element_bytes(out_dtype);
     if (out_dtype != wire && out_dtype != Dtype::float32)
         throw std::invalid_argument("a sum is written in the dtype of its inputs or as float32");
-    if (elements == 0) return;  // and then the pointers may be null
+    if (elements == 0) return;  // the pointers may be null then
     if (inputs.empty()) {
         std::fill_n(out, elements * out_bytes, std::byte{});
     } else if (wire != Dtype::float32) {
@@ -389,7 +389,7 @@ void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large) 
             auto* out = reinterpret_cast<__m128i*>(to);
             for (int k = 0; k < 4; ++k) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
         }
-        _mm_sfence();  // others must see it before they see that it is there
+        _mm_sfence();  // other threads must see the data before they see the news of it
     }
 #else
     (void)large;

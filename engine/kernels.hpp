@@ -1,4 +1,4 @@
-// Arithmetic on chunks where the kernel put them: any alignment, float32 accumulation, one rounding at the end.
+// Arithmetic on chunks right in the receive buffer: any alignment, float32 accumulation, one rounding at the end.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,11 @@
 
 namespace storm {
 
-// How the elements of a message read. `bytes` can only be placed; `int8` comes in blocks (int8.hpp).
+// Type of the elements of a message. `bytes` can only be copied; `int8` comes in blocks (int8.hpp).
 enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
 
 [[nodiscard]] std::size_t element_bytes(Dtype dtype);
-// Of one chunk, or less.
+// Elements in so many bytes of one chunk.
 [[nodiscard]] std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes);
 
 // out[i] = round(((in[0][i] + in[1][i]) + in[2][i] + ...) / divisor): the sum in the order given, so that it is the same
@@ -21,8 +21,8 @@ enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
 void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float divisor,
                   Dtype out_dtype, std::byte* out);
 
-// Copies. A `large` destination, one that no near cache holds, is written past the caches where the machine can: the copy
-// need not read what it overwrites, and leaves the caches to what is still on its way.
+// Copies bytes. A `large` destination, one that no near cache holds, is written past the caches where the machine can: the
+// copy need not read what it overwrites, and the caches stay free for data that is still to come.
 void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large);
 
 // sum[i] = a[i] (as float32).

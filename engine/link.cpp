@@ -11,7 +11,7 @@ constexpr double loss_memory_bytes = 256 << 10;
 }  // namespace
 
 std::uint64_t Outbound::depart(Flight flight, Nanos now) {
-    // Only a peer that never reports makes us forget; data stays well below this.
+    // Only a peer that never reports lets flights pile up to the bound; data stops well below it.
     if (flights_in_use() >= max_flights) forget_oldest();
     if (flights_in_use() >= ring_.size()) grow();
     if (flight.settled) {
@@ -54,8 +54,8 @@ void Outbound::forget_oldest() {
 Nanos Outbound::time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now) {
     const Nanos trip = std::max<Nanos>(now - sent_at - held, 1);
     sample_rtt(trip);
-    // Reports travel against the data of others and wait in their queues. Only the way forth is ours to control, so its
-    // delay above the least stands for all queueing. The clocks' offset cancels.
+    // Reports may wait in queues that others fill. Our rate only affects the way out, so queueing is measured there: its
+    // one-way time minus the least one-way time. The offset between the two clocks cancels.
     const std::uint32_t raw_us = arrived_us - static_cast<std::uint32_t>(sent_at / microsecond);
     way_us_ +=
         static_cast<std::int32_t>(raw_us - static_cast<std::uint32_t>(way_us_));  // the nearest that fits 32 bits

@@ -1,4 +1,4 @@
-// One directed pair of endpoints, both ways: packet numbers, what is in flight, what arrived, the round trip.
+// The link between two endpoints: packet numbers, datagrams in flight, datagrams that arrived, the round trip.
 //
 // Every datagram on a link has its own number, never used twice. A receiver reports which numbers arrived; the sender
 // knows what each number carried and so knows what was lost, without guessing from timers of the whole message.
@@ -32,7 +32,7 @@ struct Flight {
     Blame blame{};
 };
 
-// The least of what was seen in the last ten to twenty seconds: routes change, and clocks drift apart.
+// The minimum of the last ten to twenty seconds. Older values count no more: routes change, and clocks drift apart.
 class RecentMin {
 public:
     Nanos add(Nanos value, Nanos now) {
@@ -49,32 +49,32 @@ private:
     Nanos older_{never}, newer_{never}, since_{};
 };
 
-// The sending half: what is in flight and what became of it.
+// The sending half: datagrams in flight, and whether they arrived.
 class Outbound {
 public:
-    // As many numbers as a report can name.
+    // At most so many numbers are in flight: a report can name no more.
     static constexpr std::uint64_t max_flights = std::uint64_t{Report::max_words} * 64;
-    // Control datagrams always find room above this.
+    // Data may use so many of them; the rest is for control datagrams.
     static constexpr std::uint64_t max_data_flights = max_flights - 1024;
     // A number this far below an arrived one is lost and not merely reordered.
     static constexpr std::uint64_t reorder_limit = 8;
-    // How long, in numbers, a lost one is remembered in case it was only late.
+    // A lost number is remembered until so many later ones were sent, in case it was only late.
     static constexpr std::uint64_t late_limit = 512;
 
     explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
 
-    // The number of the next datagram, which `flight` describes.
+    // Records a departing datagram and returns its number.
     std::uint64_t depart(Flight flight, Nanos now);
     // Takes a report; settled flights go to `acked(flight)` or `lost(flight)`.
     template <class Acked, class Lost>
     void settle(const Report& report, Nanos now, Acked&& acked, Lost&& lost);
-    // Flights whose time threshold has passed.
+    // Calls `lost(flight)` for each flight whose time threshold has passed.
     template <class Lost>
     void expire(Nanos now, Lost&& lost);
-    // Gives everything in flight up for lost.
+    // Calls `lost(flight)` for everything in flight.
     template <class Lost>
     void abandon(Lost&& lost);
-    // The peer lives: probe soon again.
+    // A datagram came from the peer, so it lives: the next probe need not wait long.
     void heard() { probes_ = std::min(probes_, 2U); }
 
     [[nodiscard]] bool window_open(std::size_t bytes) const {
@@ -88,22 +88,22 @@ public:
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
-    // When a probe is due because nothing was heard of what is in flight; `never` when nothing is.
+    // When to probe because no report came for what is in flight; `never` when nothing is in flight.
     [[nodiscard]] Nanos probe_at() const;
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
-    [[nodiscard]] unsigned probes() const { return probes_; }  // since something was heard of what is in flight
+    [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
-    // Whether it pays to send twice what must not be lost now: more than one in fifty of the latest datagrams was.
+    // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
     [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
-    // Nothing is left to send for now: what the link delivers no longer tells what it could.
+    // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
     void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
 
 private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
     void grow();
-    // Learns the round trip and returns what rate control should know of it.
+    // Learns the round trip. Returns the one that rate control should use, which counts the delay on the way out only.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
     void sample_loss(std::uint64_t arrived, std::uint64_t lost);
@@ -120,11 +120,11 @@ private:
     DeliveryMeter meter_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
-    RecentMin least_trip_, least_way_;  // round trip; and one way by two clocks that know nothing of each other
+    RecentMin least_trip_, least_way_;  // least round trip; least one-way time, by two clocks with an unknown offset
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
-    double loss_{};  // share of the latest hundreds of datagrams
+    double loss_{};  // fraction lost of the latest hundreds of datagrams
     Delivery delivery_{};
 };
 
@@ -140,16 +140,16 @@ public:
     [[nodiscard]] std::uint64_t largest() const { return largest_; }
     // Whether the number was seen already or is too old to tell.
     [[nodiscard]] bool seen(std::uint64_t number) const;
-    // `elicits` is false for reports themselves, which are not reported.
+    // `elicits`: whether the datagram calls for a report; reports themselves do not.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now);
     void report_now() { urgent_ = true; }
     [[nodiscard]] bool urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
-    // With `whole`, it reaches as far back as it can.
+    // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it.
     [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole = false);
 
-    // Of the numbers up to `largest`, how many arrived: the link's loss as the receiver sees it.
+    // How many of the numbers up to `largest` arrived; the rest was lost on this link.
     [[nodiscard]] std::uint64_t arrived() const { return arrived_; }
 
 private:

@@ -5,7 +5,7 @@
 namespace storm {
 namespace {
 
-// How far behind the newest chunk another may arrive before a message that is never repaired stops waiting for it.
+// In a message that is never repaired, a chunk this far behind the newest one counts as lost.
 constexpr std::uint32_t reorder_margin = 32;
 // Larger messages do not stay in a core's own cache until they are used.
 constexpr std::uint64_t large_bytes = 2 << 20;
@@ -55,7 +55,7 @@ bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
         place(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size(), cut.bytes >= large_bytes);
     }
     if (reduction != nullptr && allowed == cut.chunks) {
-        // Never repaired and sent in a known order: what lies well behind this chunk is lost.
+        // Chunks are sent once, in a known order: those well behind this one are lost.
         const std::uint32_t ordinal = cut.ordinal(chunk);
         while (settled_upto + reorder_margin < ordinal) give_up(cut.at(settled_upto++));
     }

@@ -23,7 +23,7 @@ struct Cut {
     std::uint64_t bytes{};
     std::uint32_t chunk_bytes{}, chunks{}, start{};
 
-    // The order of sending is rotated by exchange, so that what a deadline cuts off differs each time.
+    // Each exchange starts at another chunk, so that a deadline does not always cut off the same ones.
     Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
         return chunk + 1 < chunks ? chunk_bytes

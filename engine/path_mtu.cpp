@@ -10,15 +10,15 @@ namespace {
 // UDP payloads of usual MTUs, with IPv6's headers taken off: 1200 (QUIC's least), 1280 (IPv6's least), 1420 (WireGuard),
 // 1492 (PPPoE), 1500, 9000, and steps between.
 constexpr std::array<std::size_t, 12> usual{512, 768, 1024, 1152, 1232, 1372, 1444, 2000, 4048, 8952, 16'336, 32'720};
-// So many losses in a row raise suspicion at once, or so few after a while.
+// Start a search after `many_lost` losses in a row, or after `some_lost` that span `a_while`.
 constexpr std::uint32_t many_lost = 16, some_lost = 2;
 constexpr Nanos a_while = 250 * millisecond, forgotten = second;
 // A search ends without a finding after so many rounds. Further losses start another.
 constexpr unsigned most_rounds = 8;
-// The path counts as narrower when chance would explain the losses in one of e^12, about 160,000, cases. An error does not
-// last: larger sizes are tried again soon.
+// The path counts as narrower when the losses have a probability below e^-12 (about 1 in 160,000) of being chance. A wrong
+// finding does not last: larger sizes are tried again soon.
 constexpr double certainty = 12.0;
-// The smallest and the largest size go out so often in a round, to be compared.
+// Probes of the smallest and of the largest size per round, to compare the two.
 constexpr std::size_t copies = 3;
 constexpr Nanos first_climb = second, last_climb = 60 * second;
 
@@ -42,7 +42,7 @@ void PathMtu::on_acked(std::size_t bytes, Nanos sent_at) {
     }
     if (bytes > bytes_) bytes_ = std::min(bytes, most_);  // a probe, or a datagram from before the size was lowered
     if (lost_ > 0 && bytes >= lost_bytes_) {
-        // Large ones pass: what was lost was bad luck.
+        // Large datagrams pass, so the losses were chance.
         lost_ = 0;
         if (phase_ == Phase::searching) settle();
     } else if (phase_ == Phase::searching && bytes >= least_) {
@@ -56,7 +56,7 @@ void PathMtu::on_acked(std::size_t bytes, Nanos sent_at) {
 }
 
 void PathMtu::on_lost(std::size_t bytes, Nanos sent_at, Nanos now) {
-    // What is larger than the path is thought to carry is a probe that tried to climb.
+    // A datagram above the current size was a probe for a larger one: its loss is no news.
     if (bytes <= least_ || bytes > bytes_) return;
     if (bytes <= passed_bytes_ && sent_at <= passed_at_) return;
     if (lost_ > 0 && bytes < lost_bytes_) {
@@ -119,7 +119,7 @@ bool PathMtu::tick(Nanos now) {
         if (phase_ == Phase::climbing) {
             settle();
         } else if (!inconclusive) {
-            // A path that changes to and fro is left in peace for longer each time.
+            // On a path that keeps changing, wait longer each time before trying larger sizes.
             if (now - narrowed_at_ > last_climb) climb_every_ = first_climb;
             narrowed_at_ = now;
             bytes_ = best_;
@@ -146,8 +146,8 @@ void PathMtu::settle() {
     send_at_ = judge_at_ = never;
 }
 
-// Whether it may be chance that no probe larger than the largest that arrived did: if size made no difference, how likely is
-// it that those that arrived are all small? (Fisher's exact test.) Data does not count: a chunk in pieces is lost with any.
+// Whether chance may explain that all large probes were lost. Fisher's exact test: if size made no difference, how likely is
+// it that only small probes arrived? Data does not count, as a chunk in pieces is lost with any one of them.
 bool PathMtu::chance_explains() const {
     if (best_ < least_ || best_ >= lost_bytes_) return true;
     std::uint32_t small = 0, arrived = 0, large = 0;

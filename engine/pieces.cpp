@@ -6,10 +6,10 @@
 namespace storm {
 namespace {
 
-// What one peer may have us hold; two chunks at least, as two may be reordered.
+// How many bytes of incomplete chunks one peer may occupy; at least two chunks, as two may be reordered.
 constexpr std::size_t most_held_bytes = 256 << 10;
 
-// Pieces end where no element is cut.
+// Pieces are multiples of 16 bytes, so that no element is cut.
 constexpr std::size_t rounded(std::size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 }  // namespace
@@ -21,7 +21,7 @@ PieceCut PieceCut::within(std::size_t chunk_size, std::size_t datagram_bytes, st
     const std::size_t taken = overhead + PiecePrefix::wire_bytes;
     const std::size_t room = datagram_bytes > taken ? (datagram_bytes - taken) / 16 * 16 : 0;
     if (room == 0) return {chunk_size, most_pieces};
-    // As many as that size needs; fewer may do when each is rounded up.
+    // The number of pieces for this size; rounding each piece up may make one of them unnecessary.
     const PieceCut cut(chunk_size, std::clamp<std::size_t>((chunk_size + room - 1) / room, 2, most_pieces));
     return {chunk_size, std::max<std::size_t>((chunk_size + cut.bytes - 1) / std::max<std::size_t>(cut.bytes, 1), 1)};
 }
@@ -67,11 +67,11 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
         return other.chunk == header.chunk && other.seq == header.seq && other.channel == header.channel &&
                other.stage == stage;
     };
-    // Most often it is the newest.
+    // Search from the newest: it is most often the one.
     auto found = std::find_if(partial_.rbegin(), partial_.rend(), same_chunk);
     if (found != partial_.rend() && (found->count != cut.count || found->bytes.size() != cut.chunk_bytes ||
                                      found->message_bytes != header.message_bytes)) {
-        // Sent again in another cut: the old pieces do not fit the new ones.
+        // The chunk was sent again in another cut: the old pieces do not fit the new ones.
         partial_.erase(std::next(found).base());
         found = partial_.rend();
     }

@@ -1,7 +1,7 @@
 // Chunks in pieces, for paths that do not carry a whole one: how they are cut, and how a receiver puts them together.
 //
-// A chunk arrives whole or not at all: the numbers of its pieces are reported together, when the last one is here. So a
-// sender sees what it would see of one datagram, and a receiver may forget a chunk that is not complete at any time.
+// A chunk arrives whole or not at all: the numbers of its pieces are reported together, when the last one is here. To
+// the sender a chunk thus behaves like one datagram, and a receiver may drop an incomplete chunk at any time.
 #pragma once
 
 #include <array>
@@ -27,15 +27,15 @@ struct PieceCut {
     [[nodiscard]] std::size_t size(std::size_t piece) const {
         return piece + 1 < count ? bytes : chunk_bytes - (count - 1) * bytes;
     }
-    // Whether every piece holds something: a cut that a peer made up may not.
+    // Whether every piece holds at least a byte; a cut sent by a peer may be wrong.
     [[nodiscard]] bool valid() const { return count >= 2 && count <= most_pieces && (count - 1) * bytes < chunk_bytes; }
-    // The cut into as few pieces as leave each of them, with `overhead`, within `datagram_bytes`.
+    // The cut into the fewest pieces that fit `datagram_bytes` each, with `overhead`.
     static PieceCut within(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead);
     // The smallest datagram in which a piece of such a chunk fits.
     static std::size_t least_datagram(std::size_t chunk_size, std::size_t overhead);
 };
 
-// Stands before the bytes of a piece.
+// The prefix of a piece: which piece of how many, and the size of the whole chunk.
 struct PiecePrefix {
     static constexpr std::size_t wire_bytes = 8;
 
@@ -56,7 +56,7 @@ public:
     // Takes the payload of a datagram that holds a piece. If the chunk is now complete, `whole()` and `numbers()` are its
     // bytes and the packet numbers of its pieces, until the next call.
     [[nodiscard]] Taken take(const Header& header, std::uint64_t number, std::span<const std::byte> payload);
-    // Whether a piece of this number waits here: it is not reported yet, and must not be believed twice.
+    // Whether a piece with this packet number waits here. It is not reported yet, so only this shows that it is a duplicate.
     [[nodiscard]] bool holds(std::uint64_t number) const;
     [[nodiscard]] std::span<const std::byte> whole() const { return complete_.bytes; }
     [[nodiscard]] std::span<const std::uint64_t> numbers() const { return complete_.numbers; }

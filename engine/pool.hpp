@@ -1,4 +1,4 @@
-// Where chunks of exchanges that were not posted yet wait, within bounds: no peer can make us hold more than its share.
+// Holds chunks of exchanges that were not posted here yet. Each peer has an equal share of the room and no more.
 #pragma once
 
 #include <cstddef>
@@ -19,22 +19,22 @@ public:
         std::unique_ptr<std::byte[]> payload;
         std::size_t bytes{};
     };
-    // What an entry costs beside its payload; counted, so that floods of empty chunks are bounded too.
+    // The cost of an entry without its payload; counted, so that floods of empty chunks are bounded too.
     static constexpr std::size_t entry_overhead = 128;
 
     Pool(std::size_t total_bytes, std::size_t peers) : share_bytes_(peers == 0 ? 0 : total_bytes / peers) {}
 
     // Keeps a copy; false when the source's share is used up.
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
-    // All that waited for an exchange, in the order it came.
+    // Removes and returns everything that waited for an exchange, in order of arrival.
     [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
-    // The first chunk of each source's message to an exchange; it stays where it is.
+    // A copy of the first chunk of each source's message to an exchange.
     struct First {
         std::uint16_t source{};
         std::vector<std::byte> payload;
     };
     [[nodiscard]] std::vector<First> peek(std::uint32_t channel, std::uint32_t seq) const;
-    // Drops all that came from a source.
+    // Drops everything that came from a source.
     void forget(std::uint16_t source);
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
 

@@ -67,7 +67,8 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
     window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
-        // A pause empties the queue: full rate at once, and no dip soon, as what leaves first sees the bare path.
+        // A pause empties the queue. So send at full rate at once, and put off the next dip: the first datagrams see the
+        // path without a queue anyway.
         phase_ = Phase::cruise;
         pacer_.set_burst(0, now);  // not with a burst of every link at once
         // The last exchange may have ended with this link alone on the line.
@@ -97,17 +98,17 @@ double RateControl::window_bytes() const { return window_; }
 
 double RateControl::best_delivery() const { return *std::max_element(delivery_.begin(), delivery_.end()); }
 
-// Equal occupancy makes links that share a queue equal; the rest is what must be allowed for noise.
+// The target is an equal occupancy for all links, which makes their rates equal, plus an allowance for noise.
 double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
-    // What comes too late is lost: it must not wait behind what was lost in that way before.
+    // A datagram that misses its deadline is lost: data must not queue behind datagrams that are too late already.
     return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, patience * deadline_s_);
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
     const Nanos bucket = now / min_rtt_bucket;
-    // While others keep the queue full, the bare round trip is not to be seen.
+    // While others keep the queue full, the round trip without a queue cannot be seen.
     const bool hidden = competing_ || crowded_rounds_ > 0 || (yielding_ && now - crowded_since_ < longest_yield);
     if (bucket != bucket_ && !hidden) {
         older_min_ = bucket == bucket_ + 1 ? newer_min_ : never;
@@ -172,7 +173,7 @@ void RateControl::end_round(Nanos now) {
     round_.begin = now;
 }
 
-// Of the share lost among the datagrams in `bytes`; never zero, for a link that lost nothing yet may still lose.
+// Standard deviation of a loss fraction measured over `bytes`. Never zero: a link that lost nothing so far may still lose.
 double RateControl::deviation(double loss, double bytes) const {
     return std::sqrt(std::max(loss * (1 - loss), 0.01) * datagram_bytes_ / bytes);
 }
@@ -280,7 +281,7 @@ double RateControl::recent_queue_s() const {
     return seconds(*std::min_element(recent_rtt_.begin(), recent_rtt_.end()) - min_rtt_);
 }
 
-// What startup sent too much has left the queue. Where round trips are short, there is also time to see the bare path.
+// Whether the queue that startup built has drained. On short round trips, also wait to see the path without a queue.
 bool RateControl::drained(Nanos now) const {
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());
     return now >= drain_from_ + 8 * least_round && in_flight_ <= rate_ * seconds(min_rtt_) + quantum;
@@ -301,8 +302,7 @@ void RateControl::begin_dip(Nanos now) {
 // A round counts for a dip when all it reports was sent within.
 bool RateControl::dipping(Nanos now) const { return now < dip_until_ || round_.begin < dip_seen_at_; }
 
-// What delays a packet while the queue is empty is no queue: threads that wake late, Wi-Fi, batches. What is lost then is
-// no overflow.
+// Delay seen while the queue is empty is noise: threads that wake late, Wi-Fi, batches. Loss seen then is no overflow.
 void RateControl::learn_from_dip() {
     const double mean_s = round_.rtt_sum_s / round_.rtts - seconds(min_rtt_);
     noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);
@@ -317,7 +317,7 @@ void RateControl::learn_from_dip() {
 // this link has given up much of its rate, it belongs to somebody who does not. From time to time that is found out anew.
 void RateControl::notice_competition(double queue_s, Nanos now) {
     if (round_.weight <= 0) return;
-    // By what arrived: startup tries rates that no line has.
+    // Judge by what arrived: startup tries rates that no line has.
     const double had = std::min(rate_, round_.rated / round_.weight / (1 - loss_));
     if (fair_ <= 0) fair_ = had;
     // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
@@ -327,7 +327,7 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
     if (!crowded) {
         crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
         if (!competing_) {
-            // With the queue above its target the rate falls for the sake of others: that is hardly learned from.
+            // Above the queue's target the rate falls to make room for others, so it says little about our fair share.
             const double time_s = had > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
             fair_ += (had - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
         }
@@ -345,15 +345,15 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
     } else if (crowded_rounds_ >= 8 && now - crowded_since_ >= 100 * least_round && rate_ < contested_share * fair_) {
         competing_ = true;
         overload_ = 0;
-        // Who came together with somebody else never had the queue to itself, but may have had the line for a moment.
+        // A link that started together with another flow never had the queue to itself, but may have had the line briefly.
         fair_ = std::max(fair_, line_bytes_per_s_ / static_cast<double>(busy_));
         compete_until_ = now + contest_;
     }
 }
 
 void RateControl::compete(double round_s) {
-    // Whoever fills the queue overflows it now and then. If that goes on, more is sent than fits: the line became slower,
-    // or it is our own kind after all.
+    // A flow that fills the queue overflows it now and then. If overflow goes on, all flows send too much: the line became
+    // slower, or the other flows are links of ours after all.
     const double total = round_.delivered + round_.lost;
     const double excess = total > 0 ? std::max(round_.lost / total - loss_, 0.0) : 0;
     overload_ += (excess - overload_) * std::min(round_s / overload_s, 1.0);
@@ -400,7 +400,7 @@ void RateControl::grow(bool queued, bool empty, double share) {
         if (empty && ++free_rounds_ > 2) step_ = std::min(2 * step_, most_step);
         rate_ *= 1 + step_ * share;
     } else if (round_.weight > 0) {
-        // A rate that was not made use of has not been tried: it grows only so that nothing is stuck for ever.
+        // A rate that was not used is not proven: let it grow slowly, only so that it is not stuck for ever.
         rate_ *= 1 + unused_step * share;
     }
     const double best = best_delivery();
@@ -419,7 +419,7 @@ void RateControl::apply(double gain, Nanos now) {
     pacer_.set_rate(pace_, now);
     // A thread that woke late may catch up: otherwise a busy machine would never reach the rate.
     pacer_.set_burst(std::max(2 * static_cast<double>(batch_bytes_), late_s * pace_), now);
-    // A queue that is not ours to empty is part of the way.
+    // A queue that other flows keep full counts as part of the path.
     const bool theirs = competing_ && round_.min_rtt != never;
     const double bdp = rate_ * seconds(theirs ? round_.min_rtt : min_rtt_);
     const double quantum = *std::max_element(quantum_.begin(), quantum_.end());

@@ -39,9 +39,9 @@ public:
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
     [[nodiscard]] std::size_t batch_bytes() const { return batch_bytes_; }
     void on_delivery(const Delivery& delivery);
-    // What of all that the endpoint still has to send goes over this link, which is one of `busy` links with something to
-    // send. An exchange ends with its slowest link: one that lags behind takes more of the line, others give it way.
-    // `deadline`: the shortest time that one of its messages was given.
+    // `share`: the fraction of the endpoint's unsent bytes that goes over this link. `busy`: links with something to send.
+    // An exchange ends with its slowest link, so a link that lags behind gets more of the line and others give way.
+    // `deadline`: the shortest time that any of its messages was given.
     void set_share(double share, std::size_t busy, Nanos deadline = never);
 
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
@@ -86,15 +86,16 @@ private:
     Phase phase_{Phase::startup};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
-    double occupancy_bytes_, shared_bytes_;  // what the link keeps in the bottleneck's queue; all links of the job
+    double occupancy_bytes_,
+        shared_bytes_;  // bytes the link keeps in the bottleneck's queue; bytes all links of the job keep
     double initial_rate_;
     std::size_t batch_bytes_;
     Pacer pacer_;
-    double rate_, pace_, window_;    // bytes per second, the same with gain, bytes in flight
+    double rate_, pace_, window_;    // bytes per second; bytes per second with gain; bytes in flight
     double step_;                    // relative growth of the next queue-free round
     double noise_s_;                 // delay seen without a queue
     double loss_{};                  // share lost while no queue stood
-    double most_loss_;               // what loss_ may grow to: what the last dip saw, with its uncertainty
+    double most_loss_;               // bound of loss_: the loss seen in the last dip plus its uncertainty
     double weight_{1};               // share of the endpoint's line, compared to an equal one
     std::size_t busy_{1}, crowd_{};  // links with something to send; the most since the last pause
     double deadline_s_{std::numeric_limits<double>::infinity()};
@@ -107,7 +108,7 @@ private:
     double fair_{};      // the rate while the queue was ours
     double overload_{};  // share lost beyond what the link always loses, while competing
     bool competing_{};   // somebody else keeps the queue full
-    bool yielding_{};    // low priority, and somebody else's turn
+    bool yielding_{};    // low priority: another flow uses the line
     int crowded_rounds_{}, roomy_rounds_{};
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 

@@ -52,7 +52,7 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             break;
         }
         case Reduce::in_order:
-            // Whose turn it is, is summed where the kernel put it; the others wait in blocks.
+            // The contribution whose turn it is is summed straight from the receive buffer; others are copied to blocks.
             if (is_next(chunk, contributor) || pending_[chunk] == 1) {
                 fold(chunk, contributor, payload.data());
             } else if (!payload.empty()) {
@@ -94,15 +94,15 @@ void Reduction::finish(std::uint32_t chunk) {
 }
 
 bool Reduction::is_next(std::uint32_t chunk, std::uint32_t contributor) const {
-    // A sum of halves is rounded once, at the end: its terms are kept until all are there.
+    // A sum of 16-bit values is rounded once, at the end, so its terms are kept until all have come.
     if (spec_.wire != Dtype::float32) return false;
     const std::uint32_t terms = sums_[chunk].terms, own = spec_.own_position;
-    // Our own term is always there, so it is never waited for.
+    // Our own term is always present.
     const std::uint32_t next = terms == own ? terms + 1 : terms;
     return next == (contributor < own ? contributor : contributor + 1);
 }
 
-// Adds all terms up to the first that is not there; `payload` is the contributor's, if it has one.
+// Adds all terms up to the first that is missing. `payload`: the contribution that has just come; null if there is none.
 void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload) {
     const std::size_t count = elements(chunk);
     if (count == 0) return;

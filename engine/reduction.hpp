@@ -70,8 +70,8 @@ private:
     Blocks& blocks_;
     std::vector<std::uint16_t> pending_;  // contributors not settled yet, per chunk
     std::vector<std::uint16_t> count_;    // copies in the sum, per chunk
-    // in_order: how many terms of a chunk the sum has so far, in the order of summation. It stands in `out` once our own
-    // contribution, whose memory that may be, is in it; before, in a block.
+    // in_order: how many terms of a chunk are summed so far. The sum lies in a block until our own contribution is in it,
+    // and then in `out`, which may be the memory of that contribution.
     struct Sum {
         std::uint32_t terms{};
         std::unique_ptr<std::byte[]> early;

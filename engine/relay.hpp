@@ -1,5 +1,5 @@
 // A network between hosts, one packet at a time: uplinks and downlinks with a rate and a queue, links that lose and delay.
-// It serves where the kernel has no netem. Packets and time go in, packets come out when they are due; whoever owns it does
+// It replaces netem where the kernel lacks it. Packets and time go in, packets come out when they are due; the owner does
 // the reading, writing and waiting (relay_main.cpp with TUN devices, tests under virtual time).
 //
 //   receive -> uplink of the sender -> loss and delay of the link -> downlink of the receiver -> deliver
@@ -21,9 +21,9 @@ namespace storm {
 
 enum class Direction : std::uint8_t { up, down };
 
-// Cumulative. Bytes are those of IP packets, without the overhead that is charged.
+// Cumulative counters. Bytes are those of IP packets, without the overhead that is charged against the rate.
 struct RelayQueueStats {
-    std::uint64_t packets{}, bytes{};  // that passed
+    std::uint64_t packets{}, bytes{};  // sent on
     std::uint64_t overflowed{};        // packets that found no room
     Nanos busy{};                      // time spent sending at the rate
 };
@@ -45,13 +45,13 @@ struct RelayStats {
     std::uint64_t cut{};      // packets from or to a host that was cut off
     std::uint64_t strays{};   // not IPv4, malformed, or for nobody here
     std::uint64_t refused{};  // packets that `deliver` could not hand over
-    // How much later than due packets were delivered: what the machine added to the network.
+    // How much later than due packets were delivered: delay that this machine added to the network.
     std::uint64_t delivered{};
     Nanos late_total{}, late_max{};
 };
 
 struct RelayLinkSettings {
-    LinkFaults faults{};  // of these loss, burst, delay, jitter and trace; a relay keeps the order of a link
+    LinkFaults faults{};  // only loss, burst, delay, jitter and trace are used; a relay keeps the order of a link
     std::uint64_t seed{};
 };
 
@@ -60,7 +60,7 @@ struct RelayLinkSettings {
 class Relay {
 public:
     static constexpr std::size_t max_hosts = 256;
-    static constexpr std::size_t max_packet_bytes = 2048;    // of a buffer, so also the largest MTU
+    static constexpr std::size_t max_packet_bytes = 2048;    // size of a buffer, and so the largest MTU
     static constexpr std::size_t max_packets = 131'072;      // in all queues together: 256 MiB of buffers
     static constexpr std::size_t max_line_packets = 16'384;  // on one link: 32 MiB of buffers, 0.2 s at 1 Gbit/s
     static constexpr std::size_t default_queue_bytes = 512 << 10;
@@ -75,16 +75,16 @@ public:
     [[nodiscard]] bool has_host(std::uint16_t host) const { return host < max_hosts && hosts_[host] != nullptr; }
     [[nodiscard]] bool has_address(std::uint32_t address) const { return by_address_.contains(address); }
 
-    // 0 is unlimited. What waits drains at the new rate from `now` on, and so does what is left of the packet being sent.
+    // 0 is unlimited. From `now` on, waiting packets and the rest of the packet being sent drain at the new rate.
     void set_rate(std::uint16_t host, Direction direction, std::uint64_t bits_per_s, Nanos now);
-    // Bytes, overhead included, that may wait behind the packet being sent. What already waits stays.
+    // Bytes, with overhead, that may wait behind the packet being sent. Packets that already wait stay.
     void set_queue(std::uint16_t host, Direction direction, std::size_t bytes);
     [[nodiscard]] const RelayLinkSettings& link(std::uint16_t from, std::uint16_t to) const;
     // Starts the link's fates anew; packets under way keep their time. Throws as LinkFaults::validate does, unchanged.
     void set_link(std::uint16_t from, std::uint16_t to, RelayLinkSettings settings);
     // From now until it rejoins, nothing from or to this host is delivered, not even what is under way.
     void set_cut(std::uint16_t host, bool cut) { hosts_[host]->cut = cut; }
-    // Holds for packets that arrive from now on.
+    // Applies to packets that arrive from now on.
     void set_overhead(std::size_t bytes) { overhead_bytes_ = bytes; }
 
     // Where to put the next packet: valid until the next call of receive.
@@ -105,7 +105,7 @@ private:
     static constexpr Slot none = ~Slot{0};
     static constexpr std::size_t slab_packets = 64;
 
-    // What is known of the packet in a buffer. Chained by `next`, so that no queue allocates.
+    // A packet in a buffer. Packets are chained by `next`, so that no queue allocates.
     struct Packet {
         Nanos due{};  // when it leaves the delay line, or left the downlink
         Slot next{none};
@@ -143,7 +143,7 @@ private:
         std::array<std::unique_ptr<Link>, max_hosts> to;
     };
     enum class Stage : std::uint8_t { uplink, line, downlink };
-    // The first packet of a queue is due. A change of rate leaves stale ones behind, which are known by their time.
+    // An event: the first packet of a queue is due. A change of rate leaves stale events behind; their time gives them away.
     struct Event {
         Nanos at{};
         std::uint64_t order{};
@@ -180,14 +180,14 @@ private:
     std::vector<std::unique_ptr<std::byte[]>> slabs_;
     std::vector<Packet> packets_;  // by slot
     std::vector<Slot> free_;
-    Slot spare_{none};  // the one behind buffer()
+    Slot spare_{none};  // the slot that buffer() returns
     std::array<std::byte, max_packet_bytes> scratch_;
     std::size_t held_{};
 
     std::vector<Event> events_;  // a heap, the earliest in front
     std::uint64_t order_{};
     Nanos now_{};
-    RelayStats totals_;  // without the lists
+    RelayStats totals_;  // its lists stay empty
 };
 
 }  // namespace storm

@@ -1,4 +1,4 @@
-// What the owner of a relay may tell it: one command per line, one line of answer. The lines stand in relay_commands.cpp.
+// Commands to a relay: one per line, each with one line of answer. relay_commands.cpp lists them.
 #pragma once
 
 #include <cstdint>

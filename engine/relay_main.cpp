@@ -1,4 +1,4 @@
-// stormtorch-relay: joins network namespaces by TUN devices and lets a Relay decide what becomes of each packet.
+// stormtorch-relay: joins network namespaces by TUN devices and lets a Relay decide the fate of each packet.
 // Commands are lines on stdin, one line of answer each on stdout (relay_commands.hpp). It ends with its stdin, and the
 // devices end with it.
 #include <fcntl.h>
@@ -32,8 +32,8 @@
 namespace storm {
 namespace {
 
-// On a busy network the relay looks only this often, so that many packets share one wake-up. That is what a packet may then
-// be late, twice: when it is read, and when it is due.
+// On a busy network the relay wakes only this often, so that many packets share one wake-up. A packet may be late by this
+// much twice: when it is read, and when it is due.
 constexpr Nanos moderation = 100 * microsecond;
 // Busy is more than 2000 rounds a second. Light traffic is served at once: its delays are exact to some 20 us.
 constexpr Nanos free_round_every = 500 * microsecond;
@@ -54,7 +54,7 @@ timespec to_timespec(Nanos time) { return {.tv_sec = time / second, .tv_nsec = t
     throw std::runtime_error(what + ": " + std::strerror(error));
 }
 
-// While it lives, this thread is in another network namespace.
+// Guard: while it exists, this thread is in another network namespace.
 class Visit {
 public:
     Visit(const std::string& netns_path, const Descriptor& home) : home_(home) {
@@ -68,7 +68,7 @@ public:
         }
     }
     ~Visit() {
-        // Lost in a foreign namespace, every later host would be made in the wrong place.
+        // A thread stuck in a foreign namespace would make every later host in the wrong place.
         if (setns(home_.get(), CLONE_NEWNET) != 0) std::abort();
     }
     Visit(const Visit&) = delete;
@@ -228,8 +228,8 @@ private:
     bool ended_{};
 };
 
-// The relay stands for a network, which does not wait for its turn behind the hosts' work. Without the permission it is a
-// process like any other, and late_max_us in the statistics tells.
+// The relay plays a network, which must not wait behind the hosts' work: raise its priority. Without permission it runs
+// like any other process, and late_max_us in the statistics shows the effect.
 void be_prompt() {
     prctl(PR_SET_TIMERSLACK, 1UL);  // the default rounds every sleep up by 50 us
     const sched_param lowest{.sched_priority = 1};

@@ -14,7 +14,7 @@ using Bytes = std::span<const std::byte>;
 
 }  // namespace
 
-// The few functions of libcrypto that are used, as its headers of 1.1 and 3 both declare them. The library is never closed:
+// The functions of libcrypto that we use, as the headers of versions 1.1 and 3 declare them. The library is never closed:
 // its own exit handlers, and Python's ssl module, may still need it.
 struct Aead::Library {
     void* (*context_new)();
@@ -55,7 +55,7 @@ struct Aead::Contexts {
 
     Library library;
     Context sealing;
-    // One for each peer, as long as they are fewer than this: datagrams of many peers come interleaved.
+    // One context per peer, up to this many: datagrams of many peers come interleaved.
     std::array<Context, 256> opening;
 
     explicit Contexts(const Library& opened) : library(opened) {}
@@ -171,8 +171,8 @@ void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check)
     std::memcpy(header.data() + check_offset, &check, sizeof check);
 }
 
-// The key is of the source's process alone, and numbers to a target begin anew with each process of it: so the target's
-// incarnation is what keeps them apart. 48 bits of numbers last for years.
+// Every process has its own key, but its packet numbers to a target begin anew when another process takes the target's place.
+// The target's incarnation in the nonce keeps them apart. 48 bits of numbers last for years.
 std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
                                      std::uint16_t target_incarnation) {
     std::array<std::byte, 12> nonce;

@@ -1,11 +1,11 @@
-// Whether a datagram may be believed: CRC32C against accidents, AES-GCM against people.
+// Decides whether a datagram is genuine: CRC32C against accidents, AES-GCM against attackers.
 //
 // Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's cookie;
 // the other half stands in the header. A stranger off the path must guess both halves: 64 bits. Between processes of one
 // machine, data is moved from memory to memory and not checked, as the kernel does not check it either; headers are.
 // With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows.
-// Either way it is bound to the incarnations of both ends: what one process sent, or was sent, means nothing to the next one
-// of its rank.
+// Either way the check covers the incarnations of both ends: a process accepts no datagram that was sent to, or by, an
+// earlier process of the same rank.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ namespace storm {
 
 using Key = std::array<std::byte, 16>;
 
-// AES-128-GCM through libcrypto, opened at run time. One object per thread of use.
+// AES-128-GCM through libcrypto, opened at run time. Each thread needs an object of its own.
 class Aead {
 public:
     static constexpr std::array library_names{"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
@@ -57,7 +57,7 @@ struct Secrets {
     bool sealed{};
     Key own{};               // seals what this endpoint sends
     std::vector<Key> peers;  // opens what peer i sends; empty when not sealed
-    // Of all ranks, this one's own too: how many processes of the rank went before. Empty where all are the first.
+    // By rank, with our own: how many processes of that rank came before this one. Empty if every process is the first.
     std::vector<std::uint16_t> incarnations{};
 };
 
@@ -78,7 +78,7 @@ public:
     [[nodiscard]] std::uint32_t payload_check(std::span<const std::byte> payload) const {
         return crc32c(payload, static_cast<std::uint32_t>(secrets_.cookie >> 32));
     }
-    // The same for a chunk of data; where that cannot be damaged, its length stands for it.
+    // The check of a chunk of data. Where data cannot be damaged, only its length is checked.
     [[nodiscard]] std::uint32_t data_check(std::span<const std::byte> payload) const {
         if (secrets_.checks_data) return payload_check(payload);
         const auto length = static_cast<std::uint32_t>(payload.size());
@@ -99,11 +99,11 @@ public:
     [[nodiscard]] std::uint16_t incarnation(std::uint16_t rank) const {
         return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : std::uint16_t{0};
     }
-    // From now on, a peer is another process. `key` opens what that one sends; none where nothing is sealed.
+    // A new process has taken the place of a peer. `key` opens what it sends; empty if nothing is sealed.
     void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key);
 
 private:
-    // What the check of an unencrypted header counts as while it is computed. Zero between first processes.
+    // The value of the header's check field while the check is computed. Zero between two first processes.
     [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
         return std::uint32_t{incarnation(target)} << 16 | incarnation(source);
     }

@@ -76,7 +76,7 @@ void Sim::arrive(Packet packet) {
     Host& host = hosts_[packet.target];
     if (host.dark || hosts_[packet.source].dark) return;
     if (!packet.queued && config_.bytes_per_s > 0) {
-        // The switch's queue towards the target: what does not fit is dropped.
+        // The switch's queue towards the target drops what does not fit.
         const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
         if (waiting_s * config_.bytes_per_s + static_cast<double>(packet.bytes.size()) >
             static_cast<double>(config_.queue_bytes)) {

@@ -1,4 +1,4 @@
-// A network in memory under virtual time: any number of shipped cores, joined by links that delay, queue and lose.
+// A network in memory under virtual time: any number of real cores, joined by links that delay, queue and lose.
 // An hour of traffic costs what its datagrams cost, and the same seed gives the same run.
 #pragma once
 
@@ -36,14 +36,14 @@ public:
     void cancel(std::uint16_t rank, std::uint64_t id);
     // Runs up to the next thing that happens; false when nothing ever will.
     bool advance();
-    // What ended at a rank since the last call.
+    // Exchanges that ended at a rank since the last call.
     [[nodiscard]] std::vector<Core::Finished> take_finished(std::uint16_t rank);
     // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
     void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
 
-    // Of every rank's link, from now on.
+    // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
-    // What the links do to datagrams, from now on.
+    // Replaces the faults of all links, from now on.
     void set_faults(const FaultSettings& faults);
 
     [[nodiscard]] std::uint64_t queue_drops() const { return queue_drops_; }

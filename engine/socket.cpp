@@ -112,8 +112,8 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     getsockopt(fd(), SOL_SOCKET, SO_RCVBUF, &granted, &size);
     receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
     try_option(fd(), SOL_SOCKET, SO_RXQ_OVFL, 1);
-    // What a path carries is found by probes (path_mtu.hpp): nobody on the way may cut a datagram into fragments, and what
-    // routers say of it, which anybody can forge, is not believed.
+    // Probes find the size that a path carries (path_mtu.hpp). So forbid fragments on the way, and ignore ICMP messages
+    // about the MTU, which anybody can forge.
     if (address.family() == AF_INET6) {
         try_option(fd(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE);
     } else {
@@ -186,10 +186,10 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
         if (first.segments() > 1 && refused) {
-            // Either each of them is too large for the interface, or this kernel or device takes the option and refuses the
-            // segments.
+            // Either each datagram is too large for the interface, or this kernel or device accepts the option but refuses
+            // segments: sending one by one tells which.
             if (!send_one_by_one(first)) return sent;
-            // More than fits one datagram of the kernel's is refused as well, and says nothing about segments.
+            // A batch larger than any datagram is refused too, which says nothing about segments.
             segmentation_ = first.too_large() || first.bytes() > max_datagram_bytes;
         } else if (errno == EMSGSIZE) {
             first.refuse();
@@ -200,7 +200,7 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
 }
 
 bool Socket::send_one_by_one(Batch& batch) {
-    // All segments have as many parts: a header and, unless they are empty, a payload.
+    // Every segment has the same number of parts: a header and, unless it is empty, a payload.
     const std::size_t parts = batch.parts().size() / batch.segments();
     std::array<mmsghdr, Batch::max_segments> messages{};
     const Address& to = peers_[batch.peer()];

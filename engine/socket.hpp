@@ -59,7 +59,7 @@ public:
     void set_peer(std::uint16_t rank, const Address& address) { peers_.at(rank) = address; }
 
     // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
-    // What the network refuses (no route, no such port) is gone too: it counts as lost.
+    // Batches that the network refuses (no route, no such port) count as sent, and then as lost.
     [[nodiscard]] std::size_t send(std::span<Batch* const> batches);
     // Calls `take` with each datagram that waits, up to one system call's worth; returns how many there were.
     template <class Take>
@@ -79,7 +79,7 @@ private:
 
     [[nodiscard]] bool send_one_by_one(Batch& batch);
     [[nodiscard]] std::size_t receive_messages();
-    // The segment size that the kernel coalesced by, or the whole.
+    // The segment size that the kernel used when it joined datagrams; the whole length if it joined none.
     [[nodiscard]] std::size_t segment_bytes(std::size_t slot);
 
     Descriptor fd_;

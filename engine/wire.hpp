@@ -57,12 +57,13 @@ enum class Status : std::uint8_t {
     path_blocked  // the peer answers, but no data reaches it
 };
 
-// Flags. `second_stage` is of `data`, `end`, `done` and `wait`; `sealed` of all.
+// Flags. `second_stage` may be set in `data`, `end`, `done` and `wait`; `sealed` in every kind.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
 inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message is to be sent for now: report at once
 inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all
 inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
-inline constexpr std::uint8_t flag_piece = 16;  // of `data`: a prefix, and a part of the chunk (pieces.hpp)
+inline constexpr std::uint8_t flag_piece =
+    16;  // with `data`: the payload is a prefix and a part of the chunk (pieces.hpp)
 // The stage of a message as a flag.
 [[nodiscard]] constexpr std::uint8_t stage_flag(bool second_stage) {
     return second_stage ? flag_second_stage : std::uint8_t{0};
@@ -91,7 +92,7 @@ inline constexpr std::size_t check_offset = 4;
 [[nodiscard]] std::optional<Header> parse_header(std::span<const std::byte> datagram);
 void write_header(const Header& header, std::span<std::byte, header_bytes> out);
 
-// Whose fault an error was and of what kind: the first cause, which whoever hears of it passes on.
+// Whose fault an error was, and of what kind. It names the first cause; whoever hears of it passes it on unchanged.
 struct Blame {
     std::uint16_t culprit{};
     Status cause{Status::running};  // never `ok` or `peer_failed`; `running` where nobody is to blame
@@ -100,7 +101,7 @@ struct Blame {
     bool operator==(const Blame&) const = default;
 };
 
-// Of `failed` and `bye`: the culprit stands where `data` has the chunk, the cause where it has the length.
+// The blame in a `failed` or `bye`: the culprit takes the place of the chunk, the cause that of the message's length.
 [[nodiscard]] std::optional<Blame> parse_blame(const Header& header, std::uint16_t world);
 void write_blame(const Blame& blame, Header& header);
 
@@ -112,8 +113,8 @@ struct Report {
     std::uint64_t largest{};       // highest packet number that arrived
     std::uint32_t credit_bytes{};  // how much the sender may have in flight on this link
     std::uint32_t overflow{};      // datagrams that the receiver's socket buffer dropped, over all links
-    // The timed packet is the highest that calls for a report: reports do not, and they share the numbers.
-    std::uint32_t timed_back{};  // `largest` less its number
+    // The timed packet is the one with the highest number that is not itself a report.
+    std::uint32_t timed_back{};  // `largest` minus its number
     std::uint32_t timed_us{};    // when it arrived, by the receiver's clock, in microseconds modulo 2^32
     std::uint32_t held_us{};     // time between that arrival and this report
     std::uint32_t words{};       // valid words of `arrived`
@@ -124,7 +125,7 @@ struct Report {
 // Returns the bytes written; `out` holds at least `Report::fixed_bytes + 8 * report.words`.
 std::size_t write_report(const Report& report, std::span<std::byte> out);
 
-// How an exchange is looked up.
+// The key under which an exchange is looked up.
 [[nodiscard]] constexpr std::uint64_t exchange_key(std::uint32_t channel, std::uint32_t seq) {
     return std::uint64_t{channel} << 32 | seq;
 }
