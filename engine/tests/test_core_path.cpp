@@ -193,20 +193,21 @@ TEST(peers_that_had_nothing_to_send_for_long_are_not_taken_for_blocked) {
 }
 
 TEST(loss_does_not_narrow_a_path_that_carries_pieces) {
-    Tapped net(core_config(2, 8972));
-    std::mt19937 random(5);
-    net.tap = [&, path = narrow(1452)](Datagram& datagram) { return path(datagram) && random() % 10 > 2; };
-    Watch watch(net, 2);
-    int right = 0, rounds = 0;
-    for (std::uint32_t seq = 0; seq < 200; ++seq) {
-        AllToAll job = job_of(2, 200'000);
-        watch.wait_all(post_all(net, job, seq, {.budget = 1.0}));
-        net.run(50 * millisecond);
-        if (seq < 10) continue;
-        ++rounds;
-        right += net.core(0).path_bytes(1) == 1444 ? 1 : 0;
+    // A chunk in seven pieces hardly ever arrives here, so runs of lost chunks are long. They say nothing about the size of
+    // datagrams: only probes do, which are lost half the time, small ones and large ones alike.
+    for (const unsigned seed : {3U, 4U, 5U}) {
+        Tapped net(core_config(2, 8972));
+        std::mt19937 random(seed);
+        net.tap = [&, path = narrow(1452)](Datagram& datagram) { return path(datagram) && random() % 100 >= 50; };
+        Watch watch(net, 2);
+        for (std::uint32_t seq = 0; seq < 60; ++seq) {
+            AllToAll job = job_of(2, 200'000);
+            watch.wait_all(post_all(net, job, seq, {.budget = 1.0}));
+            net.run(20 * millisecond);
+        }
+        CHECK_EQUAL(net.core(0).path_bytes(1), 1444U);
+        CHECK_EQUAL(net.core(0).counters().path_changes, 1U);  // from 8972, and never again
     }
-    CHECK(right > rounds * 9 / 10);
 }
 
 TEST(piece_that_waits_for_others_cannot_be_replayed_to_feign_life) {
