@@ -1,4 +1,4 @@
-// What tests of whole cores share: exchanges with the memory they need and what must come out, and a way to run them.
+// Helpers for tests of whole cores: exchanges with their memory and expected results, and a way to run them.
 #pragma once
 
 #include <algorithm>
@@ -71,12 +71,12 @@ struct AllReduce {
         std::mt19937_64 random(seed);
         for (std::uint16_t rank = 0; rank < world; ++rank) {
             std::vector<float>& values = in.emplace_back(elements);
-            // Sums of these depend on their order.
+            // Values whose sum depends on the order.
             for (float& value : values) value = static_cast<float>(static_cast<std::int32_t>(random())) * 1e-3F;
             out.emplace_back(elements, -1.0F);
         }
     }
-    // Of rank's shard, in elements. The first ranks have one more where it does not divide.
+    // Where a rank's shard begins, in elements. The first shards have one element more if the division leaves a rest.
     [[nodiscard]] std::size_t begin(std::uint16_t rank) const {
         const std::size_t elements = in[0].size();
         return rank * (elements / world) + std::min<std::size_t>(rank, elements % world);
@@ -130,7 +130,7 @@ struct AllReduce {
     std::vector<std::vector<float>> in, out;
 };
 
-// Outcomes as they come out of any network with `take_finished(rank)`, `advance()` and `now()`.
+// Collects outcomes from any network that has `take_finished(rank)`, `advance()` and `now()`.
 template <class Network>
 class Watch {
 public:
@@ -154,14 +154,14 @@ public:
                 (more ? " was still running after its time" : " hung: nothing was left to happen"));
         }
     }
-    // ... by every rank's id, all with this status.
+    // Waits for the exchanges of all ranks, given by their ids; each must end with this status.
     void wait_all(const std::vector<std::uint64_t>& ids, Status status = Status::ok, Nanos patience = 30 * second) {
         for (std::uint16_t rank = 0; rank < ids.size(); ++rank) {
             const auto got = static_cast<int>(wait(rank, ids[rank], patience).status);
             CHECK_EQUAL(got, static_cast<int>(status));
         }
     }
-    // What ended at a rank is of no interest any more: another process counts its exchanges from the start.
+    // Forgets the outcomes of a rank: a new process in its place counts its exchanges from the start.
     void forget(std::uint16_t rank) { ended_[rank].clear(); }
     void collect() {
         for (std::uint16_t rank = 0; rank < ended_.size(); ++rank) {

@@ -1,4 +1,4 @@
-// A file of its own: where a compiler sees both sides, it takes the replaced operators for a mistake.
+// Stands in its own file: a compiler that sees the replaced operators beside their users reports a mismatch.
 #include "memory.hpp"
 
 #include <atomic>

@@ -3,7 +3,7 @@
 
 namespace storm::check {
 
-// While it lives, the thread that made it gets `allocations` more pieces of memory from operator new, and then none.
+// While an object exists, its thread gets `allocations` more pieces of memory from operator new, and then none.
 class ScarceMemory {
 public:
     explicit ScarceMemory(long allocations);
@@ -12,7 +12,8 @@ public:
     ScarceMemory& operator=(const ScarceMemory&) = delete;
 };
 
-// The same for all other threads together; one of these at a time.
+// While an object exists, all other threads together get `allocations` more pieces of memory, and then none. At most one
+// such object may exist.
 class ScarceMemoryElsewhere {
 public:
     explicit ScarceMemoryElsewhere(long allocations);

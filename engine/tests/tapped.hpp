@@ -20,7 +20,7 @@ struct Datagram {
 
 class Tapped {
 public:
-    // False: the datagram is lost.
+    // Returns false if the datagram is to be lost.
     using Tap = std::function<bool(Datagram&)>;
 
     explicit Tapped(const CoreConfig& config, Nanos delay = 100 * microsecond) : delay_(delay), config_(config) {
@@ -33,7 +33,7 @@ public:
     }
 
     Tap tap = [](Datagram&) { return true; };
-    // Batches stay in the "socket" for so long before the wire reads them, as when its buffer is full.
+    // How long batches stay in the "socket" before the wire reads them, as if its buffer were full.
     Nanos socket_delay{};
 
     [[nodiscard]] Nanos now() const { return now_; }
@@ -140,7 +140,7 @@ private:
     void unload(std::uint16_t rank) {
         const std::unique_ptr<Batch> batch = std::move(hosts_[rank].socket.front().second);
         hosts_[rank].socket.pop_front();
-        // The caller's memory is read here and not before: whoever frees it too early is seen by the address sanitizer.
+        // The caller's memory is read only here, so that the address sanitizer notices if it was freed too early.
         Buffer joined;
         for (const iovec& part : batch->parts()) {
             const auto* from = static_cast<const std::byte*>(part.iov_base);

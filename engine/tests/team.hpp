@@ -1,4 +1,4 @@
-// Drivers of one job in one process, over loopback, and what their tests ask of the process.
+// Drivers of one job in one process, over loopback, and what their tests need to know about the process.
 #pragma once
 
 #include <dirent.h>
@@ -65,7 +65,7 @@ inline Outcome wait_for(Driver& driver, std::uint64_t id) {
     return outcome;
 }
 
-// What a thread does; its failure is the test's failure.
+// Runs `work` in a thread; if it fails, the test fails.
 template <class Work>
 std::future<void> on_thread(Work work) {
     return std::async(std::launch::async, std::move(work));

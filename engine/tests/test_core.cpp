@@ -18,7 +18,7 @@ CoreConfig core_config(std::uint16_t world) {
     return config;
 }
 
-// Everything at once, and more of it than any network that still deserves the name.
+// All faults at once, each worse than on any usable network.
 SimConfig storm_of(std::uint16_t world, std::uint64_t seed) {
     SimConfig config;
     config.core = core_config(world);
@@ -204,7 +204,7 @@ TEST(everything_sent_twice_is_taken_once) {
         received += net.core(rank).counters().datagrams_received;
         duplicates += net.core(rank).counters().duplicates;
         for (const std::uint16_t count : watch.outcome(rank, ids[rank])->counts) CHECK_EQUAL(count, 3U);
-        // Added as they came, so not in the order of ranks: equal within rounding only.
+        // Contributions are added as they come, not in rank order, so sums are equal only within rounding.
         const std::vector<float> sum = job.expected();
         for (std::size_t e = 0; e < sum.size(); ++e) CHECK(std::abs(job.out[rank][e] - sum[e]) <= 1e-6F * 1e7F);
     }

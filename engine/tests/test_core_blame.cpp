@@ -91,13 +91,13 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
                 check_blame(outcome, 1, Status::peer_silent);
                 told += outcome.status == Status::peer_failed ? 1 : 0;
             }
-            // And nobody waits for the dead to hear a goodbye.
+            // Nobody waits until the dead rank has heard a goodbye.
             for (std::uint16_t rank = 0; rank < world; ++rank) {
                 if (rank != 1) job.net.leave(rank);
             }
             job.net.run(10 * millisecond);
             for (std::uint16_t rank = 0; rank < world; ++rank) CHECK(rank == 1 || job.net.core(rank).gone());
-            // Where one needs what another makes of all contributions.
+            // An all-reduce, in which every rank needs the result that another computes from all contributions.
             if (reducing) CHECK(told > 0);
         }
     }
@@ -152,7 +152,7 @@ TEST(goodbye_after_an_error_says_whose_fault_it_was) {
         CHECK(outcome.status == Status::peer_left);
         CHECK_EQUAL(outcome.peer, 0U);
         check_blame(outcome, 1, Status::peer_silent);
-        // What is posted later knows it, too.
+        // Exchanges that are posted later know the culprit, too.
         check_blame(job.watch.wait(2, job.net.post(2, later.from(0)), millisecond), 1, Status::peer_silent);
     }
 }
@@ -339,7 +339,7 @@ TEST(failed_and_bye_with_an_impossible_blame_are_ignored_and_counted) {
                                .chunk = culprit,
                                .message_bytes = cause});
             };
-            // Of one that is posted, and of one that is not yet.
+            // For an exchange that is posted, and for one that is not yet.
             const std::uint64_t id = job.net.post(0, exchange.spec(0, 0));
             job.net.inject(0, forge(0, 100));
             job.net.inject(0, forge(1, 101));

@@ -1,4 +1,4 @@
-// Exchanges that may lose: what a budget lets go, what a deadline cuts off, and ends that are heard even when they are lost.
+// Lossy exchanges: what a budget gives up, what a deadline cuts off, and ends that are heard although datagrams are lost.
 #include "jobs.hpp"
 #include "sim.hpp"
 #include "tapped.hpp"
@@ -27,7 +27,7 @@ bool arrived(const Arrival& arrival, std::size_t chunk) { return (arrival.mask[c
 
 constexpr auto old_value = std::byte{0x55};
 
-// The mask tells exactly which chunks hold new bytes; the others hold what they held.
+// The mask tells exactly which chunks hold new bytes; all others are unchanged.
 void check_mask(const Arrival& arrival, const Buffer& got, const Buffer& sent, std::size_t chunk_bytes) {
     std::uint32_t count = 0;
     std::uint64_t missing = 0;
@@ -182,7 +182,7 @@ TEST(credit_returns_when_messages_are_closed_early) {
         watch.wait(1, receiver);
         net.run(20 * millisecond);
     }
-    // One sender is waited for, or none is; never are there more and more.
+    // The credit follows whether the sender is awaited or not, and does not drift from exchange to exchange.
     const std::uint32_t most = *std::max_element(credits.begin(), credits.end());
     const std::uint32_t least = *std::min_element(credits.begin(), credits.end());
     CHECK(credits.size() > 40);
@@ -224,7 +224,7 @@ TEST(end_that_is_lost_is_told_again) {
             const std::uint64_t sender = net.post(0, job.send(0, {.budget = budget}));
             const Outcome& outcome = watch.wait(1, receiver, second);
             CHECK_EQUAL(outcome.arrivals[0].arrived, 29U);
-            // By a probe, and before anyone has to ask.
+            // A probe repairs it before the receiver has to ask.
             CHECK(outcome.ended < second + 60 * millisecond);
             CHECK(watch.wait(0, sender).status == Status::ok);
             CHECK(dropped > lost);

@@ -1,5 +1,5 @@
-// Paths that carry less than the job's datagrams, from the start or from the midst of an exchange on: all still ends, and is
-// right. Where nothing of use passes, the peer is named although it answers.
+// Paths that carry less than the job's datagrams, from the start or from the middle of an exchange on: every exchange still
+// ends with the right bytes. Where no useful size passes, the peer is named although it answers.
 #include "jobs.hpp"
 #include "tapped.hpp"
 
@@ -173,7 +173,7 @@ TEST(receiver_that_is_late_and_has_no_room_is_not_taken_for_a_blocked_path) {
 }
 
 TEST(peers_that_had_nothing_to_send_for_long_are_not_taken_for_blocked) {
-    // Under loss the last that became of a link is often a loss: of a copy that was not needed, say.
+    // Under loss, the last event on a link is often a loss, for example of a copy that was not needed.
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
         CoreConfig config = core_config(3);
         config.silence = 2 * second;

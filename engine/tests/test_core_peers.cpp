@@ -30,7 +30,7 @@ struct Cuttable {
             ids.push_back(net.post(rank, job.spec(rank, seq, stage)));
         return ids;
     }
-    // Whether `rank` got all from everyone.
+    // Whether `rank` received every message in full.
     bool complete(std::uint16_t rank, std::uint64_t id) {
         const auto& arrivals = watch.wait(rank, id).arrivals;
         return std::all_of(arrivals.begin(), arrivals.end(), [](const Arrival& a) { return a.arrived == a.chunks; });
@@ -136,7 +136,7 @@ TEST(receiver_that_was_given_up_is_told_so_when_it_comes_late) {
         const std::uint64_t id0 = job.net.post(0, exchange.spec(0, 0, stage));
         job.watch.wait(0, id0);
         job.dark = 0xffff'ffff;
-        // It had not posted, so it never noticed; now it waits for what nobody will send.
+        // The rank had not posted, so it noticed nothing; now it waits for messages that nobody will send.
         const std::uint64_t id1 = job.net.post(1, exchange.spec(1, 0, stage));
         const Outcome& outcome = job.watch.wait(1, id1, 5 * second);
         CHECK(outcome.status == (stage.budget > 0 ? Status::ok : Status::peer_failed));
@@ -256,7 +256,7 @@ TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
     CHECK_EQUAL(failed.peer, 2U);
     CHECK(job.watch.wait(0, soft0, second).status == Status::ok);
     CHECK(job.watch.wait(1, soft1, second).status == Status::ok);
-    // From now on it is known at once.
+    // From now on, exchanges with it fail at once.
     const Nanos now = job.net.now();
     CHECK(job.watch.wait(0, job.net.post(0, later.spec(0, 3))).ended == now);
 }

@@ -1,5 +1,5 @@
-// Exchanges that are not posted everywhere at once: what waits, what is turned away, how much memory anyone can claim; and
-// whose the buffers are.
+// Exchanges that are not posted everywhere at once: which chunks wait, which are refused, how much memory a peer can claim,
+// and who owns the buffers when.
 #include <memory>
 
 #include "jobs.hpp"
@@ -132,7 +132,7 @@ TEST(full_pool_refuses_and_what_was_refused_comes_again_after_posting) {
         const Counters& counters = net.core(1).counters();
         CHECK(counters.pool_refused > 0);
         CHECK(counters.pool_peak_bytes <= 50'000);
-        // Told to wait, the sender waits: it does not knock at full rate.
+        // A sender that was told to wait does so: it does not send again and again at full rate.
         CHECK(counters.pool_refused < 400);
         const Nanos posted_at = net.now();
         for (std::uint32_t i = 0; i < 5; ++i) receivers.push_back(net.post(1, receive_from(0, got[i], i)));

@@ -119,7 +119,7 @@ TEST(new_process_is_not_heard_before_it_is_readmitted_and_heals_when_it_is) {
         job.restart(2);
         const std::uint64_t corrupt = job.net.core(0).counters().corrupt;
         AllToAll alone = job.small(2);
-        // Its first numbers are of a past that the others remember, so some seem to be seen already.
+        // The others remember numbers of the old process, so the first numbers of the new one may look like duplicates.
         for (std::uint32_t seq = 0; seq < 3; ++seq) {
             const Outcome& outcome = job.watch.wait(2, job.net.post(2, alone.spec(2, seq, lossy, 2)), 3 * second);
             for (const Arrival& arrival : outcome.arrivals) CHECK_EQUAL(arrival.arrived, 0U);
@@ -195,7 +195,7 @@ TEST(exact_exchange_under_way_fails_at_readmission_and_a_lossy_one_keeps_what_ca
     CHECK(job.watch.wait(1, hard[1]).status == Status::peer_silent);
     CHECK_EQUAL(job.watch.wait(1, hard[1]).blame.culprit, 2U);
     CHECK(job.watch.wait(1, mild[1]).status == Status::ok);
-    // What has nothing to do with it goes on.
+    // Exchanges that do not involve the rank go on.
     const std::uint64_t id1 = job.net.post(1, pair1);
     CHECK(job.watch.wait(0, id0).status == Status::ok && job.watch.wait(1, id1).status == Status::ok);
     job.check_whole(5);

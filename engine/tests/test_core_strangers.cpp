@@ -259,7 +259,7 @@ TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
     const auto absurd = [&] {
         constexpr std::array<std::uint32_t, 8> values{0, 1, 34, 35, 0x7fff'ffff, 0x8000'0000, 0xffff'fffe, 0xffff'ffff};
         const auto any = [&] { return values[random() % values.size()]; };
-        // Channel 1 is not the honest exchange's: what it says of that one it may say.
+        // Lies are about channel 1, which the honest exchange does not use.
         number += 1 + static_cast<std::uint32_t>(random() % 3);
         Header header{.kind = static_cast<Kind>(1 + random() % 9),
                       .flags = static_cast<std::uint8_t>(random() % 8),

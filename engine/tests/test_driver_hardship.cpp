@@ -1,5 +1,5 @@
-// What a driver does when the process runs out of something, or the network gives it no rest. It may fail, and must say
-// so; it may neither end the process nor keep anyone waiting.
+// A driver in a process that runs out of descriptors, threads or memory, or on a network that floods it. It may fail with an
+// error that says why, but it may neither end the process nor keep anyone waiting.
 #include <fcntl.h>
 #include <netinet/udp.h>
 #include <pthread.h>
@@ -279,7 +279,7 @@ TEST(engine_that_runs_out_of_memory_tells_whoever_waits_and_spares_the_process) 
 }
 
 TEST(flood_keeps_nobody_beyond_his_time_and_nobody_out) {
-    // Read one by one, and out of a long queue, they leave the reader no rest.
+    // Read one by one from a long queue, the datagrams keep the reader busy all the time.
     Team team(2, {.receive_buffer = 64 << 20, .coalescing = false});
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{10'000}; });
     const std::uint64_t id = team[0].post(job.spec(0, 0)), other = team[0].post(job.spec(0, 0, {}, 1));
@@ -304,7 +304,7 @@ TEST(flood_keeps_nobody_beyond_his_time_and_nobody_out) {
         beside = std::max(beside, second_caller.get());
         asking = std::max(asking, third_caller.get());
     }
-    // Whoever waits leaves the engine to its own thread, which reads as busily.
+    // While the caller waits elsewhere, the engine's own thread is just as busy.
     for (int i = 0; i < 5; ++i) asking = std::max(asking, took([&] { (void)team[0].health(); }));
     std::future<void> late;
     const Nanos closing = took([&] {

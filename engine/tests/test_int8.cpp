@@ -1,4 +1,4 @@
-// Eight bits per element: right in expectation, never far off, each chunk by itself, and honest about what is not a number.
+// Eight bits per element: unbiased, within a step, each chunk on its own, and NaN for blocks that are not finite.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

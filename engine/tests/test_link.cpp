@@ -1,4 +1,4 @@
-// Packet numbers, what became of them, and what is reported: both halves of a link, alone and against one another.
+// Packet numbers, their fates and reports: both halves of a link, alone and together.
 #include <deque>
 #include <map>
 #include <random>
@@ -97,7 +97,7 @@ TEST(only_the_way_forth_counts_as_a_queue) {
     CHECK_EQUAL(trip(start, 2 * millisecond, 2 * millisecond), 4 * millisecond);
     CHECK_EQUAL(trip(start + second, 2 * millisecond, 5 * millisecond), 4 * millisecond);
     CHECK_EQUAL(trip(start + 2 * second, 5 * millisecond, 2 * millisecond), 7 * millisecond);
-    // A route that became longer is no queue for ever.
+    // A longer route does not count as a queue for ever.
     for (int i = 3; i < 30; ++i) trip(start + i * second, 5 * millisecond, 2 * millisecond);
     CHECK_EQUAL(trip(start + 30 * second, 5 * millisecond, 2 * millisecond), 7 * millisecond);
     CHECK_EQUAL(trip(start + 31 * second, 6 * millisecond, 2 * millisecond), 8 * millisecond);

@@ -1,4 +1,4 @@
-// Rate control on a line that is its own: one link, or several of its kind.
+// Rate control on a line without foreign traffic: one link, or several links of the same job.
 #include "bottleneck.hpp"
 
 using namespace storm;

@@ -6,7 +6,7 @@ using namespace storm::check;
 
 namespace {
 
-// What a path gives one bulk TCP flow and `links` of ours, after they have got to know each other.
+// Throughput of one bulk TCP flow and of `links` of ours on a shared path, in the steady state.
 struct Shares {
     double ours, tcp, ours_at_least;
 };

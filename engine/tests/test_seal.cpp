@@ -378,7 +378,7 @@ TEST(where_data_is_not_checked_every_bit_of_the_header_and_of_all_other_kinds_st
             bad[bit / 8] ^= static_cast<std::byte>(1U << bit % 8);
             CHECK_EQUAL(receive(seal, bad).has_value(), bit / 8 >= checked);
         }
-        // Who checks does not believe who does not, and the other way round.
+        // An endpoint that checks data rejects datagrams of one that does not, and the other way round.
         CHECK_EQUAL(accepts(secrets_of(receiver, false), receiver, good), kind != Kind::data);
     }
     CHECK(!receive(seal, make_datagram(false, random_bytes(45, 6))).has_value());

@@ -1,4 +1,4 @@
-// The layout of a datagram: what is written is what is read, and whatever else comes is refused.
+// The layout of a datagram: parsing gives back what was written, and refuses everything else.
 #include <algorithm>
 #include <cstring>
 #include <random>
