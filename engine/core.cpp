@@ -23,7 +23,8 @@ Core::Core(CoreConfig config, Nanos now)
       credit_(config_.receive_buffer, config_.world),
       line_(config_.world, now),
       blames_(config_.rank, config_.silence),
-      peers_(config_.world, credit_) {
+      peers_(config_.world, credit_),
+      due_at_(peers_, config_.silence) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
@@ -70,7 +71,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     }
     take_pooled(exchange, now);
     begin_receives(exchange, now);
-    exchange.timers.set_all([&](Timers::Owner timer) { return timer_of(exchange, timer); });
+    exchange.timers.set_all([&](Timers::Owner timer) { return due_at_(exchange, timer); });
     exchanges_.timers_changed(exchange);
     const std::uint64_t id = exchange.id;
     settle(exchange, now);

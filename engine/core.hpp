@@ -16,6 +16,7 @@
 #include "counters.hpp"
 #include "credit.hpp"
 #include "exchange_spec.hpp"
+#include "exchange_timers.hpp"
 #include "exchanges.hpp"
 #include "line.hpp"
 #include "pacer.hpp"
@@ -115,7 +116,6 @@ private:
     [[nodiscard]] bool fill_probe(Batch& batch, Peer& peer, Nanos now);
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
     [[nodiscard]] std::size_t admit(Peer& peer, const Outgoing& message, Nanos now);
-    [[nodiscard]] PieceCut cut_for(const Peer& peer, std::size_t chunk_bytes) const;
     void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
     void add_datagram(Batch& batch, Peer& peer, const Flight& flight, const Header& header,
                       std::span<const std::byte> payload, Nanos now, Checks* checks = nullptr);
@@ -135,9 +135,6 @@ private:
     void tick_send(Exchange& exchange, Outgoing& message, Nanos now);
     void forsake(Peer& peer);
     void refresh_timers();
-    [[nodiscard]] Nanos timer_of(Exchange& exchange, Timers::Owner timer) const;
-    [[nodiscard]] Nanos timer_of(const Exchange& exchange, const Incoming& message) const;
-    [[nodiscard]] Nanos timer_of(const Exchange& exchange, const Outgoing& message) const;
 #ifdef STORM_CHECK_TIMERS
     // Tests compare what the timers say with what a scan of all peers and messages finds.
     [[nodiscard]] Nanos scanned_timer() const;
@@ -165,6 +162,7 @@ private:
     Blames blames_;
     Exchanges exchanges_;
     Peers peers_;
+    ExchangeTimers due_at_;
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
     std::size_t turn_{};                   // whose turn it is to be sent to
     std::optional<Pacer> shared_pacer_;    // RateMode::fixed

@@ -118,17 +118,10 @@ bool Core::fill_probe(Batch& batch, Peer& peer, Nanos now) {
     return true;
 }
 
-// How a chunk travels to the peer: whole as one piece, or in several where the path carries less.
-PieceCut Core::cut_for(const Peer& peer, std::size_t chunk_bytes) const {
-    const std::size_t overhead = header_bytes + seal_.overhead_bytes();
-    if (chunk_bytes + overhead <= peer.path.bytes()) return {chunk_bytes, 1};
-    return PieceCut::within(chunk_bytes, peer.path.bytes(), overhead);
-}
-
 // How many chunks of the message credit and rate let go now; they are then counted as sent.
 std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t chunk = std::min<std::size_t>(chunk_bytes_, message.cut.bytes);
-    const PieceCut cut = cut_for(peer, chunk);
+    const PieceCut cut = peer.cut(chunk, seal_.overhead_bytes());
     const std::size_t overhead = header_bytes + seal_.overhead_bytes() + (cut.count > 1 ? PiecePrefix::wire_bytes : 0);
     const std::size_t segment = chunk + cut.count * overhead;
     if (!peer.out.window_open(segment)) return 0;
@@ -154,7 +147,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const std::size_t chunks = message == nullptr ? 0 : admit(peer, *message, now);
     if (chunks == 0) return false;
 
-    const bool copies = seal_.encrypts() || cut_for(peer, chunk_bytes_).count > 1;
+    const bool copies = seal_.encrypts() || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
     while (batch.segments() < chunks && message->sendable()) {
         const bool repair = !message->repairs.empty();
@@ -218,7 +211,7 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                   .chunk = chunk,
                   .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)};
     const std::span<const std::byte> payload = message.payload(chunk);
-    const PieceCut cut = cut_for(peer, size);
+    const PieceCut cut = peer.cut(size, seal_.overhead_bytes());
     if (cut.count == 1) {
         add_datagram(batch, peer, flight, header, payload, now, message.checks.get());
         return;

@@ -118,8 +118,7 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 void Core::tick(Nanos now) {
     for (const std::uint16_t rank : peers_.take_due(now)) tick_peer(peers_[rank], now);
     refresh_timers();
-    const auto true_time = [&](Exchange& exchange, Timers::Owner timer) { return timer_of(exchange, timer); };
-    for (const std::uint64_t id : exchanges_.take_due(now, true_time)) {
+    for (const std::uint64_t id : exchanges_.take_due(now, due_at_)) {
         if (Exchange* exchange = exchanges_.find(id)) tick_exchange(*exchange, now);
     }
     std::sort(forsaken_.begin(), forsaken_.end());
@@ -147,7 +146,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     for (const bool second_stage : {false, true}) {
         if (now >= exchange.stage(second_stage).deadline) close_stage(exchange, second_stage);
     }
-    const auto true_time = [&](Timers::Owner timer) { return timer_of(exchange, timer); };
+    const auto true_time = [&](Timers::Owner timer) { return due_at_(exchange, timer); };
     const std::vector<Timers::Owner> due = exchange.timers.take_due(now, true_time);
     // In the order of their numbers: the first error counts, and receives come first.
     for (const Timers::Owner timer : due) {
@@ -205,28 +204,6 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     }
 }
 
-Nanos Core::timer_of(Exchange& exchange, Timers::Owner timer) const {
-    if (const Incoming* message = exchange.received_by(timer)) return timer_of(exchange, *message);
-    if (const Outgoing* message = exchange.sent_by(timer)) return timer_of(exchange, *message);
-    return exchange.timeout_at;
-}
-
-Nanos Core::timer_of(const Exchange& exchange, const Incoming& message) const {
-    if (message.closed) return never;
-    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
-                     peers_.look(message.peer).silent_at(exchange.outcome.started, config_.silence)});
-}
-
-Nanos Core::timer_of(const Exchange& exchange, const Outgoing& message) const {
-    // A message that is no longer wanted only waits for its last batch to leave.
-    if (!message.wanted) return never;
-    const Peer& peer = peers_.look(message.peer);
-    const Nanos started = exchange.outcome.started;
-    return std::min({exchange.stage(message.second_stage).deadline, peer.silent_at(started, config_.silence),
-                     peer.ping_at(started, config_.silence),
-                     message.parked ? never : peer.blocked_at(started, config_.silence)});
-}
-
 // Brings the timers of all marked peers up to date. All other timers of exchanges only move on by themselves; a path that
 // is blocked is found at once.
 void Core::refresh_timers() {
@@ -235,7 +212,7 @@ void Core::refresh_timers() {
         for (const auto& [key, exchange] : exchanges_.active()) {
             for (const Outgoing& message : exchange->sends) {
                 if (message.peer != rank) continue;
-                exchanges_.hasten(*exchange, exchange->timer_of(message), timer_of(*exchange, message));
+                exchanges_.hasten(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
             }
         }
     });
@@ -243,9 +220,7 @@ void Core::refresh_timers() {
 
 Nanos Core::next_timer() {
     refresh_timers();
-    const Nanos of_exchanges =
-        exchanges_.next_timer([&](Exchange& exchange, Timers::Owner timer) { return timer_of(exchange, timer); });
-    const Nanos at = std::min({paced_until_, peers_.next(), of_exchanges});
+    const Nanos at = std::min({paced_until_, peers_.next(), exchanges_.next_timer(due_at_)});
 #ifdef STORM_CHECK_TIMERS
     if (at != scanned_timer()) throw std::logic_error("the next timer is not the one that a scan finds");
 #endif
@@ -261,8 +236,8 @@ Nanos Core::scanned_timer() const {
     }
     for (const auto& [key, exchange] : exchanges_.active()) {
         at = std::min(at, exchange->timeout_at);
-        for (const Incoming& message : exchange->receives) at = std::min(at, timer_of(*exchange, message));
-        for (const Outgoing& message : exchange->sends) at = std::min(at, timer_of(*exchange, message));
+        for (const Incoming& message : exchange->receives) at = std::min(at, due_at_.of(*exchange, message));
+        for (const Outgoing& message : exchange->sends) at = std::min(at, due_at_.of(*exchange, message));
     }
     return at;
 }

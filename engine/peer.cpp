@@ -61,6 +61,12 @@ Nanos Peer::blocked_at(Nanos started, Nanos silence) const {
 
 void Peer::fit_reports(std::size_t datagram_bytes) { in.set_most_words(report_words(datagram_bytes)); }
 
+PieceCut Peer::cut(std::size_t chunk_bytes, std::size_t seal_bytes) const {
+    const std::size_t overhead = header_bytes + seal_bytes;
+    if (chunk_bytes + overhead <= path.bytes()) return {chunk_bytes, 1};
+    return PieceCut::within(chunk_bytes, path.bytes(), overhead);
+}
+
 Nanos Peer::report_delay() const { return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond); }
 
 }  // namespace storm

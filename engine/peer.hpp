@@ -53,6 +53,9 @@ public:
     void fit_reports(std::size_t datagram_bytes);
     // How long a report may wait for more to report.
     [[nodiscard]] Nanos report_delay() const;
+    // How a chunk travels to the peer: whole as one piece, or in several where the path carries less. `seal_bytes`: what
+    // sealing adds to a datagram.
+    [[nodiscard]] PieceCut cut(std::size_t chunk_bytes, std::size_t seal_bytes) const;
     // Whether it pays to look for the size that the path carries.
     [[nodiscard]] bool explores_path() const { return !left_ && !silent_; }
     // Whether a tick would change something: a loss, a probe or a finding about the path is due.

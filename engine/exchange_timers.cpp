@@ -1,0 +1,30 @@
+#include "exchange_timers.hpp"
+
+#include <algorithm>
+
+#include "peers.hpp"
+
+namespace storm {
+
+Nanos ExchangeTimers::operator()(Exchange& exchange, Timers::Owner timer) const {
+    if (const Incoming* message = exchange.received_by(timer)) return of(exchange, *message);
+    if (const Outgoing* message = exchange.sent_by(timer)) return of(exchange, *message);
+    return exchange.timeout_at;
+}
+
+Nanos ExchangeTimers::of(const Exchange& exchange, const Incoming& message) const {
+    if (message.closed) return never;
+    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
+                     peers_.look(message.peer).silent_at(exchange.outcome.started, silence_)});
+}
+
+Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) const {
+    // A message that is no longer wanted only waits for its last batch to leave.
+    if (!message.wanted) return never;
+    const Peer& peer = peers_.look(message.peer);
+    const Nanos started = exchange.outcome.started;
+    return std::min({exchange.stage(message.second_stage).deadline, peer.silent_at(started, silence_),
+                     peer.ping_at(started, silence_), message.parked ? never : peer.blocked_at(started, silence_)});
+}
+
+}  // namespace storm
