@@ -16,7 +16,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.gate import Gate
 from stormtorch.runtime.layout import plan
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.waiting import attends
 
 pytestmark = pytest.mark.pure
@@ -348,7 +348,7 @@ def test_a_forward_sees_what_another_rank_sent_however_late_it_comes() -> None:
         assert gate.is_open
         return out.detach()
 
-    first, *others = SimNetwork(3, delay_s=0.3, loss=0.3, seed=1).run(body)
+    first, *others = SimulatedNetwork(3, delay_s=0.3, loss=0.3, seed=1).run(body)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))(torch.ones(1, 4))
     assert torch.equal(first, expected)

@@ -7,7 +7,7 @@ from stormtorch import StormError
 from stormtorch.collectives import Group
 from stormtorch.runtime import members as module
 from stormtorch.runtime.members import Members
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def members_of(world: int, rank: int = 0, *, warn_every: int = 100, give_up_s: float = 60.0) -> Members:
     """Without a store."""
-    transport = SimNetwork(world).run(lambda transport: transport)[rank]
+    transport = SimulatedNetwork(world).run(lambda transport: transport)[rank]
     return Members(Group(transport), "t", warn_every, give_up_s)
 
 
@@ -89,7 +89,7 @@ def test_the_time_of_a_rank_that_came_back_begins_anew(clock: Clock) -> None:
 
 
 def test_the_culprit_is_a_rank_of_the_transport_where_a_group_counts_otherwise(clock: Clock) -> None:
-    transport = SimNetwork(4).run(lambda transport: transport)[3]
+    transport = SimulatedNetwork(4).run(lambda transport: transport)[3]
     members = Members(Group(transport, [3, 2, 0]), "t", 100, 10.0)
     hear(members, 2)
     clock.now_s += 11.0

@@ -12,7 +12,7 @@ from stormtorch.collectives import Group
 from stormtorch.runtime.shards import MASTER
 from stormtorch.runtime.shards import trained as parameters_of
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimNetwork
+from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 
@@ -24,7 +24,7 @@ def gathered(ranks: list[Owner]) -> list[dict[str, Any]]:
         rank = ranks[transport.rank]
         return rank.shards.gather(rank.optimizer.state_dict(), Group(transport))
 
-    return SimNetwork(len(ranks), seed=1).run(body)
+    return SimulatedNetwork(len(ranks), seed=1).run(body)
 
 
 def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
