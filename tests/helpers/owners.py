@@ -8,8 +8,8 @@ from torch import nn
 
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import plan
+from stormtorch.runtime.prepared import trained as parameters_of
 from stormtorch.runtime.shards import Shards
-from stormtorch.runtime.shards import trained as parameters_of
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Iterable[Any]], Optimizer]

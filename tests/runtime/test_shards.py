@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from owners import SHAPES, Make, Optimizer, Owner, adamw, gradients, joined, momentum, numbers, owners, plain
+from stormtorch.runtime.prepared import trained as parameters_of
 from stormtorch.runtime.shards import owns_whole
-from stormtorch.runtime.shards import trained as parameters_of
 
 pytestmark = pytest.mark.pure
 

@@ -9,8 +9,8 @@ import torch
 
 from owners import SHAPES, Make, Optimizer, Owner, adamw, gradients, joined, momentum, numbers, owners, plain
 from stormtorch.collectives import Group
+from stormtorch.runtime.prepared import trained as parameters_of
 from stormtorch.runtime.shards import MASTER
-from stormtorch.runtime.shards import trained as parameters_of
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
 
