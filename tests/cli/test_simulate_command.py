@@ -60,7 +60,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--policy", "lossy"), "--policy", "must be one of lossless, plain, lead"),
         (("--policy", "lead,lead"), "--policy", "must name each only once"),
         (("--policy", ","), "--policy", "must name at least one"),
-        (("--lead", "far"), "--lead", "far"),
+        (("--lead", "far"), "--lead", "valid"),
         (("--lead", "11"), "--lead", "must lie in [0, 10], got 11"),
         (("--lead", "2", "--policy", "plain"), "--lead", "belongs to lead, and --policy has plain"),
         (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to plain, lead"),
