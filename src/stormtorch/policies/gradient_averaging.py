@@ -1,4 +1,4 @@
-"""Lossy averaging of gradients, for comparison: what happens where nothing holds replicas together."""
+"""Lossy averaging of gradients, for comparison: shows what happens where nothing holds replicas together."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,9 +8,10 @@ from stormtorch.policies.policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAveraging(RankPolicy):
-    """For comparison only: gradients are averaged lossily in both directions, and every rank applies what it got.
+    """Lossy averaging of gradients, for comparison only: every rank applies whatever average it got.
 
-    Replicas differ by every gradient that any of them lost, for ever: they drift apart without bound.
+    Both directions are lossy. A gradient that one replica lost makes it differ from the others forever, so replicas
+    drift apart without bound.
     """
 
     sends: ClassVar[Literal["gradients", "parameters"]] = "gradients"

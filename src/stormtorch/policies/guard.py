@@ -1,22 +1,22 @@
-"""The measured loss, and the convergence guard: the broadcast is exact while the network is worse than it may be."""
+"""Meters of loss, and the convergence guard, which makes the broadcast exact while the network loses too much."""
 
 import math
 from typing import Any, Generic, TypeVar
 
 import torch
 
-# What is known before the first chunk, worth so many chunks of which none was lost: n losses in a row then make a lead
-# of n/20 updates and not of 9, and a network that loses nothing is trained on without any lead, bit for bit.
+# A meter begins as if so many chunks had arrived and none had been lost. So n losses in a row make a lead of n/20
+# updates instead of 9, and a network that loses nothing makes no lead at all, bit for bit.
 _PRIOR_CHUNKS = 20.0
-# Counts are kept for so many steps, and in any case until they are of so many chunks: few chunks tell little.
+# Counts fade over so many steps, or more slowly so that they cover so many chunks: few chunks tell little.
 _MEMORY_STEPS = 20
 _MEMORY_CHUNKS = 500
-# The guard also looks at fewer, so that it hears of an outage at once where many chunks tell of it.
+# The guard has a second meter with a shorter memory: it notices an outage at once where a step has many chunks.
 _QUICK_STEPS = 4
 _QUICK_CHUNKS = 100
-# Standard errors by which those must be above the limit.
+# Standard errors by which the second meter must be above the limit.
 _SURE = 3.0
-# Once exact, so for this many steps at least, and until loss is this much below the limit.
+# Steps for which the broadcast stays exact at least, and the fraction of the limit that loss must then fall below.
 _HOLD = 20
 _RELIEF = 0.9
 
@@ -25,13 +25,13 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 
 class LossMeter(Generic[Value]):
-    """The fraction of chunks that was lost lately, from counts that fade.
+    """Measures the fraction of chunks that was lost lately, from counts that fade.
 
     Args:
-        zero: A number, or a tensor of zeros where many links are measured at once.
-        steps: Counts fade with each step by one over so many at most.
-        chunks: They fade by less where a step has few chunks, so that counts of about so many are kept.
-        prior: Chunks that count as arrived before the first; without any, there is no value before the first.
+        zero: 0.0, or a tensor of zeros where many links are measured at once.
+        steps: Each step fades the counts by at most one over this.
+        chunks: Chunks that the counts cover at least: where a step has few, counts fade by less.
+        prior: Chunks that count as arrived before the first. With none, there is no value before the first.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class LossMeter(Generic[Value]):
 
     @property
     def value(self) -> Value:
-        """Zero as long as nothing was lost."""
+        """Fraction of chunks lost lately; zero as long as nothing was lost."""
         found: Value = self._lost / self._sent
         return found
 
     @property
     def state(self) -> tuple[Value, Value]:
-        """For `restore`."""
+        """Chunks lost and sent, as `restore` takes them."""
         return self._lost, self._sent
 
     def restore(self, lost: Value, sent: Value) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         self._lost, self._sent = lost, sent
 
     def add(self, lost: Value, sent: Value) -> None:
@@ -73,15 +73,16 @@ def _at_most(value: Any, most: float) -> Any:
 
 
 class Guard:
-    """One rank's opinion on whether the broadcast should be exact. Where any rank wants it, all do it.
+    """One rank's opinion on whether the broadcast should be exact. If any rank wants that, all do it.
 
     Args:
-        limit: The loss of the broadcast that is tolerated; None tolerates all.
-        max_lag: The age of a copy that is tolerated.
+        limit: Highest loss of the broadcast that is tolerated; None tolerates any.
+        max_lag: Highest age of a copy that is tolerated; None tolerates any.
     """
 
     def __init__(self, limit: float | None, max_lag: int | None) -> None:
         self.alarm = False
+        """Whether this rank wants the broadcast to be exact."""
         self._limit = limit
         self._max_lag = max_lag
         self._loss = LossMeter(0.0)
@@ -90,21 +91,21 @@ class Guard:
 
     @property
     def state(self) -> tuple[bool, int, tuple[float, float], tuple[float, float]]:
-        """For `restore`."""
+        """The alarm, the steps since it was last raised, and the meters' states, as `restore` takes them."""
         return self.alarm, self._since, self._loss.state, self._quick.state
 
     def restore(self, alarm: bool, since: int, loss: tuple[float, float], quick: tuple[float, float]) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         self.alarm, self._since = alarm, since
         self._loss.restore(*loss)
         self._quick.restore(*quick)
 
     def watch(self, lost: float, sent: float, oldest: int) -> None:
-        """Takes notice of one step.
+        """Updates the alarm after one step.
 
         Args:
-            lost: Chunks of first passes from all owners that did not arrive: what an exact broadcast repairs is lost.
-            sent: Of so many.
+            lost: Chunks from all owners that did not arrive in the first pass, whether repaired later or not.
+            sent: Chunks that were sent in the first pass.
             oldest: Age of the oldest copy.
         """
         limit = self._limit
@@ -121,6 +122,6 @@ class Guard:
             self.alarm = self._loss.value >= _RELIEF * limit
 
     def _surely_above(self, limit: float) -> bool:
-        """Whether the latest chunks alone show it, by more than chance does."""
+        """Whether the latest chunks alone show a loss above the limit that chance does not explain."""
         _, counted = self._quick.state
         return self._quick.value > limit + _SURE * math.sqrt(limit * (1.0 - limit) / counted)

@@ -1,4 +1,4 @@
-"""What happened to training, step by step: who got what, how old copies are, how far replicas are apart."""
+"""The record of a training, step by step: what arrived from whom, how old copies are, how far apart replicas are."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from stormtorch.errors import Closed
-from stormtorch.policies.ledger_file import Following
+from stormtorch.policies.ledger_file import LedgerFile
 
 _log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000
 _SHOWN_EVENTS = 10
-# Links of a row beyond which they are packed: a dictionary of a thousand takes 60 KB.
+# A row with more links than this packs them: a dictionary of a thousand takes 60 KB.
 _MOST_LOOSE = 64
 
 
 class Packed(Mapping[int, float]):
-    """A dictionary of many links in eight bytes each. `ranks` ascend, and are kept: rows share them."""
+    """A mapping of many links that takes eight bytes for each. `ranks` must ascend; rows share them, uncopied."""
 
     def __init__(self, ranks: Sequence[int], fractions: Sequence[float]) -> None:
         self._ranks, self._fractions = ranks, array("d", fractions)
@@ -51,7 +51,7 @@ class Packed(Mapping[int, float]):
 
 
 def links_of(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, float]:
-    """The links of a row: a dictionary, or what takes less memory where there are many."""
+    """Returns the links of a row: a dictionary, or a mapping that takes less memory where there are many."""
     if len(ranks) > _MOST_LOOSE:
         return Packed(ranks, fractions)
     return dict(zip(ranks, fractions, strict=True))
@@ -59,60 +59,60 @@ def links_of(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, f
 
 @dataclass
 class Row:
-    """One step as one rank saw it. Fractions are of chunks; a link is named by the peer's rank in the group."""
+    """One step as one rank saw it. Fractions count chunks; the key of a link is the peer's rank in the group."""
 
     step: int
-    """Which one, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
+    """Number of the step, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
     gradients: Mapping[int, float] = field(default_factory=dict)
-    """What arrived here of each peer's gradients."""
+    """Fraction of each peer's gradients that arrived at this rank."""
     broadcast: Mapping[int, float] = field(default_factory=dict)
-    """What arrived here of each owner's parameters."""
+    """Fraction of each owner's parameters that arrived at this rank."""
     lag: dict[int, int] = field(default_factory=dict)
-    """How many chunks of others' parameters are so many steps old."""
+    """Number of chunks of others' parameters by their age in steps."""
     lead: float = 0.0
-    """How many updates this rank's broadcast was ahead."""
+    """Updates by which this rank's broadcast was ahead."""
     loss: float = 0.0
-    """Of this rank's broadcast at its receivers, smoothed."""
+    """Fraction of this rank's broadcast that its receivers lost, smoothed."""
     pair_drift: float | None = None
-    """Mean squared difference between this replica and another, over the numbers that neither owns."""
+    """Mean squared difference between this replica and another, over sampled elements that neither owns."""
     owner_drift: float | None = None
-    """The same between this replica and the owners."""
+    """Mean squared difference between this replica and the owners' parameters, over the same elements."""
     update_variance: float | None = None
-    """Mean square of one update, over the same numbers."""
+    """Mean square of one update, over the same elements."""
     pair_bound: float | None = None
-    """What `pair_drift` cannot exceed on average under the policy in use, with its lead and `max_lag`, at the measured
-    loss p: `theory.pair_bound`, or 2p/(1-p)^2 times the mean square of the latest updates with the default lead."""
+    """Bound on the mean of `pair_drift` under the policy in use, with its lead and `max_lag`, at the measured loss p:
+    `theory.pair_bound`, or 2p/(1-p)^2 times the mean square of the latest updates with the default lead."""
     published_bound: float | None = None
-    """The same as published for independent updates and no lead, 2p/(1+p) times `update_variance`: `pair_drift` may be
-    above it."""
+    """Bound on `pair_drift` as published for independent updates and no lead, 2p/(1+p) times `update_variance`.
+    `pair_drift` may exceed it."""
     effective_batch: float = 1.0
     """Fraction of the ranks whose gradients are in the mean, over the chunks that this rank owns."""
     variance_inflation: float = 1.0
-    """By how much the loss of gradients raises the variance of their mean."""
+    """Factor by which the loss of gradients raises the variance of their mean."""
     bytes_sent: int = 0
-    """By this rank's transport since the row before: all datagrams, whoever they were for."""
+    """Bytes of all datagrams that this rank's transport has sent since the previous row, whatever they were for."""
     gradient_wait_s: float = 0.0
     """Seconds in which the rank had nothing to do but wait for gradients."""
     broadcast_wait_s: float = 0.0
-    """The same for parameters."""
+    """Seconds in which the rank had nothing to do but wait for parameters."""
     fetched: int = 0
     """Chunks that would have become too old and were fetched exactly."""
     guarded: bool = False
-    """Whether the broadcast was exact because the guard wanted it so."""
+    """Whether the broadcast was exact because the guard demanded it."""
     missing: list[int] = field(default_factory=list)
-    """Ranks that nothing was heard of."""
+    """Ranks from which no report came."""
     events: list[str] = field(default_factory=list)
-    """What else is worth telling."""
+    """Other events of the step, in words."""
 
     @property
     def arrived(self) -> float:
-        """The mean over links and stages of what arrived."""
+        """Mean fraction that arrived, over the links of both stages."""
         links = [*self.gradients.values(), *self.broadcast.values()]
         return sum(links) / len(links) if links else 1.0
 
 
 class Summary(dict[str, Any]):
-    """The job in a few numbers; printed, a line for each."""
+    """The job in a few numbers. Printing it gives a line for each."""
 
     def __str__(self) -> str:
         events = self.get("events", [])
@@ -124,25 +124,25 @@ class Summary(dict[str, Any]):
 
 
 class Ledger:
-    """The rows of a job, the latest ten thousand of them."""
+    """The latest ten thousand rows of a job."""
 
     def __init__(self) -> None:
         self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
-        """Complete steps, in order. The row of a step is complete when its parameters have arrived."""
+        """Rows of complete steps, in order. A step is complete when its parameters have arrived."""
         self._steps = 0
         self._arrived = 0.0
-        self._file: Following | None = None
+        self._file: LedgerFile | None = None
         self._writer: Any = None
         self._whose = ""
         self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
     def attend(self, rank: int, complete: Callable[[], None]) -> None:
-        """Tells whose ledger it is, and what completes the row of the last step: a method, which is not kept alive."""
+        """Sets the rank that warnings name, and the method, held weakly, that completes the row of the last step."""
         self._whose = f"rank {rank}: "
         self._complete = weakref.WeakMethod(complete)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: the rows, and neither the training nor the file and the writer that follow it."""
+        """Returns what a copy keeps: the rows, but neither the session nor the file and the writer that follow it."""
         return {**self.__dict__, "rows": self.rows.copy(), "_file": None, "_writer": None, "_complete": _nothing}
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class Ledger:
         return self.rows[index]
 
     def add(self, row: Row) -> None:
-        """Takes a complete row, and passes it on to whom `follow` and `to_tensorboard` named."""
+        """Takes a complete row, and passes it on to the file of `follow` and the writer of `to_tensorboard`."""
         self.rows.append(row)
         self._steps += 1
         self._arrived += row.arrived
@@ -174,7 +174,7 @@ class Ledger:
             except OSError as error:
                 self._writer = None
                 _log.warning(
-                    "%scannot give rows to tensorboard: %s. It gets none from step %d on; the ledger has them, and "
+                    "%scannot write rows to TensorBoard: %s. It gets none from step %d on; the ledger keeps them, and "
                     "training goes on",
                     *(self._whose, error, row.step),
                 )
@@ -187,9 +187,9 @@ class Ledger:
                 complete()
 
     def summary(self) -> Summary:
-        """The job in a few numbers: means over all steps, of drift over the rows that are kept.
+        """Returns the job in a few numbers: counts and `arrived` over all steps, the rest over the rows that are kept.
 
-        It waits for the parameters of the last step, so that this one is in it. Printed, it has a line for each number.
+        It first waits for the parameters of the last step, to include it. Printing it gives a line for each number.
         """
         self._settle()
         rows = list(self.rows)
@@ -210,18 +210,18 @@ class Ledger:
         return Summary(numbers)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """All rows so far as plain data."""
+        """Returns all rows so far as plain data."""
         self._settle()
         return [_plain(row) for row in self.rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain data and tensors."""
+        """Returns the rows for a checkpoint, as plain data and tensors."""
         rows = [{**vars(row), "gradients": None, "broadcast": None} for row in self.rows]
         links = {name: _tables([getattr(row, name) for row in self.rows]) for name in ("gradients", "broadcast")}
         return {"rows": rows, **links, "steps": self._steps, "arrived": self._arrived}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From one."""
+        """Replaces the rows by those of a checkpoint."""
         self.rows.clear()
         for row, gradients, broadcast in zip(
             state["rows"], _links_of(state["gradients"]), _links_of(state["broadcast"]), strict=True
@@ -230,27 +230,27 @@ class Ledger:
         self._steps, self._arrived = state["steps"], state["arrived"]
 
     def write(self, path: str | Path) -> None:
-        """All rows so far as JSON lines."""
+        """Writes all rows so far to a file, one line of JSON each."""
         self._settle()
         Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
 
     def follow(self, path: str | Path) -> None:
-        """Writes the rows there from now on, one line each, as they come.
+        """Appends every row from now on to a file, one line of JSON each.
 
-        Where one cannot be written, as on a full disk, a warning says so and training goes on without it.
+        Where a row cannot be written, as on a full disk, a warning says so and training goes on.
         """
-        following = Following(path, self._whose, _MOST_ROWS)
+        file = LedgerFile(path, self._whose, _MOST_ROWS)
         if self._file is not None:
             self._file.close()
-        self._file = following
+        self._file = file
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Gives every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
+        """Writes every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
         self._writer = writer
 
 
 def _nothing() -> None:
-    """Completes no row. A function that pickle can name."""
+    """Completes no row. It is a function of the module, so that pickle can name it."""
 
 
 def _shown(name: str, value: object) -> str:
@@ -268,7 +268,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Tensor]]:
-    """Rows with the same links, one after the other, become a table: their ranks, and a line for each row."""
+    """Packs each run of rows that have the same links into a table: their ranks, and a line for each row."""
 
     def ranks_of(row: Mapping[int, float]) -> list[int]:
         return list(row)

@@ -1,4 +1,4 @@
-"""A file that gets a line for every step, as long as there is room for it."""
+"""A file that gets a line for every row of a ledger, as long as the disk has room."""
 
 import contextlib
 import logging
@@ -8,13 +8,13 @@ from pathlib import Path
 _log = logging.getLogger("stormtorch")
 
 
-class Following:
-    """What cannot be written is warned of, and leaves no part of a line behind.
+class LedgerFile:
+    """Appends whole lines. A line that cannot be written raises no error: it is warned of and leaves no part behind.
 
     Args:
-        path: Where.
-        whose: Begins the warnings.
-        kept: How many rows the ledger has in memory.
+        path: The file to append to.
+        whose: Beginning of the warnings, which names the rank.
+        kept: Number of rows that the ledger keeps in memory.
     """
 
     def __init__(self, path: str | Path, whose: str, kept: int) -> None:
@@ -24,16 +24,16 @@ class Following:
         self._first_lost = self._last_lost = 0
 
     def add(self, line: str, step: int) -> None:
-        """Writes one, or warns that it is lost: once, until a row can be written again."""
+        """Writes the line of a step. Warns if that fails, but only once until lines can be written again."""
         message = line.encode()
         end: int | None = None
         try:
             end = os.fstat(self._file.fileno()).st_size
             if self._file.write(message) != len(message):
-                raise OSError("there was room for a part of the row only")
+                raise OSError("there was room for only a part of the row")
         except OSError as error:
             if end is not None:
-                with contextlib.suppress(OSError):  # of a device
+                with contextlib.suppress(OSError):  # a device cannot be truncated
                     self._file.truncate(end)
             if not self._lost:
                 self._first_lost = step
@@ -52,6 +52,6 @@ class Following:
             self._lost = 0
 
     def close(self) -> None:
-        """No more rows."""
+        """Closes the file."""
         with contextlib.suppress(OSError):
             self._file.close()

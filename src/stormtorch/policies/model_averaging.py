@@ -1,4 +1,4 @@
-"""RPS: models are averaged over what arrives, and every rank goes on with its own where the average is lost."""
+"""RPS: ranks average their models over what arrives; where the average is lost, a rank continues with its own."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from stormtorch.policies.policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAveraging(RankPolicy):
-    """RPS: every rank trains a model of its own with its own optimizer. Every so often, models are averaged block by
-    block over the copies that arrive at a block's rank; where the average is lost, a rank keeps its own block.
+    """RPS: every rank trains a model of its own with its own optimizer.
+
+    After every `every`-th step, ranks average their models block by block: each block has an owner, which averages the
+    copies that arrive. Where the average is lost, a rank keeps its own block.
     """
 
     def order(self, ranks: int, random: torch.Generator) -> list[int]:
-        """Blocks change hands in every round, so that none depends on one rank's links."""
+        """Draws new owners for every exchange, so that no block depends on one rank's links."""
         return rules.block_order(ranks, random)

@@ -1,4 +1,4 @@
-"""The seam of a policy: what ranks send, what owners make of what arrived, and what ranks make of what comes back.
+"""The interface of a policy: what ranks send, what owners make of what arrived, and what ranks make of the answer.
 
 A policy is arithmetic on plain tensors, written once: `stormtorch.prepare` applies it to real ranks, the simulator to
 virtual workers. Every parameter has one owner among the ranks. In an exchange each rank sends something to the owners
@@ -39,13 +39,13 @@ class Policy:
     """Size of the buckets in which parameters travel, each as soon as it is complete. Smaller ones start earlier and
     cost more exchanges."""
     overlap: bool = False
-    """Whether `step` returns while parameters arrive, so that they travel during the next forward: each module then
-    waits for its own before it runs. Code that reads parameters elsewhere, as a moving average does, would read some
-    that are still on their way, and must do so under `exact(model)`."""
+    """Whether `step` returns before parameters have arrived, so that they travel during the next forward: each module
+    then waits for its own before it runs. Code that reads parameters elsewhere, as a moving average does, would read
+    some that are still on their way, and must do so under `exact(model)`."""
     settings: Literal["same", "rank 0", "any"] = "same"
     """What happens where the optimizer's settings (learning rate, weight decay, betas, ...) differ between ranks, at
-    `prepare` or at any step: "same" is an error that names them; "rank 0" sets rank 0's on all ranks before the step
-    that would use others; "any" lets each rank use its own."""
+    `prepare` or at any step: "same" raises an error that names them; "rank 0" gives all ranks the settings of rank 0
+    before the step that would use others; "any" lets each rank use its own."""
     warn_every: int = 100
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
@@ -54,7 +54,7 @@ class Policy:
     """Seconds after which a call that all ranks must make, such as `model.state_dict()`, raises an error because a rank
     neither makes it nor waits for the others elsewhere."""
     drift_samples: int = 256
-    """Numbers of the parameters that all ranks compare at every exchange, to measure how far replicas are apart."""
+    """How many elements of the parameters all ranks compare at every exchange, to measure how far apart replicas are."""
 
     def __post_init__(self) -> None:
         if not isinstance(self, OwnerPolicy | RankPolicy):
@@ -79,11 +79,11 @@ class Policy:
 
     @property
     def weighs(self) -> bool:
-        """Whether `send` changes what it is given. Only then is the loss of single links measured for it."""
+        """Whether `send` changes what it is given. The loss of each link is measured only then."""
         return overrides(self, "send")
 
     def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:
-        """What a rank sends to the owner of some chunks; by default its own values.
+        """Returns what a rank sends to the owner of some chunks; by default its own values.
 
         Args:
             own: The rank's gradients or parameters of these chunks.
@@ -92,17 +92,17 @@ class Policy:
         return own
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
-        """What an owner makes of what arrived; by default its mean. May write into `mean`.
+        """Returns what an owner makes of the copies that arrived; by default their mean. May write into `mean`.
 
         Args:
             mean: Mean over the copies that arrived, the owner's own always among them.
             count: How many copies arrived.
-            present: Ranks that take part, as far as is known.
+            present: How many ranks take part, as far as is known.
         """
         return mean
 
     def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        """What a rank goes on with; by default what came, and its own where that was lost.
+        """Returns what a rank continues with; by default what came, and its own where that was lost.
 
         Args:
             own: What the rank has: a stale copy, or its own gradients or parameters.
@@ -129,11 +129,11 @@ class OwnerPolicy(Policy):
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5
-    """Measured loss of the broadcast above which the broadcast becomes exact until the network is better; it does so
-    too while a copy is older than `max_lag`. None never does that."""
+    """Measured loss of the broadcast above which the broadcast becomes exact until the network is better. It also
+    becomes exact while a copy is older than `max_lag`. None never does that."""
     ownership: Literal["auto", "elements", "parameters"] = "auto"
-    """Whether shards may cut through a parameter. Optimizers that look at single elements allow it; others, such as
-    Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
+    """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
+    as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +157,7 @@ class OwnerPolicy(Policy):
         return self.reliability if self.broadcast is None else self.broadcast
 
     def ahead(self, loss: float) -> float:
-        """By how many updates owners send parameters ahead of their own; by default 0.
+        """Returns by how many updates an owner's broadcast is ahead of its own parameters; by default 0.
 
         Args:
             loss: Measured fraction of this owner's broadcasts that others lost lately.
@@ -165,13 +165,13 @@ class OwnerPolicy(Policy):
         return 0.0
 
     def publish(self, before: torch.Tensor, now: torch.Tensor, ahead: Numbers) -> torch.Tensor:
-        """What an owner sends after the optimizer's step; by default its parameters, `ahead` updates further.
+        """Returns what an owner sends after the optimizer's step; by default its parameters, `ahead` updates further.
 
         Not called where `ahead` is 0 and this function is the default: then `now` is sent. May write into `before`.
 
         Args:
             before: The owner's parameters before the step.
-            now: Its parameters after it.
+            now: The owner's parameters after the step.
             ahead: What `ahead` returned.
         """
         return before.lerp_(now, 1.0 + ahead)
@@ -181,17 +181,18 @@ class OwnerPolicy(Policy):
 class RankPolicy(Policy):
     """Base of policies under which every rank runs the user's optimizer on a model of its own.
 
-    What the ranks exchange is `sends`: "parameters" after every `every`-th step, or "gradients" before each step.
+    The ranks exchange what `sends` says: "parameters" after every `every`-th step, or "gradients" before each step.
     """
 
     sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
+    """What the ranks exchange; a subclass chooses it."""
 
     every: int = 1
     """Optimizer steps between two exchanges of parameters."""
     settings: Literal["same", "rank 0", "any"] = "any"
     """What happens where the optimizer's settings differ between ranks; by default each rank uses its own."""
     seed: int = 0
-    """Seed of what `order` draws; the same on all ranks."""
+    """Seed of the generator that `order` draws from; the same on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,16 +201,16 @@ class RankPolicy(Policy):
             check(self.every == 1, "every", "be 1 where gradients are exchanged", self.every)
 
     def order(self, ranks: int, random: torch.Generator) -> list[int]:
-        """Which rank owns each of the shards in the next exchange; by default always the same one.
+        """Returns the rank that owns each shard in the next exchange; by default shard i belongs to rank i.
 
         Args:
-            ranks: How many there are.
-            random: Draws the same on all ranks.
+            ranks: Number of ranks.
+            random: Generator that draws the same numbers on all ranks.
         """
         return list(range(ranks))
 
     def update(self, owner: MutableMapping[str, torch.Tensor], combined: torch.Tensor) -> torch.Tensor:
-        """What an owner sends to all ranks; by default what `combine` returned.
+        """Returns what an owner sends to all ranks; by default what `combine` returned.
 
         Args:
             owner: Memory of the owner for these chunks, empty at first: an anchor, a momentum. It stays with the shard,
@@ -220,7 +221,7 @@ class RankPolicy(Policy):
 
 
 def overrides(policy: Policy, name: str) -> bool:
-    """Whether a policy has a function of its own instead of the default of that name."""
+    """Whether a policy replaces the default function of that name."""
     kinds: tuple[type[Policy], ...] = (OwnerPolicy, RankPolicy, Policy)
     for kind in kinds:
         if isinstance(policy, kind) and hasattr(kind, name):
