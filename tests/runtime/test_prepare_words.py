@@ -273,4 +273,4 @@ def test_tensorboard_without_room_does_not_end_the_training(caplog: pytest.LogCa
     for step in range(3):
         ledger.add(Row(step))
     assert len(ledger) == 3
-    assert len([each for each in caplog.records if "tensorboard" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "TensorBoard" in each.getMessage()]) == 1

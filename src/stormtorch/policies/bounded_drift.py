@@ -42,7 +42,7 @@ class BoundedDrift(OwnerPolicy):
         return own * rules.chance_weight(loss) if self.weighs else own
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
-        """Returns the mean of what arrived; for weighed gradients the mean over all ranks, with zero for what is lost."""
+        """Returns the mean of what arrived; for weighed gradients the mean over all ranks, where what is lost is 0."""
         return mean.mul_(rules.share_of_all(count, present)) if self.weighs else mean
 
     def ahead(self, loss: float) -> float:

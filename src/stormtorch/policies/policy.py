@@ -54,7 +54,7 @@ class Policy:
     """Seconds after which a call that all ranks must make, such as `model.state_dict()`, raises an error because a rank
     neither makes it nor waits for the others elsewhere."""
     drift_samples: int = 256
-    """How many elements of the parameters all ranks compare at every exchange, to measure how far apart replicas are."""
+    """Number of parameter elements that ranks compare at every exchange, to measure how far apart replicas are."""
 
     def __post_init__(self) -> None:
         if not isinstance(self, OwnerPolicy | RankPolicy):
