@@ -64,28 +64,28 @@ def train(how: dict[str, Any]) -> None:
     policy = BoundedDrift(give_up_s=how["give_up_s"], max_lag=8)
     with stormtorch.faults(loss=how["loss"], seed=1):
         model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=Group(transport))
-        training: Any = optimizer.training  # type: ignore[attr-defined]
-        tell(begins_at=training.steps)
+        session: Any = optimizer.session  # type: ignore[attr-defined]
+        tell(begins_at=session.steps)
         deaf_at, deaf_s = how.get("deaf", (None, 0.0))
-        while training.steps < how["steps"]:
-            inputs, targets = batch(rank, training.steps)
+        while session.steps < how["steps"]:
+            inputs, targets = batch(rank, session.steps)
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-            tell(step=training.steps)
+            tell(step=session.steps)
             time.sleep(PAUSE_S)
-            if training.steps == deaf_at:
+            if session.steps == deaf_at:
                 threading.Thread(target=go_deaf, args=(deaf_s,)).start()
         with stormtorch.exact(model):
             values = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
             loss = validation_loss(model)
-    events = [[row.step, event] for row in training.ledger.rows for event in row.events]
-    oldest = training.ledger.summary()["most_lag"]
+    events = [[row.step, event] for row in session.ledger.rows for event in row.events]
+    oldest = session.ledger.summary()["most_lag"]
     tell(
         values=values,
         loss=loss,
         events=events,
-        missing=sorted({r for x in training.ledger for r in x.missing}),
+        missing=sorted({r for x in session.ledger for r in x.missing}),
         lag=oldest,
     )
     store.add("ended", 1)

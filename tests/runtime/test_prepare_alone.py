@@ -145,7 +145,7 @@ def test_a_call_between_backward_and_step_of_others_is_an_error_for_the_caller_a
         rank.optimizer.step()
         rank.optimizer.zero_grad()
         rank.train(1)
-        return int(rank.optimizer.training.steps)
+        return int(rank.optimizer.session.steps)
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         assert on_ranks(perceptron(), adamw, work) == [STEPS + 2] * 4
@@ -187,7 +187,7 @@ def test_a_mean_that_one_rank_asks_for_alone_is_an_error_for_this_rank_at_once()
             with pytest.raises(StormError, match=r"rank 0 has called model.state_dict\(\) after 3 steps"):
                 rank.model.state_dict()
         rank.train(1)
-        return int(rank.optimizer.training.steps)
+        return int(rank.optimizer.session.steps)
 
     assert on_ranks(perceptron(), adamw, work, policy=ModelAveraging()) == [STEPS + 1] * 4
 
@@ -272,7 +272,7 @@ def test_one_rank_may_save_a_mean_in_front_of_a_barrier_before_all_evaluate() ->
         with exact(model):
             pass
         rank.train(range(4, 8))
-        return int(optimizer.training.steps)
+        return int(optimizer.session.steps)
 
     assert local_world(2, work, options=Options(timeout_s=20.0)) == [8, 8]
 
@@ -316,7 +316,7 @@ def test_saving_the_optimizer_without_a_rank_that_left_ends_nobodys_training(cap
             with pytest.raises(StormError, match="needs what rank 2 owns"):
                 optimizer.state_dict()
         rank.train(range(4, 6))
-        return int(optimizer.training.steps)
+        return int(optimizer.session.steps)
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         assert local_world(3, work, options=Options(timeout_s=10.0, silence_s=1.0)) == [6, 6, 0]
@@ -377,7 +377,7 @@ def test_the_last_rank_saves_what_it_has_and_is_told_how_old_that_is(
         rank = Rank(transport.rank, 2, model, adamw(model))
         prepare(model, rank.optimizer, policy=policy, group=Group(transport))
         rank.train(STEPS)
-        rank.optimizer.training.wait()
+        rank.optimizer.session.wait()
         if transport.rank == 1:
             transport.close()  # without parting, so that it does not stay for the other one
         else:
@@ -396,7 +396,7 @@ def test_only_the_rank_that_left_is_named_where_everything_is_exact(caplog: pyte
     def work(transport: Transport) -> None:
         model, _, _, rank = prepared(transport, EXACTLY)
         rank.train(STEPS)
-        rank.optimizer.training.wait()
+        rank.optimizer.session.wait()
         gone.wait(20.0)
         if transport.rank == 2:
             transport.close()

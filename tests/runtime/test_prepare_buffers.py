@@ -67,11 +67,11 @@ def saved_alone(rank: Rank) -> list[torch.Tensor]:
     if rank.rank == 0:
         state = rank.model.state_dict()
         found = [state[name].clone() for name, each in rank.model.named_buffers() if each.is_floating_point()]
-    if isinstance(rank.optimizer.training.policy, BoundedDrift):
+    if isinstance(rank.optimizer.session.policy, BoundedDrift):
         rank.train(range(STEPS, STEPS + 1))  # forward has changed the statistics when they wait in backward
     else:
         with doing("a barrier", elsewhere=True):
-            barrier(rank.optimizer.training.group).wait()
+            barrier(rank.optimizer.session.group).wait()
     return found
 
 
@@ -154,6 +154,6 @@ def test_tables_that_nothing_changes_are_not_copied() -> None:
             rank.train(range(step, step + 1))
             rank.model.state_dict()
         saved_alone(rank)
-        return list(rank.optimizer.training._buffers._kept)
+        return list(rank.optimizer.session._buffers._kept)
 
     assert on_ranks(model, sgd, work, policy=BoundedDrift(), world=3) == [["0.running_mean", "0.running_var"]] * 3

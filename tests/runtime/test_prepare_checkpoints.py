@@ -279,7 +279,7 @@ def test_moving_a_model_to_where_it_is_changes_nothing(policy: Policy, move: str
 
     def work(rank: Rank, *, moving: bool) -> list[torch.Tensor]:
         for step in range(4):
-            rank.optimizer.training.wait()
+            rank.optimizer.session.wait()
             if moving and when == "before":
                 moves[move](rank.model)
             regression(rank.model, vectors(rank.rank, step)).backward()
@@ -287,7 +287,7 @@ def test_moving_a_model_to_where_it_is_changes_nothing(policy: Policy, move: str
                 moves[move](rank.model)
             rank.optimizer.step()
             rank.optimizer.zero_grad(set_to_none=step % 2 == 0)
-        rank.optimizer.training.wait()
+        rank.optimizer.session.wait()
         if moving:
             moves[move](rank.model)
         return rank.values()

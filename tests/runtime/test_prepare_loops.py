@@ -227,7 +227,7 @@ def test_the_attribute_by_which_ddp_is_told_not_to_synchronise_is_obeyed(policy:
             for part in range(parts):
                 rank.model.require_backward_grad_sync = part == parts - 1
                 (regression(rank.model, vectors(rank.rank, parts * step + part)) / parts).backward()
-                sent.append(rank.optimizer.training.group.transport.health()["datagrams_sent"])
+                sent.append(rank.optimizer.session.group.transport.health()["datagrams_sent"])
             assert sent[0] == sent[1] < sent[2]
             rank.optimizer.step()
             rank.optimizer.zero_grad()
@@ -349,7 +349,7 @@ def test_parameters_may_be_read_as_soon_as_step_has_returned(policy: Policy) -> 
         for step in range(3):
             rank.train(range(step, step + 1))
             at_once = values(rank.model)
-            rank.optimizer.training.wait()
+            rank.optimizer.session.wait()
             assert_same(at_once, values(rank.model))
 
     on_ranks(perceptron(), adamw, work, policy=policy)

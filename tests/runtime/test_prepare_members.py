@@ -17,7 +17,7 @@ from torch import nn
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, StormError, connect, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime.hyperparameters import Settings
+from stormtorch.runtime.hyperparameters import Hyperparameters
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.rendezvous import rejoin
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -149,21 +149,21 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(
 ) -> None:
     store = store_of_threads()
     ended: list[int] = []
-    take = Settings.take
+    take = Hyperparameters.take
 
-    def die(self: Settings, group: Group, root: int, *, new: bool) -> None:
+    def die(self: Hyperparameters, group: Group, root: int, *, new: bool) -> None:
         if new:
             group.transport.close(0.2)  # type: ignore[call-arg]  # it is one over UDP
             raise StormError("dies here")
         take(self, group, root, new=new)
 
-    monkeypatch.setattr(Settings, "take", die)
+    monkeypatch.setattr(Hyperparameters, "take", die)
 
     def first(rank: int) -> None:
         transport = connect(store, rank, WORLD, OPTIONS)
         model = Vector(400)
         optimizer: Any = prepared(transport, model)
-        training = optimizer.training
+        session = optimizer.session
 
         def step() -> None:
             model(torch.ones(400)).backward()
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(
             with pytest.raises(StormError, match="dies here"):
                 prepared(rejoin(store, 2, WORLD, OPTIONS), Vector(400))
             return
-        while not training._rounds.members.epoch:
+        while not session._rounds.members.epoch:
             step()
         for _ in range(5):
             step()

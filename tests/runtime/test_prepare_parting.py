@@ -104,7 +104,7 @@ def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -
         optimizer.step()
         if transport.rank == 1:
             return None  # without what rank 2 sends so late, which the others wait for
-        optimizer.training.wait()
+        optimizer.session.wait()
         return optimizer.state_dict() if transport.rank == 0 else None
 
     found, *_ = local_world(3, work, options=OPTIONS)

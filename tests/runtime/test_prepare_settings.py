@@ -92,7 +92,7 @@ def plateau(rank: Rank) -> Any:
     for step in range(8):
         rank.train(range(step, step + 1))
         schedule.step(1.0 if rank.rank == 1 else 1.0 / (1 + step))
-    return rank.optimizer.training.steps, rank.values(), [row.events for row in rank.optimizer.ledger]
+    return rank.optimizer.session.steps, rank.values(), [row.events for row in rank.optimizer.ledger]
 
 
 def test_a_schedule_by_local_losses_ends_with_an_error_before_a_step_uses_it() -> None:
@@ -168,7 +168,7 @@ def test_a_rank_without_gradients_does_not_take_a_change_before_the_step_for_a_d
             rank.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
             rank.optimizer.step()
             rank.optimizer.zero_grad()
-        return int(rank.optimizer.training.steps)
+        return int(rank.optimizer.session.steps)
 
     assert each_own(lambda model, _: sgd(model), work) == [6, 6, 6]
 

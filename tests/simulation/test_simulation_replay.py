@@ -78,15 +78,15 @@ def record(links: Links, into: list[dict[int, torch.Tensor]]) -> None:
 
 def on_real_ranks(policy: Policy, make: MakeOptimizer, loss: float, seed: int) -> list[Seen]:
     def work(rank: Rank) -> Seen:
-        training, seen = rank.optimizer.training, Seen()
+        session, seen = rank.optimizer.session, Seen()
         if isinstance(policy, OwnerPolicy):
-            record(training._reduction.links, seen.up)
-            record(training._broadcast.links, seen.down)
+            record(session._reduction.links, seen.up)
+            record(session._broadcast.links, seen.down)
         else:
-            record(training._averages.up, seen.up)
-            record(training._averages.down, seen.down)
+            record(session._averages.up, seen.up)
+            record(session._averages.down, seen.down)
         rank.train(STEPS, objective=distance, data=targets)
-        training.wait()
+        session.wait()
         seen.replica = rank.model.numbers.detach().clone()
         seen.owned = rank.values()[0]
         return seen

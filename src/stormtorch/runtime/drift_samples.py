@@ -8,7 +8,7 @@ from stormtorch import theory
 from stormtorch.runtime.bucket import Bucket
 
 
-class Gauge:
+class DriftSamples:
     """Chooses numbers of every owner's shards and reads this rank's copies of them.
 
     Args:

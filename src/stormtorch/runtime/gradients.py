@@ -11,7 +11,7 @@ from stormtorch.runtime.norms import Norms
 from stormtorch.transport.waiting import BACKWARD, doing
 
 
-class Gradients:
+class GradientCollector:
     """Collects gradients into buckets.
 
     Every backward that is to be synchronised starts each bucket exactly once, so that all ranks make the same

@@ -31,7 +31,7 @@ Plain = dict[str, Any]
 """The settings of one parameter group: numbers, truth values, strings, None and lists of them."""
 
 
-class Settings:
+class Hyperparameters:
     """Compares one rank's settings with the others'.
 
     Args:

@@ -13,8 +13,10 @@ from torch import nn
 from stormtorch.collectives import Group
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
-from stormtorch.runtime.replicated import GradientSession, ModelSession
-from stormtorch.runtime.session import Session, sessions_of, together
+from stormtorch.runtime.gradient_session import GradientSession
+from stormtorch.runtime.hooks import take_over
+from stormtorch.runtime.model_session import ModelSession
+from stormtorch.runtime.session import Session, combined, sessions_of
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.unwrapped import unwrap
 from stormtorch.transport.leaving import say_goodbye_on_error
@@ -23,16 +25,16 @@ from stormtorch.transport.waiting import doing
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
-# How many trainings a transport has seen: their channels must differ, in the same way on every rank.
+# Number of sessions that a transport has had: their channels must differ, in the same way on every rank.
 _prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any = None) -> tuple[M, O]:
-    """Makes a model and its optimizer train together with those of the other ranks, over a network that may lose.
+    """Makes a model and its optimizer train together with those of other ranks, over a network that may drop packets.
 
     The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
     the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
-    optimizer gets an attribute `ledger` that tells what happened at every step.
+    optimizer gets an attribute `ledger` that records what happened at every step.
 
     `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one
     between its step and its next backward: the others take part while they wait for it.
@@ -52,17 +54,17 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         TypeError: The group is on another backend, or the model and the optimizer are in the wrong order.
         ValueError: The model or the optimizer cannot be prepared; the message says why.
     """
-    given: tuple[Any, Any] = (model, optimizer)  # whatever its type says
+    given: tuple[Any, Any] = (model, optimizer)  # as Any: callers without a type checker may pass anything
     if not isinstance(given[0], nn.Module) or not isinstance(given[1], torch.optim.Optimizer):
         raise TypeError(
             "prepare(model, optimizer): the model comes first, then its optimizer, got "
             f"{type(model).__name__} and {type(optimizer).__name__}"
         )
     policy = BoundedDrift() if policy is None else policy
-    known = {id(parameter) for training in sessions_of(model) for parameter in training.parameters}
+    known = {id(parameter) for session in sessions_of(model) for parameter in session.parameters}
     if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("a parameter of this optimizer is prepared already, with another one")
-    if "training" in optimizer.__dict__:
+        raise ValueError("a parameter of this optimizer is prepared already, with another optimizer")
+    if "session" in optimizer.__dict__:
         raise ValueError("the optimizer is prepared already")
     ranks = _group(group)
     number = _prepared.get(ranks.transport, 0)
@@ -70,7 +72,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     name = f"{ranks.name}/training/{number}"
     say_goodbye_on_error(ranks.transport)
     with doing("prepare()"):
-        _session(model, optimizer, ranks, name, policy).take_over()
+        take_over(_session(model, optimizer, ranks, name, policy))
     unwrap(model)
     return model, optimizer
 
@@ -88,22 +90,26 @@ def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, n
 
 
 def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it, a prepared model has the values that count: use it to evaluate. All ranks enter it, or one between its
-    step and its next backward: the others take part while they wait for it.
+    """Returns a context within which a prepared model has the parameters that count: use it to evaluate.
 
-    Under `BoundedDrift` these are the owners' parameters; copies that were stale are so no longer when it ends. Under
+    All ranks enter it, or one between its step and its next backward: the others take part while they wait for it.
+
+    Under `BoundedDrift` these are the owners' parameters, and copies that were stale stay up to date afterwards. Under
     `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
     `GradientAveraging` there is no common value: every rank keeps its own.
     """
-    return together([each.exact() for each in _trainings(model)])
+    return combined([each.exact() for each in _sessions_of(model)])
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within it, backward only adds gradients up; the first one after it exchanges the sum. Also `model.no_sync()`."""
-    return together([each.no_sync() for each in _trainings(model)])
+    """Returns a context within which backward only adds gradients up; the first backward after it exchanges the sum.
+
+    `model.no_sync()` does the same.
+    """
+    return combined([each.no_sync() for each in _sessions_of(model)])
 
 
-def _trainings(model: nn.Module) -> list[Session]:
+def _sessions_of(model: nn.Module) -> list[Session]:
     found = sessions_of(model)
     if not found:
         raise ValueError("the model is not prepared: call stormtorch.prepare(model, optimizer) first")

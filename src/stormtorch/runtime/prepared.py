@@ -18,39 +18,39 @@ class _Session(Protocol):
 
 
 class Prepared:
-    """What a prepared optimizer does otherwise than before; the rest is the user's class."""
+    """Mixed into the class of a prepared optimizer: overrides the methods that involve other ranks."""
 
-    training: _Session
+    session: _Session
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the model and of what this rank owns."""
-        self.training.zero_grad(set_to_none)
+        self.session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the whole optimizer, in torch's format, on every rank that calls it: one, or all."""
-        return self.training.optimizer_state(super().state_dict())  # type: ignore[misc]  # of the user's class
+        """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all do."""
+        return self.session.optimizer_state(super().state_dict())  # type: ignore[misc]  # of the user's class
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of the whole optimizer, from a job of any size or from none."""
-        super().load_state_dict(self.training.local_state(state_dict))  # type: ignore[misc]
+        """Loads the state of a whole optimizer, from a job of any size or from a plain optimizer."""
+        super().load_state_dict(self.session.local_state(state_dict))  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what was prepared has its place."""
-        if "training" in self.__dict__:
+        """Raises a RuntimeError: parameters have their places in buckets since `prepare`."""
+        if "session" in self.__dict__:
             raise RuntimeError("add_param_group after prepare(): give the optimizer all its parameters before")
         super().add_param_group(param_group)  # type: ignore[misc]
 
 
-def adopt(optimizer: torch.optim.Optimizer, training: _Session) -> None:
-    """Makes an optimizer a prepared one; it stays the same object, of a class derived from its own."""
+def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
+    """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
     kind = type(optimizer)
     optimizer.__class__ = type(
         kind.__name__, (Prepared, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
-    optimizer.__dict__["training"] = training
+    optimizer.__dict__["session"] = session
 
 
 def trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer, in the order of its groups."""
+    """Returns all parameters of an optimizer, in the order of its groups."""
     groups: Iterable[dict[str, Any]] = optimizer.param_groups
     return [parameter for group in groups for parameter in group["params"]]

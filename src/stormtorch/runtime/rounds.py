@@ -15,8 +15,8 @@ from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, REPAIRED
 from stormtorch.runtime.bucket import Bucket
-from stormtorch.runtime.drift_samples import Gauge
-from stormtorch.runtime.hyperparameters import Settings
+from stormtorch.runtime.drift_samples import DriftSamples
+from stormtorch.runtime.hyperparameters import Hyperparameters
 from stormtorch.runtime.losses import Losses
 from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.members import WITHOUT_OWNER, Epoch, Members
@@ -57,19 +57,19 @@ class Rounds:
         self._buckets = buckets
         self._parameters = parameters
         self.members = Members(group, name, policy.warn_every, policy.give_up_s, every=every, without=without)
-        self.settings = Settings(optimizer, policy.settings)
+        self.hyperparameters = Hyperparameters(optimizer, policy.settings)
         # Where both stages are exact, a rank that is lost ends the job; otherwise the others go on without it.
         self.certain = EXACT if policy.up.exact and policy.down.exact else REPAIRED
         """Reliability of all that must arrive."""
-        self.gauge = Gauge(buckets, group.size, group.rank, policy.drift_samples)
-        self.gauge.choose(0)
+        self.drift = DriftSamples(buckets, group.size, group.rank, policy.drift_samples)
+        self.drift.choose(0)
         self.losses: Losses
         self._reports: Reports
 
     def agree(self) -> None:
         """Compares the optimizer's settings when all ranks begin together."""
-        if self.settings.compared:
-            self.settings.agree(self._subgroup("begin"), range(self._group.size), "at prepare()")
+        if self.hyperparameters.compared:
+            self.hyperparameters.agree(self._subgroup("begin"), range(self._group.size), "at prepare()")
 
     def open(self, chunks: Sequence[int], wanted: Sequence[int]) -> None:
         """Makes room for reports.
@@ -79,7 +79,7 @@ class Rounds:
             wanted: How many of them a report may ask for.
         """
         self.losses = Losses(self._policy, self._group.rank, chunks)
-        samples = self.gauge.samples
+        samples = self.drift.samples
         self._reports = Reports(self.channel("reports"), self.certain, self._parameters, samples, wanted)
 
     # --- channels, which have other names in every epoch -------------------------------------------------------------
@@ -124,7 +124,7 @@ class Rounds:
         if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
             # Where optimizers are set otherwise, those that are here say how; all of them know of it.
             here = [peer for peer in everyone if peer not in row.missing]
-            row.events += self.settings.agree(self.channel("settings", here), here, f"at step {step}")
+            row.events += self.hyperparameters.agree(self.channel("settings", here), here, f"at step {step}")
         return reports
 
     # --- ranks that return -------------------------------------------------------------------------------------------
@@ -138,4 +138,4 @@ class Rounds:
         """New processes take the settings of the optimizer from those that were there."""
         # On a channel of its own: where a rank dies now, the others may have come to different points of it.
         group = self.channel("settings/handed", epoch.members)
-        self.settings.take(group, epoch.members.index(epoch.root), new=self._group.rank in new)
+        self.hyperparameters.take(group, epoch.members.index(epoch.root), new=self._group.rank in new)

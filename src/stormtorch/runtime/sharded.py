@@ -1,35 +1,31 @@
-"""A session under an `OwnerPolicy`: gradients to their owners, who step, and parameters from them to everyone."""
+"""A session under an `OwnerPolicy`: gradients go to their owners, owners step, and parameters go to everyone."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from typing import Any
 
 import torch
 from torch import nn
 
-from stormtorch import theory
 from stormtorch.collectives import Group
 from stormtorch.errors import PeerLeft
-from stormtorch.policies import rules
-from stormtorch.policies.guard import Guard
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy
-from stormtorch.reliability import REPAIRED, Reliability
+from stormtorch.reliability import REPAIRED
 from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
+from stormtorch.runtime.feedback import Feedback
 from stormtorch.runtime.gate import Gate
-from stormtorch.runtime.gradients import Gradients
+from stormtorch.runtime.gradients import GradientCollector
 from stormtorch.runtime.handover import hand_over
 from stormtorch.runtime.members import Epoch
 from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
 from stormtorch.runtime.reduction import Reduction
-from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
@@ -38,7 +34,10 @@ from stormtorch.transport.waiting import doing, is_elsewhere
 
 
 class ShardedSession(Session):
-    """A session whose owners run the user's optimizer, each on its own shard; arguments as of `Session`."""
+    """A session in which every rank runs the user's optimizer on the shard that it owns.
+
+    Args: See `Session`.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: OwnerPolicy
@@ -57,36 +56,30 @@ class ShardedSession(Session):
         self._shards = Shards(optimizer, self.parameters, buckets, whole=whole)
         chunks = [self._broadcast.chunks_of(owner) for owner in range(group.size)]
         rounds.open(chunks, chunks if policy.max_lag else [0] * group.size)
-        self._guard = Guard(policy.guard, policy.max_lag)
-        self._guarded = False
+        self._feedback = Feedback(policy, rounds, self._reduction, self._broadcast, group.rank, group.size)
         self._lead = 0.0
-        self._serve: list[torch.Tensor | None] = [None] * group.size
-        self._fetch: list[torch.Tensor | None] = [None] * group.size
         self._buffers = buffers_of(model)
         self._row = Row(0)
         self._norms = Norms(
             rounds.channel("norms"), rounds.certain, buckets, len(self.parameters), lambda: self._gradients.complete()
         )
-        self._gradients = Gradients(buckets, self._start, self._finish, self._norms)
+        self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
         self._gradients.end = self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
         self.ledger.attend(group.rank, self.wait)
         self._entering = False
         self._exchanged = -1
-        """The step whose gradients were last exchanged, or are now."""
+        """Number of the step whose gradients were last exchanged, or are exchanged now."""
         self._owned = Owned(group, optimizer, buckets, self._shards, self._broadcast, self._buffers, rounds)
         self._calls = Calls(
             rounds.meeting(),
             steps=lambda: self.steps,
             ready=lambda: self._shards.settled and not self._entering,
-            # Between its exchange of gradients and its end, a step is what this rank waits for.
+            # From its exchange of gradients to its end, this rank waits for others within the step.
             going_on=lambda: self._exchanged == self.steps and not is_elsewhere(),
             serve=lambda call, present: self._owned.take_part(call, present, self._calls.group),
         )
-        self._last_broadcast_exact = True
-        # The last broadcast was reported: a step with several backwards must not count it several times.
-        self._told = True
         if rounds.members.restarted:
             self._return()
 
@@ -95,101 +88,51 @@ class ShardedSession(Session):
     def _start(self, bucket: Bucket) -> None:
         if self._gradients.came(bucket):
             self._gate.used(bucket.index)
-        self._gate.open([bucket.index])  # of parameters that no module has waited for
+        self._gate.open([bucket.index])  # no module may have waited for these parameters
         self._reduction.start(bucket)
 
     def _finish(self) -> None:
         self._gate.open()
         began = time.perf_counter()
-        self._row = Row(self.steps, events=self._row.events)  # of an earlier backward of this step, or a return
+        # Keep events: an earlier backward of this step, or a return, may have left some.
+        self._row = Row(self.steps, events=self._row.events)
         while not self._exchange(self._row):
-            # What is lost is this rank itself: it comes in again, and gives the gradients that it has.
+            # This rank itself was cut off: it returns to the others, and sends the gradients that it has.
             self._return()
             for bucket in self.buckets:
                 self._reduction.start(bucket)
         self._row.gradient_wait_s = time.perf_counter() - began
 
     def _exchange(self, row: Row) -> bool:
-        """Ends the exchange of gradients and reports; false if this rank is cut off from the others."""
+        """Ends the exchange of gradients and reports. Returns False if this rank is cut off from the others."""
         self._exchanged = self.steps
         rounds = self._rounds
-        samples_S = rounds.gauge.read()
+        samples_S = rounds.drift.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not all(self._reduction.finite(bucket) for bucket in self.buckets)
-        digest = rounds.settings.digest()
-        telling = rounds.tell(self.steps, lambda peer: self._report_to(peer, samples_S, used_P, not_finite, digest))
+        digest = rounds.hyperparameters.digest()
+        feedback = self._feedback
+        telling = rounds.tell(self.steps, lambda peer: feedback.report_to(peer, samples_S, used_P, not_finite, digest))
         self._reduction.finish()
         self._norms.forget()
         reports = rounds.hear(telling, row, self.steps, digest)
         if reports is None:
             return False
         self._reduction.present = self.group.size - len(row.missing)
-        self._learn(reports, row, samples_S)
+        feedback.learn(reports, row, samples_S, self._lead, self.steps)
+        row.gradients = self._reduction.links.fractions()
+        row.effective_batch = self._reduction.effective_batch
+        row.variance_inflation = self._reduction.variance_inflation
         for report in reports.values():
             used_P |= report.used_P
             not_finite |= report.not_finite
         self._give(used_P, not_finite)
         return True
 
-    def _report_to(
-        self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool, settings: int
-    ) -> Report:
-        nothing = self._last_broadcast_exact or self._told
-        of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
-        of_gradients = self._reduction.links.fraction(peer)
-        most = self.policy.max_lag
-        wanted = torch.empty(0, dtype=torch.bool) if most is None else self._broadcast.too_old(peer, most)
-        self._fetch[peer] = wanted if most is not None and peer != self.group.rank else None
-        return Report(
-            not_finite,
-            self._guard.alarm,
-            -1.0 if of_broadcast is None else 1.0 - of_broadcast,
-            -1.0 if of_gradients is None else 1.0 - of_gradients,
-            self._rounds.gauge.update_variance,
-            samples_S,
-            used_P,
-            wanted,
-            settings,
-        )
-
-    def _learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor) -> None:
-        """What the others have met of what this rank sent, and how far replicas are apart."""
-        policy = self.policy
-        resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
-        self._rounds.losses.hear(reports, guarded=self._guarded, resent=resent)
-        self._reduction.losses = [each.value for each in self._rounds.losses.gradients]
-        guarded = self._guard.alarm or any(report.alarm for report in reports.values())
-        if guarded != self._guarded:
-            row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
-        self._guarded = guarded
-        for peer in range(self.group.size):
-            heard = reports.get(peer)
-            self._serve[peer] = heard.wanted_C if heard is not None and policy.max_lag else None
-            if heard is None:
-                self._fetch[peer] = None
-        p = min(self._rounds.losses.broadcast.value, rules.MOST_LOSS)
-        row.loss = p
-        row.pair_drift, row.owner_drift = self._rounds.gauge.compare(
-            samples_S, {peer: report.samples_S for peer, report in reports.items()}
-        )
-        variances = [self._rounds.gauge.update_variance, *(report.update_variance for report in reports.values())]
-        variances = [each for each in variances if not math.isnan(each)]  # of ranks that own nothing
-        if self.steps and self._rounds.gauge.samples and variances:
-            row.update_variance = sum(variances) / len(variances)
-            lost = 0.0 if self._last_broadcast_exact else self._rounds.losses.at_most
-            row.pair_bound = self._rounds.gauge.bound(
-                row.update_variance, lost, self._lead, policy.max_lag, again=self._told
-            )
-            row.published_bound = theory.pair_drift_published(lost) * row.update_variance
-        self._told = True
-        row.gradients = self._reduction.links.fractions()
-        row.effective_batch = self._reduction.effective_batch
-        row.variance_inflation = self._reduction.variance_inflation
-
     def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
-        """Gradients to the optimizer, and to the parameters that only other ranks have used."""
-        # What is not finite anywhere must be found by every rank, so that all skip the step, as GradScaler does.
+        """Gives gradients to the optimizer, and to parameters that only other ranks have used."""
+        # If one rank's gradients are not finite, every rank must see that, so that GradScaler skips the step on all.
         self._shards.give_gradients(used_P.tolist(), finite=not not_finite)
         self._gradients.show(used_P.tolist())
 
@@ -201,7 +144,7 @@ class ShardedSession(Session):
             self._gradients.complete()
 
     def before_step(self, *, closure: bool) -> None:
-        """Gradients are waited for, unless a closure will make them."""
+        """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
         self._gate.open()
@@ -210,25 +153,24 @@ class ShardedSession(Session):
             for bucket in self.buckets:
                 bucket.follow()
         self._shards.begin_step()
-        exact = self._guarded or self.policy.down.exact
+        exact = self._feedback.guarded or self.policy.down.exact
         loss = self._rounds.losses.broadcast.value
         self._lead = 0.0 if exact else self.policy.ahead(loss)
         if self._broadcast.looks_back(self._lead):
             for bucket in self.buckets:
                 bucket.remember()
-        self._rounds.gauge.choose(self.steps + 1)
-        self._rounds.gauge.before_step()
+        self._rounds.drift.choose(self.steps + 1)
+        self._rounds.drift.before_step()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Parameters go out, those that forward needs first at the head."""
+        """Begins the broadcast, with the buckets first that forward needs first."""
         self._shards.end_step()
-        row, broadcast = self._row, self._broadcast
-        reliability = self._reliability()
-        self._last_broadcast_exact, self._told = self._guarded or reliability.exact, False
+        row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
+        reliability = REPAIRED if guarded and not self.policy.down.exact else self.policy.down
+        self._feedback.broadcast_begins(exact=guarded or reliability.exact)
         broadcast.clear()
-        serve = [None if each is None else broadcast.split(each, self.group.rank) for each in self._serve]
-        fetch = [None if each is None else broadcast.split(each, owner) for owner, each in enumerate(self._fetch)]
+        serve, fetch = self._feedback.requests()
         for bucket in reversed(self.buckets):
             broadcast.send(
                 bucket,
@@ -238,61 +180,51 @@ class ShardedSession(Session):
                 [None if each is None else each[bucket.index] for each in serve],
                 [None if each is None else each[bucket.index] for each in fetch],
             )
-        self._serve = [None] * self.group.size
-        self._fetch = [None] * self.group.size
-        self._rounds.gauge.after_step()
-        row.step, row.lead, row.guarded = self.steps, self._lead, self._guarded
+        self._rounds.drift.after_step()
+        row.step, row.lead, row.guarded = self.steps, self._lead, guarded
         self.steps += 1
         self._buffers.remember()
         epoch = self._rounds.members.look(self.steps)
         if epoch is not None:
-            row.events.append(str(epoch))  # now, as the row may be complete when the gate has closed
+            row.events.append(str(epoch))  # before the gate closes, which may complete the row
         self._gate.close()
         if epoch is not None:
             self._enter(epoch)
 
-    def _reliability(self) -> Reliability:
-        return REPAIRED if self._guarded and not self.policy.down.exact else self.policy.down
-
     def _passed(self) -> None:
-        """All parameters of a step have arrived, or are lost: its row is complete."""
+        """Completes the row of a step: all its parameters have arrived or are lost."""
         row, self._row = self._row, Row(self.steps)
         row.broadcast = self._broadcast.links.fractions()
         row.broadcast_wait_s = self._gate.waited_s
         row.bytes_sent = self.bytes_sent()
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
-        # No guard can bring back what a rank that is not there would send.
-        first_pass = self._broadcast.links.counts(row.missing)
-        if row.guarded:  # and exact: then gradients tell, unless they are repaired, too
-            lossy = self.policy.up.budget == 1.0
-            first_pass = self._reduction.links.counts(row.missing) if lossy else self._broadcast.resent(row.missing)
-        self._guard.watch(*first_pass, self._broadcast.oldest(row.missing))
+        self._feedback.watch(row)
         self.ledger.add(row)
 
-    # --- those that return ------------------------------------------------------------------------------------------
+    # --- ranks that return ------------------------------------------------------------------------------------------
 
     def _return(self) -> None:
-        """Asks to be let in, and begins the epoch in which this rank is."""
+        """Asks to be let in, and begins the first epoch that includes this rank."""
         epoch = self._rounds.members.ask_in()
         self._row.events.append(str(epoch))
         self._enter(epoch)
 
     @torch.no_grad()
     def _enter(self, epoch: Epoch) -> None:
-        """Begins an epoch together with those that return: all ranks are here."""
+        """Begins an epoch together with the ranks that return. All ranks are at this point."""
         self._entering = True
         self._gate.open()
         rounds = self._rounds
         rounds.enter(epoch)
         self.steps = epoch.step
-        rounds.gauge.choose(self.steps)
+        rounds.drift.choose(self.steps)
         self._reduction.groups = rounds.channels("gradients")
         self._broadcast.groups = rounds.channels("broadcast")
         self._norms.group = rounds.channel("norms")
         self._calls.meeting = rounds.meeting()
         self._calls.forget()
-        self._last_broadcast_exact = True
+        self._feedback.epoch_begins()
         self._reduction.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
         if new:
@@ -310,7 +242,7 @@ class ShardedSession(Session):
         self._shards.clear_gradients()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, backward exchanges nothing."""
+        """Returns a context within which backward exchanges nothing."""
         return self._gradients.no_sync()
 
     def arriving(self) -> bool:
@@ -318,12 +250,12 @@ class ShardedSession(Session):
         return not self._gate.is_open
 
     def wait(self) -> None:
-        """Returns when the parameters of the last step are here, or lost."""
+        """Waits until the parameters of the last step have arrived or are lost."""
         self._gate.open()
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:
-        """Gives every rank that calls it the owners' parameters, and the mean of all ranks' floating-point buffers."""
+        """Gives this rank the owners' parameters and the mean of all ranks' floating-point buffers."""
         with doing(NAMES[call]):
             self._gate.open()
         try:
@@ -341,7 +273,7 @@ class ShardedSession(Session):
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Makes masters and stand-ins follow what was loaded."""
+        """Copies loaded parameters to the float32 values that the optimizer works on."""
         self._gate.open()
         self._calls.forget()
         for bucket in self.buckets:
@@ -349,12 +281,12 @@ class ShardedSession(Session):
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
-        """The state dict of the whole optimizer, gathered from all owners."""
+        """Returns the state dict of the whole optimizer, gathered from all owners."""
         with self._calls.call(OPTIMIZER_STATE) as (present, kept):
             return self._owned.optimizer_state(local, present, kept, self._calls.group)
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a state dict of the whole optimizer."""
+        """Returns this rank's part of a state dict of the whole optimizer."""
         self._calls.forget()
         local = self._shards.scatter(whole)
         for bucket in self.buckets:

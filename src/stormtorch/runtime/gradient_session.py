@@ -1,0 +1,102 @@
+"""A session under a `RankPolicy` that sends gradients: ranks average their gradients before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+from torch import nn
+
+from stormtorch.collectives import Group
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import RankPolicy
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.calls import EXACT_MODEL
+from stormtorch.runtime.gradients import GradientCollector
+from stormtorch.runtime.members import Epoch
+from stormtorch.runtime.replicated import ReplicatedSession
+
+
+class GradientSession(ReplicatedSession):
+    """A session whose ranks exchange gradients before each step, and each apply what they got.
+
+    Args: See `Session`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
+    ) -> None:
+        super().__init__(model, optimizer, group, name, policy)
+        self._gradients = GradientCollector(self.buckets, self.begin, self._finish)
+        self._gradients.end = self.backward_ended
+        self._gradients.wanted = self.wants_exchange
+        self._waited_s = 0.0
+        if self._rounds.members.restarted:
+            self.come_back()
+
+    def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the gradients of a bucket."""
+        return bucket.grads, bucket.host_grads
+
+    def _finish(self) -> None:
+        began = time.perf_counter()
+        # Keep events: an earlier backward of this step, or a return, may have left some.
+        self._row = Row(self.steps, events=self._row.events)
+        while not self._exchange(self._row):
+            # This rank itself was cut off: it returns to the others, and sends the gradients that it has.
+            self.come_back()
+            for bucket in self.buckets:
+                self.begin(bucket)
+        self._waited_s = time.perf_counter() - began
+
+    def _exchange(self, row: Row) -> bool:
+        digest = self._rounds.hyperparameters.digest()
+        telling = self.tell(self.steps, digest)
+        for bucket in self.buckets:
+            self._averages.finish(bucket)
+        return self.hear(telling, row, self.steps, digest)
+
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, unless `no_sync` forbids it."""
+        if self._gradients.syncing:
+            self._gradients.complete()
+
+    def before_step(self, *, closure: bool) -> None:
+        """Waits for gradients, unless a closure will compute them."""
+        if not closure:
+            self._gradients.complete()
+
+    def after_step(self) -> None:
+        """Completes the row of the step: every rank has applied what it got."""
+        row = self._row
+        row.step = self.steps
+        self.steps += 1
+        epoch = self._rounds.members.look(self.steps)
+        if epoch is not None:
+            row.events.append(str(epoch))
+        self.note(row, self._waited_s, self.steps)
+        if epoch is not None:
+            self.enter(epoch)
+
+    def enter(self, epoch: Epoch) -> None:
+        """Begins an epoch. A rank that returns continues at the others' step."""
+        self.steps = epoch.step
+        super().enter(epoch)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        self._gradients.clear(set_to_none)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context within which backward exchanges nothing."""
+        return self._gradients.no_sync()
+
+    def wait(self) -> None:
+        """Returns immediately: parameters are never on their way."""
+
+    def loaded(self) -> None:
+        """Does nothing: parameters are views of the buckets."""
+
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """Does nothing: there is no common value, and every rank keeps its own."""
