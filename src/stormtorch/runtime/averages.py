@@ -1,4 +1,4 @@
-"""The exchanges of a `RankPolicy`: one vector per bucket to the owners of its chunks, and their answer back."""
+"""The exchanges of a `RankPolicy`: a vector per bucket goes to the owners of its shards, and answers come back."""
 
 from __future__ import annotations
 
@@ -20,35 +20,39 @@ from stormtorch.staging.order import Order
 from stormtorch.transport.exchange import Arrival
 
 Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
-"""Gives the vector of a bucket that is exchanged, and the memory of it that the network reads and writes."""
+"""Returns the vector of a bucket that ranks exchange, and the memory that the network reads and writes."""
 
 
 @dataclass
 class _Round:
-    """One bucket under way."""
+    """The exchange of one bucket that is under way."""
 
     group: Group
     fused: bool
-    """Whether one collective does it all."""
+    """Whether one all-reduce does both stages."""
     begun: Future[Sequence[Pending]] | Sequence[Pending]
+    """The first stage; empty once it has ended."""
     mean: torch.Tensor
-    """Memory for the owner's mean of what arrived; empty where one collective does it all."""
+    """Memory for the owner's mean of what arrived; empty where one all-reduce does both stages."""
     seed: int
+    """Seed of the offsets of int8's grids."""
     back: Pending | None = None
+    """The second stage, once it has begun."""
     rooms: list[torch.Tensor] = field(default_factory=list)
+    """Memory for the answer of each owner."""
 
 
 class Averages:
     """The exchanges of one session.
 
-    Where the policy is a plain mean, one all-reduce does it all and sends on each chunk as soon as it is complete.
-    Otherwise the policy's functions stand between a reduce-scatter and an all-gather.
+    Where the policy is a plain mean, one all-reduce does both stages and sends on each chunk as soon as it is complete.
+    Otherwise the policy's functions run between a reduce-scatter and an all-gather.
 
     Args:
-        policy: The user's.
-        buckets: Whose vectors.
-        vectors: Gives them.
-        order: Starts exchanges when data has left the GPU.
+        policy: The user's policy.
+        buckets: Buckets whose vectors are exchanged.
+        vectors: Returns the vector of a bucket.
+        order: Starts exchanges once data has left the GPU.
         group: All ranks.
     """
 
@@ -62,11 +66,11 @@ class Averages:
     ) -> None:
         size, chunk_bytes = group.size, group.transport.chunk_bytes
         self.up, self.down = Links(size), Links(size)
-        """What arrived of whom since the last `clear`, on the way to owners and back."""
+        """Chunks that arrived from each peer since the last `clear`, on the way to owners and back."""
         self.losses = [0.0] * size
-        """Measured loss of what this rank sends to each other one."""
+        """Measured loss of what this rank sends to each rank."""
         self.present = size
-        """Ranks that are there, as far as is known."""
+        """Number of ranks that are there, as far as is known."""
         self.effective_batch = 1.0
         self.variance_inflation = 1.0
         self._all = group
@@ -86,11 +90,11 @@ class Averages:
         self._copies = self._inverse = self._chunks = 0.0
 
     def chunks_of(self, owner: int) -> int:
-        """Chunks of an owner's shards."""
+        """Returns the number of chunks in an owner's shards."""
         return sum(self._wires[each.index].chunks(each.layout.spans[owner][1]) for each in self._buckets)
 
     def clear(self) -> None:
-        """Begins to count anew."""
+        """Resets all counts."""
         self.up.clear()
         self.down.clear()
         self._copies = self._inverse = self._chunks = 0.0
@@ -101,9 +105,9 @@ class Averages:
         """Begins to send a bucket's vector.
 
         Args:
-            bucket: Whose.
+            bucket: The bucket.
             group: All ranks, in the order in which they own the shards.
-            seed: Seed of int8's grids.
+            seed: Seed of the offsets of int8's grids.
         """
         vector, host = self._vectors(bucket)
         wire = self._wires[bucket.index]
@@ -140,7 +144,7 @@ class Averages:
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
     def finish(self, bucket: Bucket) -> None:
-        """Waits until a bucket's vector is what the policy makes of what came."""
+        """Waits until a bucket's vector holds what the policy accepts of the answers."""
         for each in list(self._rounds):
             self._turn(self._buckets[each])
         round_ = self._rounds.pop(bucket.index)
@@ -153,7 +157,7 @@ class Averages:
             bucket.bring(vector, host)
 
     def _turn(self, bucket: Bucket) -> None:
-        """Waits for a bucket's first stage and begins the second, unless that was done."""
+        """Waits for a bucket's first stage and begins the second, unless that has been done."""
         round_ = self._rounds[bucket.index]
         if round_.back is not None or not round_.begun:
             return
@@ -163,7 +167,7 @@ class Averages:
             arrivals = pending.wait()
         round_.begun = ()
         for arrival in arrivals:
-            # Peers are named by their place among all ranks, not by the one that this round has given them.
+            # Counts are per rank of the session's group, not per place in this round's order.
             self.up.add(self._all, arrival)
             self._count(arrival)
             if round_.fused:
@@ -188,7 +192,7 @@ class Averages:
         round_.back = collectives.all_gather(group, round_.rooms, message, reliability=policy.down)
 
     def _accept(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrival: Arrival | None) -> None:
-        """Takes what came of each owner's shard, this rank's own message included: all ranks take the same values."""
+        """Takes what came of each owner's shard, also from this rank's own message: all ranks take the same values."""
         wire, group = self._wires[bucket.index], round_.group
         if arrival is not None:
             self.down.add(self._all, arrival)

@@ -1,4 +1,4 @@
-"""Stage 2: an owner's parameters to everyone, ahead of themselves; what is lost stays as it was and grows older."""
+"""Stage 2: sends an owner's parameters to everyone, with a lead. A copy whose update is lost stays and grows older."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -21,20 +21,20 @@ from stormtorch.transport.exchange import Arrival
 
 
 class Broadcast:
-    """The all-gathers of one training, and how old each copy is.
+    """The all-gathers of one session, and the age of each copy.
 
     Args:
-        groups: One per bucket.
-        policy: What is sent of parameters, and what is made of what comes.
-        buckets: Whose parameters.
-        order: Starts exchanges when data has left the GPU.
+        groups: One group per bucket.
+        policy: Says what owners send, and what ranks make of it.
+        buckets: Buckets that hold the parameters.
+        order: Starts exchanges once data has left the GPU.
     """
 
     def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
         self.links = Links(groups[0].size)
-        """What arrived of whom, last time."""
+        """Chunks that arrived from each peer in the last exchange."""
         self.fetched = 0
-        """Chunks that were fetched exactly, last time."""
+        """Number of chunks that were fetched exactly in the last exchange."""
         self._repaired = 0
         self.groups = groups
         self._policy = policy
@@ -53,7 +53,7 @@ class Broadcast:
             ]
             for bucket in buckets
         ]
-        """Of each bucket and owner: how many steps old the copy of each chunk is."""
+        """Age in steps of the copy of each chunk, by bucket and owner."""
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._rooms: dict[int, list[torch.Tensor]] = {}
         self._fetches: dict[int, list[tuple[int, torch.Tensor, torch.Tensor, Pending]]] = {}
@@ -62,7 +62,7 @@ class Broadcast:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Begins to count anew."""
+        """Resets all counts."""
         self.links.clear()
         self.fetched = 0
         self._repaired = 0
@@ -79,12 +79,12 @@ class Broadcast:
         """Begins to send a bucket's owned parameters and to receive the others.
 
         Args:
-            bucket: Whose.
-            lead: How many updates ahead.
+            bucket: The bucket.
+            lead: Updates by which the owned parameters are sent ahead.
             reliability: How much may be missing.
-            seed: Of int8's grids.
-            serve: Of each rank, which of this bucket's owned chunks it is sent exactly in addition.
-            fetch: Of each rank, which chunks of its shard it sends us so.
+            seed: Seed of the offsets of int8's grids.
+            serve: For each rank, flags of this rank's chunks to send it exactly in addition.
+            fetch: For each rank, flags of its chunks that it sends here exactly in addition.
         """
         with self._shown("all_gather", bucket):
             self._begun[bucket.index] = self._send(bucket, lead, reliability, seed, serve, fetch)
@@ -111,7 +111,7 @@ class Broadcast:
             rooms = bucket.shards(bucket.host_flat)
             if wire.dtype != bucket.dtype or self._accepts:
                 rooms = [wire.room(room.numel()) for room in rooms]
-            # Where the owner's message would land is taken by the message itself: owners keep what they have.
+            # This rank's own place is taken by the message itself: owners keep the parameters that they have.
             rooms[self._rank] = message
             self._rooms[bucket.index] = rooms
             group = self.groups[bucket.index]
@@ -119,10 +119,10 @@ class Broadcast:
             self._begin_exact(bucket, ahead, serve, fetch, reliability)
             return [pending]
 
-        return self._order.begin(begin, moments)  # type: ignore[return-value]  # as in Reduction
+        return self._order.begin(begin, moments)  # type: ignore[return-value]  # it holds what `begin` returns
 
     def _published(self, bucket: Bucket, lead: float) -> torch.Tensor:
-        """What this rank sends of its own parameters, in memory that is the broadcast's until it has ended."""
+        """Returns what this rank sends of its own parameters, in memory that nobody writes until the broadcast ends."""
         before = bucket.previous
         if before is None or (lead == 0.0 and not self._publishes):
             return bucket.masters
@@ -130,7 +130,7 @@ class Broadcast:
         return chunked(self._policy.publish, per_chunk, [before, bucket.masters], [lead])
 
     def looks_back(self, lead: float) -> bool:
-        """Whether what is sent depends on the parameters from before the step."""
+        """Whether what is sent depends on the parameters before the step."""
         return lead != 0.0 or self._publishes
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
@@ -145,7 +145,7 @@ class Broadcast:
         reliability: Reliability,
     ) -> None:
         group, wire = self.groups[bucket.index], self._wires[bucket.index]
-        # Where one side knows of it and the other does not, as a report was lost with its rank, nobody waits for long.
+        # The deadline matters where only one side knows of the request, because a report was lost with its rank.
         silence_s = getattr(group.transport, "silence_s", None)
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
         self._serves[bucket.index], self._fetches[bucket.index] = [], []
@@ -165,7 +165,7 @@ class Broadcast:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self, bucket: Bucket) -> None:
-        """Waits until a bucket's parameters are here, or lost."""
+        """Waits until a bucket's parameters have arrived or are lost."""
         begun = self._begun.pop(bucket.index)
         with self._shown("all_gather wait", bucket):
             (pending,) = begun.result() if isinstance(begun, Future) else begun
@@ -212,9 +212,10 @@ class Broadcast:
                 wire.place(rooms[owner], own, arrived_C)
 
     def resent(self, missing: Collection[int]) -> tuple[int, int]:
-        """What must have been lost of what this rank sent last time, as it had to send so many chunks again; of how
-        many. A report that was lost makes it send again, too, so that this is rather too much. Where a rank is missing,
-        nothing can be said: what was sent to that one says nothing of the network.
+        """Estimates the loss of the last broadcast by this rank from what it sent again: chunks lost, and chunks sent.
+
+        The estimate is rather too high, as a lost report also makes a rank send again. Where a rank is missing, both
+        are 0: what was sent to that rank says nothing about the network.
         """
         if missing:
             return 0, 0
@@ -223,19 +224,19 @@ class Broadcast:
     # --- ages -------------------------------------------------------------------------------------------------------
 
     def chunks_of(self, owner: int) -> int:
-        """Of all its shards."""
+        """Returns the number of chunks in an owner's shards."""
         return sum(ages[owner].numel() for ages in self.ages)
 
     def too_old(self, owner: int, most: int) -> torch.Tensor:
-        """Which chunks of an owner's shards would be older than that after another loss, over all buckets."""
+        """Whether each chunk of an owner's shards, over all buckets, would be older than `most` after another loss."""
         return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
 
     def split(self, chunks_C: torch.Tensor, owner: int) -> list[torch.Tensor]:
-        """Flags of all an owner's chunks, bucket by bucket."""
+        """Splits flags of all an owner's chunks by bucket."""
         return list(torch.split(chunks_C, [ages[owner].numel() for ages in self.ages]))
 
     def lag(self) -> dict[int, int]:
-        """How many chunks of others' parameters are so many steps old."""
+        """Returns the number of chunks of others' parameters by their age in steps."""
         others = [age for ages in self.ages for owner, age in enumerate(ages) if owner != self._rank]
         if not others:
             return {}
@@ -243,21 +244,21 @@ class Broadcast:
         return {age: count for age, count in enumerate(counts.tolist()) if count}
 
     def oldest(self, without: Collection[int]) -> int:
-        """Age of the oldest copy, but for those of some owners."""
+        """Returns the age of the oldest copy, leaving out the copies of some owners."""
         spared = {*without, self._rank}
         return max(
             (int(age.max()) for ages in self.ages for owner, age in enumerate(ages) if owner not in spared), default=0
         )
 
     def refresh(self, bucket: Bucket, group: Group, arrival: Arrival) -> None:
-        """All copies that an exact exchange has brought are new."""
+        """Sets the age of all copies that an exact exchange has brought to 0."""
         for rank, (chunks, arrived) in arrival.links().items():
             if arrived == chunks:
                 self.ages[bucket.index][group.ranks.index(rank)].zero_()
 
 
 def _elements(chunks_C: torch.Tensor, per_chunk: int, count: int) -> torch.Tensor:
-    """Numbers of the elements in some chunks of a shard of `count`."""
+    """Returns the indices of the elements in some chunks of a shard with `count` elements."""
     first = chunks_C.nonzero() * per_chunk
     each = (first + torch.arange(per_chunk, device="cpu")).flatten()
     return each[each < count]

@@ -1,4 +1,4 @@
-"""The memory of some parameters: one flat vector of them, one of their gradients, and what this rank owns of both."""
+"""The memory of some parameters: a flat vector of them, one of their gradients, and this rank's shard of both."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ class Bucket:
     """Parameters that travel together. They become views of `flat`; their gradients become views of `grads`.
 
     Args:
-        index: Its number. Gradients of low numbers are complete first; parameters of high ones are needed first.
-        layout: What lies where.
-        parameters: All parameters, by number; of one dtype and device where they are in this bucket.
-        rank: Whose shard this process owns.
+        index: Number of the bucket. Low ones complete their gradients first; high ones are needed first in forward.
+        layout: Places of parameters and shards in the bucket.
+        parameters: All parameters, by number. Those in this bucket have one dtype and device.
+        rank: Rank of this process, which owns the shard of the same number.
     """
 
     def __init__(self, index: int, layout: Layout, parameters: Sequence[nn.Parameter], rank: int) -> None:
@@ -42,9 +42,9 @@ class Bucket:
         self.masters = self.own if wide else self.own.float()
         self.own_grads = self.shard(self.grads, rank) if wide else torch.zeros_like(self.masters)
         self.previous: torch.Tensor | None = None
-        """The owned parameters from before the last step, where anybody asked to remember them."""
+        """Owned parameters before the last step, where `remember` was called."""
         on_gpu = self.device.type == "cuda"
-        # What the network reads and writes is in main memory; on the CPU it is the vectors themselves.
+        # The network reads and writes main memory; on the CPU that is the vectors themselves.
         self.host_flat = self._pinned(self.flat) if on_gpu else self.flat
         self.host_grads = self._pinned(self.grads) if on_gpu else self.grads
         self.host_own_grads = self._pinned(self.own_grads) if on_gpu else self.own_grads
@@ -53,33 +53,33 @@ class Bucket:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether main memory is not where the parameters are."""
+        """Whether the parameters are on a GPU, so that they must be copied for the network."""
         return self.device.type == "cuda"
 
     def shard(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
-        """An owner's part of a vector like `flat`."""
+        """Returns an owner's part of a vector like `flat`."""
         return vector.narrow(0, *self.layout.spans[owner])
 
     def shards(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """All owners' parts."""
+        """Returns all owners' parts of a vector like `flat`."""
         return [self.shard(vector, owner) for owner in range(len(self.layout.spans))]
 
     def pieces(self) -> list[Piece]:
-        """What this rank owns."""
+        """Returns the pieces of parameters that this rank owns."""
         return self.layout.pieces(self.rank)
 
     def within_own(self, piece: Piece, vector: torch.Tensor) -> torch.Tensor:
-        """A piece's part of a vector like `masters`."""
+        """Returns a piece's part of a vector like `masters`."""
         return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
 
     def bring_home(self, *, arriving: bool = False) -> None:
-        """Puts parameters back that were copied and stayed what they were, as by `model.to("cpu:0")` on the CPU.
+        """Puts parameters back into the bucket that were only copied, as `model.to("cpu:0")` does on the CPU.
 
         Args:
-            arriving: Parameters are on their way to their homes, and copies made meanwhile are worth nothing.
+            arriving: Whether parameters are on their way, so that copies made meanwhile may hold old values.
 
         Raises:
-            RuntimeError: A parameter has another dtype, device or shape, so that it has no home any more.
+            RuntimeError: A parameter has another dtype, device or size, or was copied while parameters were arriving.
         """
         first, size = self.flat.data_ptr(), self.dtype.itemsize
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -99,7 +99,13 @@ class Bucket:
                 parameter.data = home
 
     def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> None:
-        """The same for a gradient: `view` stands for that of the parameter at a place. Its numbers may be kept."""
+        """Puts a gradient back into the bucket if its memory was replaced.
+
+        Args:
+            place: Place of the parameter in the bucket.
+            view: The gradient that should be a view of `grads`.
+            keep: Whether to copy its values into the bucket.
+        """
         slot = self.layout.slots[place]
         home = self.grads[slot.first : slot.first + slot.count]
         if slot.count and view.data_ptr() != home.data_ptr():
@@ -110,48 +116,48 @@ class Bucket:
                 view.data = home
 
     def _is_here(self, device: torch.device) -> bool:
-        """Whether a device is this bucket's: there is only one CPU, whatever its number."""
+        """Whether a device is this bucket's. All CPU devices are the same one, whatever their index."""
         return device == self.device or (device.type == "cpu" and self.device.type == "cpu")
 
     # --- owned parameters ---------------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Keeps the owned parameters from before the step, in memory that is the same at every step."""
+        """Copies the owned parameters before a step, into memory that is the same at every step."""
         if self.previous is None:
             self.previous = torch.empty_like(self.masters)
         self.previous.copy_(self.masters)
 
     def settle(self) -> None:
-        """After a step: the parameters of this rank follow their masters."""
+        """Copies the masters to this rank's parameters, after a step."""
         if self.masters is not self.own:
             self.own.copy_(self.masters)
 
     def follow(self) -> None:
-        """Masters follow the parameters of this rank where those were changed by hand: they say the same elsewhere."""
+        """Copies this rank's parameters to the masters where they differ, as the user has changed them there."""
         if self.masters is not self.own:
             self.masters.copy_(torch.where(self.masters.to(self.dtype) == self.own, self.masters, self.own.float()))
 
     def adopt(self) -> None:
-        """After values were loaded: masters follow the parameters, unless they say the same in more bits."""
+        """Takes over loaded parameters: masters keep their extra bits where they round to the same value."""
         self.follow()
         if self.on_gpu:
             self.host_flat.copy_(self.flat)
 
     def release_gradients(self) -> None:
-        """For policies under which gradients stay where torch puts them."""
+        """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
         self.grads = self.host_grads = self.own_grads = self.host_own_grads = self.grads.new_empty(0)
         self.grad_views = []
 
     # --- to and from a GPU ------------------------------------------------------------------------------------------
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Moment]:
-        """Copies to main memory; it is there when the moments have happened."""
+        """Begins to copy to main memory. The copy is complete when the returned moments have happened."""
         visit = Visit(self.device)
         visit.fetch_into(target, source)
         return [event for event in (visit.fetched(),) if event is not None]
 
     def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies to the GPU, after all that its current stream was given."""
+        """Copies to the GPU, after all work on its current stream."""
         target.copy_(source, non_blocking=True)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a model has beside parameters, such as the statistics of batch normalisation: averaged when it is asked for."""
+"""A model's buffers, such as the statistics of batch normalisation: averaged over ranks when a call needs them."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ from stormtorch.reliability import Reliability
 
 
 class Buffers:
-    """A model's floating-point buffers, by name: forward may replace them by new tensors.
+    """A model's floating-point buffers, found by name, as forward may replace them by new tensors.
 
-    `buffers_of` gives one to all optimizers of a model: what one call has made of the buffers holds for the next.
+    All sessions of a model share one, from `buffers_of`: a call of one session starts from what the last call made.
 
     Args:
-        model: Whose.
+        model: The model that has the buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # What each was at first, and its version. Not by id: that of a tensor that is gone is soon another one's.
+        # Each buffer at first, and its version. By weak reference: the id of a tensor that is gone may be reused.
         self._first = {name: (weakref.ref(each), each._version) for name, each in self._all().items()}
-        # Normalisation changes its statistics without a new version.
+        # Normalisation changes its statistics without a new version, so its buffers always count as changed.
         for prefix, module in model.named_modules():
             if isinstance(module, _NormBase):
                 for name, _ in module.named_buffers(prefix):
@@ -37,9 +37,9 @@ class Buffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Keeps what they are at the end of a step, for calls of ranks that have not begun the next one.
+        """Copies the buffers at the end of a step, for calls of ranks that have not begun the next one.
 
-        Those that nothing has ever changed, such as tables, are not copied.
+        Buffers that have never changed, such as tables, are not copied.
         """
         now = self._all()
         self._kept = {
@@ -52,24 +52,24 @@ class Buffers:
 
     @torch.no_grad()
     def average(self, group: Group, reliability: Reliability, root: int = 0) -> None:
-        """They become the mean over all ranks. What is the same everywhere keeps every bit.
+        """Sets the buffers to their mean over all ranks. A value that all ranks share keeps every bit.
 
         Args:
-            group: Who takes part.
+            group: Ranks that take part.
             reliability: How much may be missing.
-            root: A rank that is there.
+            root: Any rank that is there, the same on all.
         """
         buffers = self._all()
         if not buffers:
             return
         mean = _mean(_flat(buffers.values()), group, reliability, root)
-        # Before they change: what was remembered is of before this call, and the next one may ask for it.
+        # Before the buffers change: the next call may ask for what is remembered, which must then be this mean.
         self._keep(buffers, mean)
         self.become(mean)
 
     @torch.no_grad()
     def become(self, mean: torch.Tensor | None) -> None:
-        """They become a mean that `give` has returned."""
+        """Sets the buffers to a mean that `give` has returned."""
         buffers = list(self._all().values())
         if mean is None or not buffers:
             return
@@ -81,9 +81,9 @@ class Buffers:
                 buffer.copy_(mean[here].view(buffer.shape))
 
     def give(self, group: Group, reliability: Reliability, root: int = 0) -> torch.Tensor | None:
-        """Takes part in the others' mean with what was last remembered. The buffers stay as they are.
+        """Takes part in the others' mean with the buffers that were last remembered. The buffers stay as they are.
 
-        What is remembered becomes the mean: a second call at the same step must not weigh this rank's once more.
+        The mean is remembered in their place: a second call at the same step must not weigh this rank's again.
         """
         given = {name: self._kept.get(name, each) for name, each in self._all().items()}
         if not given:
@@ -93,7 +93,7 @@ class Buffers:
         return mean
 
     def _keep(self, given: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
-        """Remembers the mean of what was given. Tables, which it does not change, are still not copied."""
+        """Remembers the mean of some buffers. Tables, which the mean does not change, are still not copied."""
         parts = torch.split(mean, [each.numel() for each in given.values()])
         own = torch.split(_flat(given.values()), [each.numel() for each in given.values()])
         for (name, each), part, before in zip(given.items(), parts, own, strict=True):
@@ -101,12 +101,12 @@ class Buffers:
                 self._kept[name] = part.view(each.shape)
 
 
-# Weak on both sides, as it holds its model.
+# Weak on both sides, as `Buffers` holds its model.
 _buffers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Buffers]] = weakref.WeakKeyDictionary()
 
 
 def buffers_of(model: nn.Module) -> Buffers:
-    """The model's, which all that ask for them share."""
+    """Returns the buffers of a model: the same object for all sessions."""
     known = _buffers.get(model)
     found = None if known is None else known()
     if found is None:
@@ -120,7 +120,7 @@ def _flat(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _mean(own: torch.Tensor, group: Group, reliability: Reliability, root: int) -> torch.Tensor:
-    # The root's and the mean difference to it: a mean of equal numbers is rounded, and tables would change each time.
+    # The root's values plus the mean difference from them: a plain mean would round, and so change even equal values.
     first = own.clone()
     collectives.broadcast(group, first, root, reliability=reliability).wait()
     difference = torch.where(own == first, 0.0, own - first)

@@ -1,17 +1,17 @@
 """Calls that all ranks make: `model.state_dict()`, `exact()` and `optimizer.state_dict()`.
 
-A rank that makes one tells the others which, and at which step it is. The others may make the same call. Or they wait
-for something else, in backward() or in a barrier, say: then they see what was begun and take part in it from there, as
-if they had made the call, without any change to what they have. So `if rank == 0: torch.save(model.state_dict(), ...)`
-is exact, and no other rank has to know of it. If they make another call, all serve the model's first, then the
-optimizer's. A rank that is about to leave takes part as well, until all others are about to leave too, or have begun
-another step without it.
+A rank that makes a call tells the others which call it is and at which step. The others may make the same call. Or they
+wait for something else, such as backward() or a barrier: then they notice the call and take part in it while they wait,
+without any change to their own parameters. So `if rank == 0: torch.save(model.state_dict(), ...)` is exact, and no
+other rank has to know of it. If ranks make different calls, all serve calls for the model first, then those for the
+optimizer. A rank that is about to leave takes part too, until all others are about to leave, or have begun another step
+without it.
 
-A slow rank may take part in a call that it is about to make itself. So what it got is kept until the next step, and its
-own call is answered from there: the others have theirs, and do not come again.
+A slow rank may take part in a call that it is about to make itself. Therefore it keeps the result until the next step,
+and answers its own call from it: the others have their result already, and do not take part again.
 
-An error in a call is the caller's. Ranks that only take part log a warning, and go on with what they wait for, unless
-their models differ in size.
+An error in a call is raised to the caller. Ranks that only take part log a warning and continue to wait, unless their
+models differ in size.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ _log = logging.getLogger("stormtorch")
 
 @dataclass(slots=True)
 class _Kept:
-    """What came of calls that this rank has only taken part in, of one kind and at one step."""
+    """The result of calls of one kind, at one step, in which this rank took part for others."""
 
     steps: int
     times: int
-    """Calls that this rank has not made itself since."""
+    """Number of such calls that this rank has not made itself since."""
     present: list[int]
     result: object
 
 
 class Calls:
-    """The calls of one training.
+    """The calls of one session.
 
     Args:
-        meeting: Where ranks meet for them.
-        steps: Tells how many this rank has made.
-        ready: Whether this rank could take part now.
-        going_on: Whether this rank waits for others in a step that it has begun, and not for the end of the last one.
-        serve: Takes part in a call, by number, with the ranks that are there, changes nothing here, and returns what
-            came of it.
+        meeting: The place where ranks meet for calls.
+        steps: Returns the number of steps that this rank has made.
+        ready: Returns whether this rank could take part now.
+        going_on: Returns whether this rank waits within a step that it has begun, not for the end of the last one.
+        serve: Takes part in a call, given its number and the ranks that are there. Changes nothing on this rank, and
+            returns the result.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Calls:
         self._serve = serve
         self._busy = False
         self._kept: dict[bool, _Kept] = {}
-        # Other threads that wait in a collective cannot know whether a step is being made.
+        # Only this thread makes steps: others that wait in a collective cannot know whether one is under way.
         self._thread = threading.get_ident()
         meeting.group.transport.servers.offer(self)
 
     @property
     def group(self) -> Group:
-        """Who takes part in what follows a meeting."""
+        """Group of the exchanges that follow a meeting."""
         return self.meeting.group
 
     @contextlib.contextmanager
     def call(self, call: int) -> Iterator[tuple[list[int], object]]:
-        """Within it, all ranks take part in a call.
+        """Enters a context in which all ranks take part in a call.
 
-        Gives the ranks that are there, and what came of the call if this rank has taken part in it before.
+        Yields the ranks that are there, and the result of the call if this rank has already taken part in it.
 
         Raises:
             StormError: A rank has made another number of steps.
-            ExchangeTimeout: A rank has not come.
+            ExchangeTimeout: A rank neither made the call nor took part in it in time.
         """
         kept = self._kept.get(call == OPTIMIZER_STATE)
         if kept is not None and kept.steps == self._steps() and kept.times > 0:
@@ -118,7 +118,7 @@ class Calls:
             yield sorted(found), None
 
     def forget(self) -> None:
-        """Drops what was kept: parameters or the optimizer's state are about to change."""
+        """Drops kept results, as parameters or the optimizer's state are about to change."""
         self._kept.clear()
 
     def awaited(self) -> bool:
@@ -130,15 +130,15 @@ class Calls:
             if told.call == TAKES_PART:
                 continue
             if told.steps < mine:
-                return True  # it comes too late and is told so, or leaves and may go: it has nothing that is asked for
+                return True  # meet it now: a late call must fail, and a rank that leaves may go
             if told.call == LEAVES and not self._going_on():
-                continue  # it may stay until this rank leaves too
-            seen = seen or told.steps == mine  # who is ahead is met later
+                continue  # it stays until this rank leaves too
+            seen = seen or told.steps == mine  # a rank that is ahead is met later
         return seen and self._ready()
 
     @torch.no_grad()
     def serve(self) -> None:
-        """Takes part in a call that others have begun. What goes wrong in it does not end what this rank waits for."""
+        """Takes part in a call that others have begun. An error in it does not disturb what this rank waits for."""
         with self.occupied():
             try:
                 found = self.meeting.meet(TAKES_PART, self._steps())
@@ -150,7 +150,7 @@ class Calls:
 
     @torch.no_grad()
     def part(self) -> None:
-        """Takes part in what others still call for, until they leave too, or go on without this rank."""
+        """Takes part in the calls of others before this rank leaves, until they leave too or continue without it."""
         with doing(NAMES[LEAVES]), self.occupied(), contextlib.suppress(StormError):
             while True:
                 found = self.meeting.meet(LEAVES, self._steps())
@@ -163,7 +163,7 @@ class Calls:
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
-        """Within it, this rank's waits are part of a call, or of the beginning of an epoch: it takes part in none."""
+        """Enters a context in which this rank takes part in no call, as it is within one or begins an epoch."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -171,19 +171,19 @@ class Calls:
             self._busy = before
 
     def _answer(self, found: dict[int, Told]) -> None:
-        """Takes part in the first call of those that others make."""
+        """Takes part in that call of the others which is served first."""
         first, present = _first(found), sorted(found)
         try:
             self._compare(found)
             result = self._serve(first.call, present)
         except SizeMismatch:
-            raise  # models differ, and the caller waits for what this rank cannot give: it must not go on in silence
+            raise  # models differ, so the caller waits for something that this rank cannot give: both must fail
         except StormError as error:
             asking = [peer for peer, told in _asked(found).items() if told.of_optimizer == first.of_optimizer]
             self._tell(f"{NAMES[first.call]} of rank {', '.join(map(str, asking))}", error)
             return
         if is_elsewhere():
-            return  # the collective that this rank waits in comes after this call, and its own call after that
+            return  # this rank waits in a collective that comes after this call, so a call of its own is another one
         kept = self._kept.get(first.of_optimizer)
         times = kept.times if kept is not None and kept.steps == self._steps() else 0
         self._kept[first.of_optimizer] = _Kept(self._steps(), times + 1, present, result)
@@ -191,7 +191,7 @@ class Calls:
     def _tell(self, what: str, error: StormError) -> None:
         rank = self.group.rank
         why = str(error).removeprefix(f"rank {rank}: ")
-        _log.warning("rank %d: takes no part in %s, and goes on without: %s", rank, what, why)
+        _log.warning("rank %d: takes no part in %s, and goes on without it: %s", rank, what, why)
 
     def _compare(self, found: dict[int, Told]) -> None:
         for first, leader in _asked(found).items():
@@ -205,10 +205,10 @@ class Calls:
 
 
 def _asked(found: dict[int, Told]) -> dict[int, Told]:
-    """What ranks ask for; the others only take part."""
+    """Returns what the ranks that make a call have told; the others only take part."""
     return {peer: told for peer, told in found.items() if told.asks}
 
 
 def _first(found: dict[int, Told]) -> Told:
-    """The call that is served first, of those that ranks make: the same on all of them."""
+    """Returns the call that is served first, of those that ranks make; the same on all ranks."""
     return min(_asked(found).values())

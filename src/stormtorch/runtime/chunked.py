@@ -1,4 +1,4 @@
-"""A policy's function applied to flat memory: chunk by chunk, as policies see values."""
+"""Applies a policy's function to flat memory, chunk by chunk, as policies see values."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +11,13 @@ def chunked(
     vectors: Sequence[torch.Tensor],
     numbers: Sequence[torch.Tensor | float | int] = (),
 ) -> torch.Tensor:
-    """Calls a function on the whole chunks of some vectors, and once more on a last one that is shorter.
+    """Calls a function on the whole chunks of some vectors, and once more on a last chunk that is shorter.
 
     Args:
         function: Gets each vector as (C, E), then each of the numbers; returns (C, E).
         per_chunk: Elements of a whole chunk.
-        vectors: Equally long.
-        numbers: One number for all chunks, or a tensor with one for each, which the function gets as (C, 1).
+        vectors: Vectors of equal length.
+        numbers: Numbers for all chunks, or tensors with one for each chunk, which the function gets as (C, 1).
 
     Returns:
         One of the vectors, if the function returned that one or wrote into it; otherwise a new vector.

@@ -1,4 +1,4 @@
-"""Measures drift: at every step all ranks compare their copies of the same few numbers, chosen anew each time."""
+"""Measures drift: at every step all ranks compare their copies of the same few elements, chosen anew each time."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +9,13 @@ from stormtorch.runtime.bucket import Bucket
 
 
 class DriftSamples:
-    """Chooses numbers of every owner's shards and reads this rank's copies of them.
+    """Chooses elements of every owner's shards, reads this rank's copies of them, and compares copies.
 
     Args:
-        buckets: Where the parameters are.
-        owners: How many there are.
-        rank: Which of them this process is.
-        samples: How many numbers, over all owners.
+        buckets: Buckets that hold the parameters.
+        owners: Number of owners.
+        rank: Rank of this process, one of the owners.
+        samples: Number of elements to compare, over all owners.
     """
 
     def __init__(self, buckets: Sequence[Bucket], owners: int, rank: int, samples: int) -> None:
@@ -23,8 +23,9 @@ class DriftSamples:
         self._rank = rank
         self._buckets = buckets
         self.each = -(-samples // owners) if samples else 0
-        """Numbers per owner."""
-        # Of each owner: where its pieces end, counted over all of them, and in which bucket each begins.
+        """Number of elements per owner."""
+        # For each owner: where its pieces end if they are put in a row, how much to add to an element's place in that
+        # row to get its place in a bucket, and the bucket of each piece.
         self._ends: list[torch.Tensor] = []
         self._firsts: list[torch.Tensor] = []
         self._homes: list[torch.Tensor] = []
@@ -44,11 +45,11 @@ class DriftSamples:
 
     @property
     def samples(self) -> int:
-        """Numbers in all."""
+        """Number of elements in all."""
         return self.each * self.owners
 
     def choose(self, step: int) -> None:
-        """Chooses the numbers of a step, the same on all ranks."""
+        """Chooses the elements of a step, the same on all ranks."""
         random = torch.Generator(device="cpu").manual_seed(step)
         self._places = []
         for ends, firsts, homes in zip(self._ends, self._firsts, self._homes, strict=True):
@@ -63,30 +64,30 @@ class DriftSamples:
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """This rank's copies, owner after owner; NaN where an owner has nothing."""
+        """Returns this rank's copies, owner after owner; NaN where an owner has nothing."""
         return torch.cat([self._read(owner) for owner in range(self.owners)]) if self.each else torch.empty(0)
 
     def before_step(self) -> None:
-        """Remembers the chosen numbers that this rank owns."""
+        """Remembers the chosen elements that this rank owns."""
         self._before = self._read(self._rank)
 
     def after_step(self) -> None:
-        """Learns how much they were changed."""
+        """Measures how much the step has changed the chosen elements that this rank owns."""
         if self.each:
             update = self._read(self._rank) - self._before
             self.update_variance = float(update.square().mean())
 
     def bound(self, update_variance: float, loss: float, lead: float, max_lag: int | None, *, again: bool) -> float:
-        """What the mean squared difference of two replicas cannot exceed on average, under the policy in use.
+        """Returns a bound on the expected mean squared difference of two replicas, under the policy in use.
 
         Args:
             update_variance: Mean square of the last update, over all ranks.
-            loss: Of the broadcast.
-            lead: How many updates it was ahead.
-            max_lag: What no copy is older than.
-            again: Whether this update was told of before.
+            loss: Loss of the broadcast.
+            lead: Updates by which the broadcast was ahead.
+            max_lag: Highest age of a copy, or None.
+            again: Whether this update was counted before.
         """
-        # The update of j steps ago is in the difference with a weight of p^j: that is what this mean has.
+        # The update of j steps ago is in the difference with a weight of p^j, so this running mean weighs it the same.
         if self._square is None:
             self._square = update_variance
         elif not again:
@@ -104,7 +105,7 @@ class DriftSamples:
         return values
 
     def compare(self, own_S: torch.Tensor, others: dict[int, torch.Tensor]) -> tuple[float | None, float | None]:
-        """Mean squared difference between this replica and others, and between it and the owners."""
+        """Returns the mean squared difference between this replica and others, and between it and the owners."""
         if not self.each:
             return None, None
         own = own_S.view(self.owners, -1)
@@ -118,7 +119,7 @@ class DriftSamples:
 
 
 def apart(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
-    """Mean squared difference between this replica and others, where nobody owns anything."""
+    """Returns the mean squared difference between this replica and others, where nobody owns anything."""
     return _mean([(each - own_S).square() for each in others]) if own_S.numel() else None
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are still on their way are waited for before a module reads them."""
+"""A gate that makes each module wait for parameters that are still on their way, before it reads them."""
 
 import logging
 import time
@@ -14,14 +14,14 @@ _log = logging.getLogger("stormtorch")
 
 
 class Gate:
-    """Lets `step` return while parameters arrive: each module waits for its own when it is about to run.
+    """Lets `step` return before parameters have arrived: each module waits for its own when it is about to run.
 
     Args:
-        model: Its modules wait.
-        buckets: What is waited for.
-        receive: Called once per bucket that is on its way; its parameters are there when it returns.
-        passed: Called when all have arrived.
-        overlap: Whether modules wait at all; otherwise `close` does.
+        model: The model whose modules wait.
+        buckets: Buckets that hold the parameters.
+        receive: Called once per bucket that is on its way; returns when its parameters have arrived.
+        passed: Called when all buckets have arrived.
+        overlap: Whether modules wait; otherwise `close` waits for everything.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Gate:
     ) -> None:
         self.overlap = overlap and not _compiled(model)
         self.waited_s = 0.0
-        """Since the gate was closed."""
+        """Seconds of waiting since the gate was closed."""
         self._buckets = buckets
         self._receive = receive
         self._passed = passed
@@ -45,7 +45,7 @@ class Gate:
         if self.overlap:
             for module in model.modules():
                 if any(id(parameter) in home for parameter in module.parameters(recurse=False)):
-                    # With all below it: nn.MultiheadAttention reads its children's parameters without calling them.
+                    # Includes its children's: nn.MultiheadAttention reads their parameters without calling them.
                     needed = sorted({home[id(each)] for each in module.parameters() if id(each) in home}, reverse=True)
                     module.register_forward_pre_hook(self._hook(needed))
 
@@ -55,7 +55,7 @@ class Gate:
         return not self._closed and not self._receiving
 
     def close(self) -> None:
-        """All parameters are on their way."""
+        """Called when all parameters are on their way; waits for them unless modules do."""
         self.waited_s = 0.0
         self._closed = {bucket.index for bucket in self._buckets}
         if not self.overlap:
@@ -80,7 +80,7 @@ class Gate:
             self._passed()
 
     def used(self, index: int) -> None:
-        """A bucket's parameters have gradients. If nobody has waited for them, nobody will: `step` does from now on."""
+        """Called when a bucket's parameters have gradients. If no module waited for them, `step` will from now on."""
         if index in self._closed and self.overlap:
             _log.warning(
                 "parameters were used before they had arrived, by code that was compiled before prepare() or that "
@@ -89,7 +89,7 @@ class Gate:
             self.overlap = False
 
     def _hook(self, needed: list[int]) -> Callable[[nn.Module, object], None]:
-        # A function and not a method: copies of the model share it, and copy nothing of ours.
+        # A function and not a method: copies of the model then share it, and do not copy the gate.
         def wait(_module: nn.Module, _args: object) -> None:
             if not torch.compiler.is_compiling():
                 if self._closed:
@@ -103,7 +103,7 @@ class Gate:
         reason="a prepared model waits for its parameters: compile it before prepare(), or use overlap=False"
     )
     def _compiling(self) -> None:
-        """Compiled code cannot wait in its middle. From now on `step` waits, and the next compilation is whole."""
+        """Makes `step` wait from now on, as compiled code cannot. The next compilation then has no graph break here."""
         self.open()
         self.overlap = False
 

@@ -1,4 +1,4 @@
-"""When gradients are complete: hooks on the parameters fill buckets, and each starts as soon as it is full."""
+"""Collects gradients: hooks on the parameters fill buckets, and the exchange of each starts as soon as it is full."""
 
 import contextlib
 import weakref
@@ -14,14 +14,14 @@ from stormtorch.transport.waiting import BACKWARD, doing
 class GradientCollector:
     """Collects gradients into buckets.
 
-    Every backward that is to be synchronised starts each bucket exactly once, so that all ranks make the same
-    exchanges, also where some of them do not use a parameter.
+    Every backward that exchanges gradients starts each bucket exactly once, so that all ranks make the same exchanges,
+    even if some of them do not use a parameter.
 
     Args:
-        buckets: To be filled.
+        buckets: Buckets to fill.
         start: Called with a bucket whose local gradients are complete.
-        finish: Called when all were started, at the end of backward; everything is reduced when it returns.
-        norms: What the gradients ask for norms over all ranks; None where each rank has all of them.
+        finish: Called at the end of backward, when all buckets were started; returns when all are reduced.
+        norms: Computes norms of gradients over all ranks; None where each rank has all of the averaged gradients.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class GradientCollector:
     ) -> None:
         self._allowed = True
         self.wanted: Callable[[], bool] = lambda: True
-        """Whether the user wants backward to exchange anything."""
+        """Returns whether the user wants backward to exchange anything."""
         self.reduced = False
-        """Whether the gradients that are there now were exchanged."""
+        """Whether the present gradients were exchanged."""
         self.end: Callable[[], None] = self.complete
-        """Called when a backward that has brought gradients is over."""
+        """Called at the end of a backward that has brought gradients."""
         self._buckets = buckets
         self._start = start
         self._finish = finish
         self._sharded = norms is not None
         self._running = False
         self._task = -1
-        """The backward that calls `_end` when it is over."""
+        """Number of the backward that will call `_end` at its end."""
         self._awaited: list[set[int]] = [set() for _ in buckets]
         self._started = [False for _ in buckets]
         self._carried: dict[int, torch.Tensor] = {}
@@ -68,7 +68,7 @@ class GradientCollector:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def _hooks(self, index: int, place: int) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-        # Python does not see that parameters hold their hooks, so these must not hold the parameters.
+        # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
         found = weakref.ref(self)
 
         def before(_gradient: torch.Tensor) -> None:
@@ -85,11 +85,11 @@ class GradientCollector:
 
     def _expect(self, bucket: Bucket) -> None:
         if self._running and self._started[bucket.index]:
-            # A second gradient of one backward, as of a parameter in two parts that are recomputed: what is on its way
-            # must not change, so it goes first and the rest follows.
+            # A second gradient in one backward, as when two recomputed parts share a parameter. What is on its way must
+            # not change, so that exchange ends first and the rest follows in another.
             self.complete()
         if self.reduced:
-            # The first gradient that comes may be of a parameter that had none, and others follow that had.
+            # For all buckets at once: the first parameter to get a gradient may have had none, but later ones had.
             self._carry()
 
     def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class GradientCollector:
         given, view = parameter.grad, self._views[bucket.index][place]
         assert given is not None
         bucket.bring_gradient_home(place, view, keep=False)
-        with torch.no_grad():  # backward(create_graph=True) has it on
+        with torch.no_grad():  # backward(create_graph=True) enables gradients
             bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
         parameter.grad = view
 
@@ -126,7 +126,7 @@ class GradientCollector:
             self._started[bucket.index] = False
 
     def _end(self) -> None:
-        # Of a backward within a backward, as checkpointing does: the outer one goes on, and may bring what is awaited.
+        # If this is a backward within a backward, as with checkpointing, the outer one may bring what is still awaited.
         within = torch._C._current_autograd_node() is not None
         if self._running and not within:
             self.end()
@@ -134,11 +134,11 @@ class GradientCollector:
             self.complete()
 
     def complete(self) -> None:
-        """Starts what was not started and ends the exchange of gradients, unless that has been done."""
+        """Starts the remaining buckets and ends the exchange of gradients, unless that has been done."""
         if self.reduced:
             return
         if not self._running:
-            # No gradient on this rank: the others count on its part all the same.
+            # This rank has no gradient, but the others wait for its part.
             for bucket in self._buckets:
                 self._started[bucket.index] = False
         for bucket in self._buckets:
@@ -163,14 +163,14 @@ class GradientCollector:
             if not used[place]:
                 bucket.grad_views[place].zero_()
             elif parameter.grad is not view:
-                self._place(bucket, place, parameter)  # it was given by hand
+                self._place(bucket, place, parameter)  # the user has assigned it
         self._start(bucket)
 
     def _carry(self) -> None:
-        """Gradients that were exchanged are about to be added to: the result is kept apart, and what comes is new."""
+        """Sets averaged gradients aside, as backward is about to add to them: only what is new will be exchanged."""
         self.reduced = False
         if not self._sharded:
-            return  # every rank has all of the mean, and the mean of that is the same
+            return  # every rank has the whole mean, and exchanging it again does not change it
         for bucket in self._buckets:
             if all(parameter.grad is None for parameter in bucket.parameters):
                 continue
@@ -195,11 +195,11 @@ class GradientCollector:
         }
 
     def came(self, bucket: Bucket) -> bool:
-        """Whether this backward has brought a gradient of one of a bucket's parameters."""
+        """Whether this backward has brought a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
 
     def show(self, used: Sequence[bool]) -> None:
-        """Parameters that any rank has used have a gradient on every rank, as they do without us."""
+        """Gives every parameter that any rank has used a gradient, as it would have in a single process."""
         for bucket in self._buckets:
             for place, slot in enumerate(bucket.layout.slots):
                 if used[slot.parameter] and bucket.parameters[place].grad is None:
@@ -208,8 +208,8 @@ class GradientCollector:
     def clear(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
         if self._running:
-            # Backward has failed, and some of it is on its way: it ends here, as on the other ranks, so that the next
-            # one's gradients are not taken for its rest.
+            # Backward has failed, with some buckets on their way. End the exchange, as the other ranks do, so that the
+            # gradients of the next backward are not taken for the rest of this one.
             self.complete()
         self.reduced = False
         self._carried.clear()
@@ -224,7 +224,7 @@ class GradientCollector:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, gradients are only added up on each rank; the first backward after it exchanges the sum."""
+        """Enters a context in which each rank only adds gradients up; the first backward after it exchanges the sum."""
         before, self._allowed = self._allowed, False
         try:
             yield

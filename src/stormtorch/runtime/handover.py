@@ -1,4 +1,4 @@
-"""What a new process gets from the others when it takes the place of a rank that died."""
+"""Hands parameters and buffers to a new process that takes the place of a rank that died."""
 
 from collections.abc import Sequence
 
@@ -23,24 +23,24 @@ def hand_over(
     *,
     whole: bool = False,
 ) -> None:
-    """Gives new processes what the root has.
+    """Gives new processes the root's parameters and buffers.
 
-    Where parameters have owners, these are the shards of the new processes and of ranks that are still missing, as
-    others last heard of them: everyone takes the same, so that no two copies differ. Otherwise it is the root's whole
-    model, which only the new processes take. What is not trained comes with it.
+    Where parameters have owners, the root sends its copies of the shards of new processes and of ranks that are still
+    missing. All ranks take them, so that no two copies differ. Otherwise the root sends its whole model, and only the
+    new processes take it. Parameters that are not trained, and buffers, come with it.
 
     Args:
-        session: This rank's.
-        buckets: Where its parameters are.
+        session: The session of this rank.
+        buckets: Buckets that hold its parameters.
         epoch: The epoch that begins.
         new: Ranks that are new processes.
         reliability: Reliability of the exchanges.
         whole: Whether every rank has a model of its own.
 
     Raises:
-        StormError: This is a new process, and did not get all.
+        StormError: This is a new process, and it did not get everything.
     """
-    # Of those that are here alone: whoever is dead would pass nothing on.
+    # A group of the present ranks only: a dead rank in it would pass nothing on.
     all_ranks, rank = session.group, session.group.rank
     ranks = [all_ranks.ranks[peer] for peer in epoch.members]
     group = Group(all_ranks.transport, ranks, name=f"{session.name}/{epoch.number}/members")
@@ -72,7 +72,8 @@ def hand_over(
         if id(tensor) not in homes and tensor.numel():
             values = tensor.detach().to("cpu", copy=True).contiguous()
             raw = values.view(-1).view(torch.uint8)
-            # Only floats may be lost, and an exact exchange would end the job of all if a rank died now.
+            # As float32, whatever the dtype: only floats may be lost, and an exact exchange would end the whole job if
+            # a rank died now.
             message = torch.zeros(-(-raw.numel() // 4), dtype=torch.float32, device="cpu")
             message.view(torch.uint8)[: raw.numel()] = raw
             hand(message)

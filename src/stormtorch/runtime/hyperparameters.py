@@ -1,4 +1,4 @@
-"""The optimizer's settings, which must be the same on all ranks: each rank's optimizer moves its own shard alone."""
+"""The optimizer's settings, which must be the same on all ranks, as each rank's optimizer moves only its own shard."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stormtorch.errors import StormError
 
 _log = logging.getLogger("stormtorch")
 
-# Of a parameter group, these are what is trained and not how.
+# Entries of a parameter group that say what is trained, and not how.
 _NOT_SETTINGS = ("params", "param_names")
-# Ranks that know of a difference wait no longer than this for the values of one that does not.
+# Ranks that know of a difference wait no longer than this for the values of a rank that does not know of it.
 _PATIENCE_S = 30.0
-# A digest travels as a float32, which knows all integers below this. 0 is none.
+# A digest travels as a float32, which represents all integers below this. 0 stands for no digest.
 _DIGESTS = 1 << 24
 
-# What cannot be compared, such as functions and large tensors.
+# Stands for a value that cannot be compared, such as a function or a large tensor.
 _OTHER = object()
 
 Plain = dict[str, Any]
@@ -32,11 +32,11 @@ Plain = dict[str, Any]
 
 
 class Hyperparameters:
-    """Compares one rank's settings with the others'.
+    """Compares the optimizer settings of one rank with the others'.
 
     Args:
-        optimizer: Whose parameter groups hold them.
-        rule: As `Policy.settings`.
+        optimizer: The optimizer whose parameter groups hold the settings.
+        rule: What happens where settings differ; see `Policy.settings`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
@@ -46,17 +46,17 @@ class Hyperparameters:
 
     @property
     def compared(self) -> bool:
-        """Whether they are at all."""
+        """Whether settings are compared at all."""
         return self._rule != "any"
 
     def digest(self, *, anywhere: bool = False) -> int:
-        """A number that differs where settings do, as a float32 can say it; 0 if they are not to be compared now.
+        """Returns a number that differs where settings do, exact in float32; 0 if settings are not compared now.
 
-        They are within a backward alone, where all ranks are at the same point of their program. A rank that has no
-        gradient asks from within its step, when settings may have been changed since the others' backward.
+        They are compared only within a backward, where all ranks are at the same point of their program. A rank without
+        a gradient calls this from its step, when its settings may have changed since the others' backward.
 
         Args:
-            anywhere: All ranks are at the same point of their program, though not within a backward.
+            anywhere: Whether all ranks are at the same point of their program, though not within a backward.
         """
         if not self.compared or (torch._C._current_graph_task_id() == -1 and not anywhere):
             return 0
@@ -69,18 +69,18 @@ class Hyperparameters:
         return 1 + total % (_DIGESTS - 1)
 
     def agree(self, group: Group, ranks: Sequence[int], when: str) -> list[str]:
-        """All ranks of a group compare their settings, value by value. All of them must call it.
+        """Compares settings value by value with all ranks of a group. All of them must call it.
 
         Args:
-            group: The first of them is the one whose values may win.
-            ranks: What they are called.
-            when: Is said in the error.
+            group: Ranks that compare their settings. The first one's win where the rule says so.
+            ranks: Number of each rank in messages.
+            when: Time of the comparison, in words for messages.
 
         Returns:
-            What was changed here, as the rule lets the first rank's values win; in words.
+            What was changed here because the first rank's settings win, in words.
 
         Raises:
-            ValueError: They differ.
+            ValueError: Settings differ, and the rule wants them to be the same.
         """
         everyone = self._gathered(group, f"rank {ranks[group.rank]}: cannot compare optimizer settings {when}")
         differences = _differences(everyone, ranks) if self._rule == "same" else []
@@ -94,7 +94,7 @@ class Hyperparameters:
         return self.adopt(everyone[0])
 
     def adopt(self, given: list[Plain]) -> list[str]:
-        """Sets all that is otherwise here. What was changed, in words."""
+        """Adopts settings where they differ from this rank's. Returns what was changed, in words."""
         changed = []
         for place, (group, theirs) in enumerate(zip(self._optimizer.param_groups, given, strict=True)):
             for name, value in theirs.items():
@@ -109,12 +109,12 @@ class Hyperparameters:
         return changed
 
     def take(self, group: Group, root: int, *, new: bool) -> None:
-        """Gives the root's settings to processes that are new. All ranks of the group must call it.
+        """Gives the root's settings to new processes. All ranks of the group must call it.
 
-        Where a rank dies meanwhile, the others go on with what they have: the next backward finds a difference.
+        If a rank dies meanwhile, the others keep their settings, and the next backward finds any difference.
 
         Raises:
-            StormError: This process is new, and did not get them.
+            StormError: This process is new, and it did not get the settings.
         """
         if not self.compared:
             return
@@ -138,7 +138,7 @@ class Hyperparameters:
 
 
 class _Known:
-    """What was seen of one parameter group: at most steps nothing is new, or the learning rate alone."""
+    """The digest of one parameter group, updated where a value has changed: at most steps none has, or only one."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -146,14 +146,14 @@ class _Known:
         self._parts: list[int] = []
 
     def digest(self, group: Mapping[str, Any]) -> int:
-        """A number that differs where settings do."""
+        """Returns a number that differs where settings do."""
         names, now = list(group), list(group.values())
         if names != self._names:
             self._names, self._seen, self._parts = names, [_OTHER] * len(names), [0] * len(names)
         for place, (value, before) in enumerate(zip(now, self._seen, strict=True)):
             if value is not before:
                 self._parts[place] = _part(names[place], value)
-                # The same object has the same value, unless it is a tensor: that is never known.
+                # The same object has the same value, except for a tensor, which must be read each time.
                 if isinstance(value, torch.Tensor):
                     now[place] = _OTHER
         self._seen = now
@@ -166,7 +166,7 @@ def _part(name: str, value: object) -> int:
 
 
 def _gather(own: list[Plain], group: Group) -> list[list[Plain]]:
-    """What every rank has. It is read as data, never as code."""
+    """Gathers every rank's settings. They are read as data, never as code."""
     mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
     sizes[group.rank].fill_(mine.numel())
@@ -209,7 +209,7 @@ def _plain_group(group: Mapping[str, Any]) -> Plain:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON can say it; `_OTHER` of what cannot be compared, such as functions and large tensors."""
+    """Converts a setting to what JSON can hold; returns `_OTHER` for what cannot be compared."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
@@ -227,7 +227,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: object) -> str:
-    """The same for values that are as good as the same, such as 1 and 1.0."""
+    """Converts a value to text that is the same for equal numbers, such as 1 and 1.0."""
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
     return repr(value * 1.0) if isinstance(value, int | float) else repr(value)

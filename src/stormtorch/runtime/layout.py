@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buckets, and which rank owns what. Numbers only: no tensors."""
+"""The layout of flat buckets: where parameters lie, and which rank owns what. Numbers only, no tensors."""
 
 import heapq
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one owner has of one parameter."""
+    """The part of one parameter that one owner has."""
 
     parameter: int
     offset: int
-    """Where it begins in the parameter."""
+    """First element of the piece, counted in the parameter."""
     first: int
-    """Where it begins in the bucket."""
+    """First element of the piece, counted in the bucket."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One bucket: a vector cut into parameters one way and into shards the other."""
+    """The layout of one bucket: a vector that is divided into parameters, and also into shards."""
 
     elements: int
     slots: tuple[Slot, ...]
@@ -41,7 +41,7 @@ class Layout:
     """First element and number of elements of each owner's shard."""
 
     def pieces(self, owner: int) -> list[Piece]:
-        """What an owner has, parameter by parameter. Padding belongs to no piece."""
+        """Returns the pieces of an owner, parameter by parameter. Padding belongs to no piece."""
         first, count = self.spans[owner]
         pieces = []
         for slot in self.slots:
@@ -52,14 +52,14 @@ class Layout:
 
 
 def plan(counts: Sequence[int], element_bytes: int, bucket_bytes: float, owners: int, *, whole: bool) -> list[Layout]:
-    """Buckets for parameters of one kind, numbered in the order given; gradients come in the reverse order.
+    """Plans the buckets for parameters of one dtype and device, the last parameter first: its gradient comes first.
 
     Args:
-        counts: Elements of each parameter.
-        element_bytes: Of each element.
-        bucket_bytes: A bucket is closed when it has reached this.
+        counts: Number of elements of each parameter.
+        element_bytes: Bytes per element.
+        bucket_bytes: Size at which a bucket is full.
         owners: Number of shards per bucket.
-        whole: Shards do not cut through parameters.
+        whole: Whether shards must not cut through parameters.
     """
     loads = [(0, owner) for owner in range(owners)]
     layouts = []
@@ -83,7 +83,7 @@ def _by_elements(bucket: list[int], counts: Sequence[int], element_bytes: int, l
 def _by_parameters(
     bucket: list[int], counts: Sequence[int], element_bytes: int, loads: list[tuple[int, int]]
 ) -> Layout:
-    """Each parameter to the owner with the least so far, over all buckets, the largest first."""
+    """Gives each parameter, the largest first, to the owner that has the fewest elements so far over all buckets."""
     owned: list[list[int]] = [[] for _ in loads]
     for parameter in sorted(bucket, key=lambda each: -counts[each]):
         load, owner = heapq.heappop(loads)

@@ -1,4 +1,4 @@
-"""What is lost of what one rank sends, as the others tell it at every step."""
+"""Measures how much of what one rank sends is lost, from the reports of the others at every step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from stormtorch.runtime.reports import Report
 
 
 class Losses:
-    """Measured from counts of chunks.
+    """Measures the losses of one sender from counts of chunks.
 
     Args:
-        policy: What may be lost.
-        rank: Who sends.
-        chunks: Of each owner's shards; gradients and parameters travel as the same number of them.
+        policy: Says what may be lost.
+        rank: The rank that sends.
+        chunks: Number of chunks in each owner's shards, the same for gradients and parameters.
     """
 
     def __init__(self, policy: Policy, rank: int, chunks: Sequence[int]) -> None:
         self.broadcast = LossMeter(0.0)
-        """Of this rank's parameters, over all receivers."""
+        """Loss of this rank's parameters, over all receivers."""
         self.gradients = [LossMeter(0.0) for _ in chunks]
-        """Of this rank's gradients, at each owner."""
+        """Loss of this rank's gradients at each owner."""
         self._policy = policy
         self._rank = rank
         self._chunks = chunks
@@ -30,8 +30,9 @@ class Losses:
 
     @property
     def at_most(self) -> float:
-        """The loss of the broadcast, for bounds: what was counted alone, as the prior makes it too small in the first
-        steps; but no more than two standard errors above the measured one, as few chunks tell little.
+        """Loss of the broadcast for bounds, without the prior, which makes it too small in the first steps.
+
+        It is at most two standard errors above the measured loss, as few chunks tell little.
         """
         value, (_, sent) = self.broadcast.value, self.broadcast.state
         _, counted = self._told.state
@@ -43,12 +44,12 @@ class Losses:
         self._told.add(lost, sent)
 
     def hear(self, reports: Mapping[int, Report], *, guarded: bool, resent: tuple[float, float]) -> None:
-        """Takes notice of one step.
+        """Counts the losses of one step.
 
         Args:
-            reports: Of the others, about the step before.
-            guarded: Whether the broadcast of that step was repaired because the guard wanted it so.
-            resent: What that repair shows: chunks that were lost, of how many.
+            reports: Reports of the others about the previous step.
+            guarded: Whether the broadcast of that step was repaired because the guard demanded it.
+            resent: Chunks lost and sent in the first pass of that broadcast, as its repair shows them.
         """
         for peer, report in reports.items():
             if report.gradients_missing >= 0.0:
@@ -62,7 +63,7 @@ class Losses:
         self._count(sum(told) * chunks, len(told) * chunks)
 
     def _first_pass(self, reports: Mapping[int, Report], resent: tuple[float, float]) -> None:
-        """What would have been lost. Gradients on the same links tell, unless they are repaired, too."""
+        """Counts what a repaired broadcast lost in its first pass: as much as gradients, if those are not repaired."""
         lost, sent = resent
         if self._policy.up.budget == 1.0:
             told = [(peer, each.gradients_missing) for peer, each in reports.items() if each.gradients_missing >= 0.0]
@@ -70,5 +71,5 @@ class Losses:
             sent = sum(self._chunks[peer] for peer, _ in told)
         allowed = self._policy.down
         if allowed.deadline_s is None:
-            lost = min(lost, allowed.budget * sent)  # as without the guard, it would be repaired down to that
+            lost = min(lost, allowed.budget * sent)  # without the guard, it would be repaired down to the budget
         self._count(lost, sent)

@@ -1,12 +1,12 @@
-"""How ranks meet at the beginning of a call: each says which one, and after how many steps.
+"""A meeting of ranks at the beginning of a call: each says which call it makes, and after how many steps.
 
-A meeting has two exchanges. In the second one, ranks confirm what they found in the first. A rank that has given up
-waiting, as its `collective_wait_s` is over, posts the second one too, to withdraw: whoever comes later finds its first
-word, but no confirmation, and does not wait for it. So every meeting uses up two numbers of the channel on every rank,
-however it ends.
+A meeting has two exchanges. In the second one, ranks confirm what they found in the first. A rank that gives up
+waiting, after `collective_wait_s`, posts the second one too, to withdraw: a rank that comes later finds its message of
+the first exchange but no confirmation, and does not wait for it. So every meeting uses two sequence numbers of the
+channel on every rank, however it ends.
 
-What follows a meeting has a channel of its own. A call that failed may have left ranks at different numbers there, so
-they first go on to the highest one.
+The exchanges after a meeting have a channel of their own. A call that failed may have left ranks at different sequence
+numbers there, so they first skip to the highest one.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ NAMES = (
     "optimizer.state_dict()",
     "destroy_process_group() or the end of its program",
 )
-"""Of calls, by number."""
-_COUNT = 5  # numbers that a rank tells
+"""Names of calls, by number."""
+_COUNT = 5  # numbers in a rank's message
 _FORMAT = f"{_COUNT}f"
-# Steps and sequence numbers travel in two float32s each, which say so many exactly.
+# Steps and sequence numbers travel as two float32s each, in base 2^20, so that they stay exact.
 _LOW = 1 << 20
 _WITHDRAWS = 0.0
 _WITHDRAW_S = 1e-3
 
 
 class Told(NamedTuple):
-    """What a rank tells the others when a call begins."""
+    """The message of a rank to the others when a call begins."""
 
     call: int
     steps: int
     sequence: int
-    """The next number on the channel of what follows."""
+    """Next sequence number on the channel of the exchanges after the meeting."""
 
     @property
     def asks(self) -> bool:
-        """Whether it wants something of the others. Who leaves, or only takes part, does not."""
+        """Whether the rank makes a call. A rank that leaves, or only takes part, does not."""
         return self.call not in (TAKES_PART, LEAVES)
 
     @property
     def of_optimizer(self) -> bool:
-        """Whether it is about the optimizer's state, not about the model."""
+        """Whether the call is for the optimizer's state, not for the model."""
         return self.call == OPTIMIZER_STATE
 
     def numbers(self) -> list[float]:
-        """What travels."""
+        """Returns the message as the numbers that travel."""
         return [float(each) for each in (self.call, *divmod(self.steps, _LOW), *divmod(self.sequence, _LOW))]
 
     @classmethod
     def read(cls, numbers: list[float]) -> Told | None:
-        """None if it did not arrive."""
+        """Reads a message from the numbers that travelled; None if it did not arrive."""
         if numbers[0] < 0.0:
             return None
         call, steps, steps_low, sequence, sequence_low = map(int, numbers)
@@ -71,13 +71,13 @@ class Told(NamedTuple):
 
 
 class Meeting:
-    """Where the ranks of one training meet.
+    """The place where the ranks of one session meet.
 
     Args:
-        channel: Who meets. Nothing else has its exchanges there.
-        group: The same ranks, for what follows.
-        reliability: Of the exchanges in which ranks meet.
-        wait_s: Error after waiting for so long.
+        channel: Group of the ranks that meet. Only meetings have their exchanges there.
+        group: Group of the same ranks for the exchanges after a meeting.
+        reliability: Reliability of the exchanges in which ranks meet.
+        wait_s: Seconds of waiting after which an error is raised.
     """
 
     def __init__(self, channel: Group, group: Group, reliability: Reliability, wait_s: float) -> None:
@@ -87,7 +87,7 @@ class Meeting:
         self._wait_s = wait_s
 
     def begun(self) -> list[Told]:
-        """What others have told who have begun a meeting that this rank has not."""
+        """Returns the messages of ranks that have begun a meeting which this rank has not."""
         firsts = [payload for _, payload in self.channel.begun_elsewhere()]
         told = [Told.read(list(struct.unpack(_FORMAT, each))) for each in firsts if len(each) == 4 * _COUNT]
         return [each for each in told if each is not None]
@@ -96,10 +96,10 @@ class Meeting:
         """Meets the other ranks.
 
         Returns:
-            What each rank that is there tells, or None if one of them has given up, or others have found other ranks.
+            The message of each rank that is there, or None if one has withdrawn or ranks have found different ones.
 
         Raises:
-            ExchangeTimeout: A rank has not come.
+            ExchangeTimeout: A rank has not come in time.
         """
         own = Told(call, steps, self.group.reserve(0)[1])
         try:

@@ -1,8 +1,8 @@
-"""Who is there. Ranks that fall silent are done without, named, and given up after a while; who returns is let in.
+"""Membership: the others continue without a rank that falls silent, give it up after a while, or let it in again.
 
-A rank is missing when its report does not arrive. As long as somebody is, the others look into the store at every step:
-whoever wants to come in has left a request there. The lowest rank that is there answers with a step some way ahead, at
-which everyone begins a new epoch: exchanges under new names, in which all know the same sequence numbers.
+A rank is missing when its report does not arrive. As long as a rank is missing, the others look into the store at every
+step: a rank that wants to return leaves a request there. The lowest rank that is there answers with a step some way
+ahead. At that step all ranks begin a new epoch: channels with new names, whose sequence numbers begin anew.
 """
 
 import json
@@ -16,28 +16,28 @@ from stormtorch.errors import StormError
 from stormtorch.transport.rendezvous import reincarnate, returned
 
 _log = logging.getLogger("stormtorch")
-# Rounds between an answer and the new epoch: no rank is further ahead of another, as each round needs all reports.
+# Rounds between an answer and the new epoch. As each round needs all reports, no rank is further ahead than that.
 _NOTICE_ROUNDS = 3
 _POLL_S = 0.05
 WITHOUT_OWNER = "its gradients, and its shard of the parameters stays as it is"
 """What is missing with a rank that owns a shard, in words for a warning."""
-# Once somebody has begun the epoch, whoever has not after so much of `give_up_s` has died on the way.
+# Fraction of `give_up_s`: once a rank has begun the epoch, one that has not done so after this time has died.
 _PATIENCE = 0.1
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What everyone must know to begin a new epoch."""
+    """What every rank must know to begin a new epoch."""
 
     number: int
     step: int
-    """At which it begins."""
+    """Step at which the epoch begins."""
     members: list[int]
-    """Who is there from then on."""
+    """Ranks that are there from then on."""
     joins: dict[int, bool]
-    """Who of them returns, and whether as a new process, which knows nothing."""
+    """Members that return, and whether each is a new process, which has no parameters yet."""
     root: int
-    """Who gives new processes what they do not know."""
+    """Rank that gives new processes the parameters and settings."""
 
     def __str__(self) -> str:
         returning = ", ".join(f"rank {peer}{' as a new process' if new else ''}" for peer, new in self.joins.items())
@@ -45,15 +45,15 @@ class Epoch:
 
 
 class Members:
-    """Watches which ranks were heard of, and lets them in again.
+    """Watches which ranks send reports, and lets missing ones in again.
 
     Args:
-        group: All of them.
-        name: Of the training.
+        group: All ranks.
+        name: Name of the session.
         warn_every: Steps between two warnings about the same rank.
-        give_up_s: A rank missing for longer ends the job.
+        give_up_s: Seconds after which a missing rank ends the job.
         every: Steps from one round to the next.
-        without: What training goes on without, for the warning.
+        without: What is missing with a rank, in words for a warning.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Members:
         self.group = group
         self.epoch = 0
         self.cut_off = False
-        """Whether this rank hears fewer than half of those that were there, so that it must be the one that is lost."""
+        """Whether this rank hears less than half of the members, so that it is itself the one that is cut off."""
         self._store: Any = getattr(group.transport, "store", None)
         self._name = f"stormtorch/{name}"
         self._warn_every = warn_every
@@ -79,37 +79,37 @@ class Members:
         self._members = set(range(group.size))
         self._missing: dict[int, tuple[float, int]] = {}  # since when, and since which step
         self._heard_at = [time.monotonic()] * group.size
-        """When each rank's last report came; `prepare` before the first."""
+        """Time of each rank's last report; before the first, the time of `prepare`."""
         self._next: Epoch | None = None
         incarnation = getattr(group.transport, "incarnation", None)
         self.restarted = incarnation is not None and incarnation(group.transport.rank) > 0
-        """Whether this process has taken the place of one that died, and knows nothing yet."""
+        """Whether this process takes the place of one that died, and has no parameters yet."""
 
     @property
     def lowest(self) -> int:
         """The lowest rank that is there."""
         return min(self._members)
 
-    # --- those that are there ---------------------------------------------------------------------------------------
+    # --- ranks that are there ---------------------------------------------------------------------------------------
 
     def hear(self, heard: set[int], step: int, events: list[str]) -> list[int]:
-        """Takes notice of one step.
+        """Updates who is missing after the reports of a step.
 
         Args:
-            heard: The others that were heard of.
-            step: Which one.
-            events: What is new is added to it.
+            heard: Other ranks whose reports arrived.
+            step: Number of the step.
+            events: List to which news are added, in words.
 
         Returns:
-            Who is missing.
+            The missing ranks.
 
         Raises:
-            StormError: Somebody has been for too long.
+            StormError: A rank has been missing for longer than `give_up_s`.
         """
         now = time.monotonic()
         present = heard | {self.group.rank}
         here = len(present & self._members)
-        # Of two halves, the one with the lowest rank goes on.
+        # If the ranks fall into two halves, the half with the lowest rank continues.
         self.cut_off = 2 * here < len(self._members) or (
             2 * here == len(self._members) and min(self._members) not in present
         )
@@ -142,7 +142,7 @@ class Members:
         return sorted(self._missing)
 
     def look(self, step: int) -> Epoch | None:
-        """The epoch that begins at this step, if one does. To be asked at every step."""
+        """Returns the epoch that begins at this step, if one does. Every step must call it."""
         if not self._missing or self._store is None:
             return None
         try:
@@ -151,14 +151,14 @@ class Members:
             if self._next is None and self.group.rank == min(self._members):
                 self._answer(step)
         except (RuntimeError, ValueError) as error:
-            # The store may have died with its rank: then nobody can return, and the others still go on.
+            # The store may have died with its rank: then no rank can return, but the others still continue.
             _log.warning("rank %d: cannot look for ranks that return: %s", self.group.rank, error)
             self._store = None
             return None
         return self._next if self._next is not None and self._next.step == step else None
 
     def begin(self, epoch: Epoch) -> None:
-        """Enters an epoch: whoever returns is readmitted."""
+        """Begins an epoch, and readmits the ranks that return."""
         transport: Any = self.group.transport
         for peer in epoch.joins:
             if peer != self.group.rank:
@@ -189,10 +189,10 @@ class Members:
             self._store.set(self._key("epoch", self.epoch + 1), json.dumps(epoch))
             self._store.set(self._key("latest"), str(self.epoch + 1))
 
-    # --- those that return ------------------------------------------------------------------------------------------
+    # --- ranks that return ------------------------------------------------------------------------------------------
 
     def ask_in(self) -> Epoch:
-        """Asks to be let in, and waits until everyone is about to begin the epoch in which this rank takes part.
+        """Asks to be let in, and waits until all members are about to begin the epoch that includes this rank.
 
         Raises:
             StormError: Nobody has answered for `give_up_s`, or there is no store to ask in.
@@ -206,10 +206,10 @@ class Members:
         try:
             if not self.restarted:
                 self._wait_for_life(give_up_at)
-                # As long as the old endpoint answers pings, the others wait for what it will not send.
-                reincarnate(self.group.transport)  # type: ignore[arg-type]  # one with a store is such a one
+                # As long as the old endpoint answers pings, the others wait for messages that it will never send.
+                reincarnate(self.group.transport)  # type: ignore[arg-type]  # only a UDP transport has a store
             while time.monotonic() < give_up_at:
-                # An answer to an earlier request is none to this one, which may be of another process.
+                # An answer to an earlier request does not count: another process may have made that one.
                 epoch = self._read(asked + 1) if asked >= 0 else None
                 if epoch is None or self.group.rank not in epoch.joins:
                     latest = self._latest()
@@ -232,9 +232,9 @@ class Members:
         )
 
     def _wait_for_life(self, give_up_at: float) -> None:
-        """Whoever asks before the network is back would be let in only to be lost again. Others ping those missing."""
+        """Waits for a ping of the others, who ping missing ranks: let in before, this rank would be lost again."""
         health = self.group.transport.health
-        before = health()["authenticated"]  # what strangers send is no sign of life
+        before = health()["authenticated"]  # datagrams of strangers are no sign of life
         while time.monotonic() < give_up_at and health()["authenticated"] == before:
             time.sleep(_POLL_S)
 

@@ -1,9 +1,10 @@
-"""Norms of gradients that no rank has all of.
+"""Norms of gradients whose shards lie on different ranks.
 
 After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `Gradient`: a
-tensor like any other, but `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, is the norm
-of the averaged gradient over all ranks. So every rank must ask for it, as every rank must call `clip_grad_norm_`.
-What changes it in place, as clipping does, also changes what the optimizer is given, where that is in other memory.
+tensor like any other, except that `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, is
+the norm of the averaged gradient over all ranks. So all ranks must compute it, as all must call `clip_grad_norm_`.
+An operation that changes a `Gradient` in place, as clipping does, also changes the optimizer's gradient, where that is
+in other memory.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
 from stormtorch.transport.waiting import doing
 
-# In place as well, yet not about the numbers.
+# In-place operations that do not change values.
 _HARMLESS = ("requires_grad_", "detach_")
 
 
 class Gradient(torch.Tensor):
-    """A parameter's gradient on this rank: right where the rank owns it, and its norm is right altogether."""
+    """A parameter's gradient on this rank: averaged only where the rank owns it, but with the norm of the whole."""
 
     home: weakref.ref[Norms]
     parameter: int
 
     @property
     def norms(self) -> Norms:
-        """Who knows the norm. Weak, as Python does not see that a parameter holds its gradient."""
+        """Computes the norm. Held weakly, as the garbage collector does not see that a parameter holds its gradient."""
         norms = self.home()
         assert norms is not None, "the optimizer of this model is gone"
         return norms
 
     def plain(self) -> torch.Tensor:
-        """The same numbers as a tensor like any other."""
+        """Returns the same values as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
@@ -73,14 +74,14 @@ class Gradient(torch.Tensor):
 
 
 class Norms:
-    """The norms of all parameters' gradients, asked of all ranks at once.
+    """The norms of all parameters' gradients, computed in one exchange of all ranks.
 
     Args:
-        group: Who takes part.
-        reliability: Of the exchange.
-        buckets: Whose gradients.
-        parameters: How many there are.
-        complete: Called first; gradients are averaged when it returns.
+        group: Ranks that take part.
+        reliability: Reliability of the exchange.
+        buckets: Buckets that hold the gradients.
+        parameters: Number of parameters.
+        complete: Called first; returns when gradients are averaged.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class Norms:
         self._served: set[int] = set()
 
     def gradient(self, bucket: Bucket, place: int) -> Gradient:
-        """A parameter's gradient as a tensor that asks here for its norm."""
+        """Returns a parameter's gradient as a tensor that asks this object for its norm."""
         gradient = bucket.grad_views[place].as_subclass(Gradient)
         gradient.home, gradient.parameter = weakref.ref(self), bucket.layout.slots[place].parameter
         return gradient
 
     def of(self, parameter: int, order: float) -> torch.Tensor:
-        """The norm of one; all are asked for together, and again when one is asked for twice."""
+        """Returns the norm of one gradient. An exchange computes all norms; asking for one twice makes another."""
         if order != self._order or parameter in self._served:
             self._norms, self._order = list(self._ask(order).unbind()), order
             self._served.clear()
@@ -115,11 +116,11 @@ class Norms:
         return self._norms[parameter]
 
     def forget(self) -> None:
-        """Gradients are other ones now."""
+        """Drops computed norms, as gradients have changed."""
         self._order = math.nan
 
     def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
-        """Multiplies what this rank owns of some parameters' gradients."""
+        """Multiplies this rank's pieces of some parameters' gradients by a factor."""
         self.forget()
         for bucket in self._buckets:
             for piece in bucket.pieces():
@@ -129,13 +130,13 @@ class Norms:
     def change_own(
         self, gradient: Gradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Does to what the optimizer is given of a gradient what is done to the gradient, alone or in a list."""
+        """Repeats an in-place operation on a gradient, alone or in a list, for the optimizer's copy of it."""
         self.forget()
         several = isinstance(args[0], list | tuple)
         place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
         for bucket in self._buckets:
             if bucket.masters is bucket.own:
-                continue  # it is given the gradient itself
+                continue  # the optimizer has the gradient itself, not a copy
             for piece in bucket.pieces():
                 if piece.parameter != gradient.parameter:
                     continue
@@ -177,20 +178,21 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for a prepared model: the norm over all ranks' shards, the same on every rank.
+    """Clips the gradients of a prepared model by their norm over all ranks' shards, the same on every rank.
 
-    torch's own gives the same result; this one touches only what the rank owns. Every rank must call it. Gradients of
-    anything but a prepared model under `BoundedDrift` are left to torch.
+    `torch.nn.utils.clip_grad_norm_` gives the same result; this function touches only what the rank owns. Every rank
+    must call it. It leaves gradients of anything but a prepared model under an owner policy, as `BoundedDrift`, to
+    torch's.
 
     Args:
-        parameters: Whose gradients.
-        max_norm: Gradients are scaled down to it if their norm is larger.
-        norm_type: 2 is the length, `math.inf` the largest element.
-        error_if_nonfinite: Raise if the norm is not finite.
-        foreach: For torch's own.
+        parameters: Parameters whose gradients to clip.
+        max_norm: Norm to which larger gradients are scaled down.
+        norm_type: Order of the norm: 2 is the length, `math.inf` the largest element.
+        error_if_nonfinite: Whether to raise an error if the norm is not finite.
+        foreach: Passed on to torch.
 
     Returns:
-        The norm before.
+        The norm before clipping.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [each.grad for each in given if isinstance(each.grad, Gradient)]

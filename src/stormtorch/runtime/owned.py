@@ -1,4 +1,4 @@
-"""What owners have, for calls that all ranks make: the parameters, and the state of the whole optimizer."""
+"""What owners share in calls that all ranks make: their parameters, and their parts of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger("stormtorch")
 
 
 class Owned:
-    """Shares what owners have with all ranks.
+    """Shares the owners' parameters and optimizer state with all ranks.
 
     Args:
         group: All ranks.
-        optimizer: The user's, prepared.
-        buckets: Where the parameters are.
-        shards: What this rank owns of the optimizer.
-        broadcast: Knows how old copies are.
-        buffers: The model's.
-        rounds: Knows who is there, and how much may be lost of what must arrive.
+        optimizer: The user's optimizer, prepared.
+        buckets: Buckets that hold the parameters.
+        shards: This rank's part of the optimizer.
+        broadcast: Keeps the ages of copies.
+        buffers: Buffers of the model.
+        rounds: Knows who is there, and the reliability of messages that must arrive.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Owned:
         self._rounds = rounds
 
     def share(self, group: Group) -> None:
-        """Gives every rank the owners' parameters, and the mean of all buffers. All ranks must call it."""
+        """Gives every rank the owners' parameters and the mean of all buffers. All ranks must call it."""
         for bucket in self._buckets:
             rooms = bucket.shards(bucket.host_flat)
             own = rooms[self._all.rank]
@@ -68,14 +68,14 @@ class Owned:
         self._buffers.average(group, self._rounds.certain, self._rounds.members.lowest)
 
     def take_part(self, call: int, present: list[int], group: Group) -> object:
-        """Takes part in a call that others make. This rank may be in the middle of a step: nothing changes here."""
+        """Takes part in a call of other ranks. Changes nothing here, as this rank may be in the middle of a step."""
         if call == OPTIMIZER_STATE:
             self._need_all(present)
             return self._shards.gather(super(Prepared, self._optimizer).state_dict(), group)  # type: ignore[misc]
         shared: list[tuple[list[torch.Tensor], Arrival]] = []
         for bucket in self._buckets:
             if bucket.on_gpu:
-                torch.cuda.synchronize(bucket.device)  # the step may be on another stream than this thread's
+                torch.cuda.synchronize(bucket.device)  # the step may run on another stream than this thread's
             own = bucket.own.to("cpu", copy=True)
             rooms = [own.new_empty(count) for _, count in bucket.layout.spans]
             rooms[self._all.rank] = own
@@ -86,7 +86,7 @@ class Owned:
         return shared, self._buffers.give(group, self._rounds.certain, self._rounds.members.lowest)
 
     def follow(self, kept: Any, group: Group) -> None:
-        """Takes over what `take_part` returned."""
+        """Takes over the parameters and buffers that `take_part` returned."""
         shared, mean = kept
         for bucket, (rooms, arrival) in zip(self._buckets, shared, strict=True):
             for rank, (chunks, arrived) in arrival.links().items():
@@ -100,7 +100,7 @@ class Owned:
         self._buffers.become(mean)
 
     def tell_age(self, missing: list[int]) -> None:
-        """Warns of shards whose owners take no part any more."""
+        """Warns of shards whose owners have left, and says how old this rank's copies are."""
         ages = [int(age.max()) for each in self._broadcast.ages for peer in missing if (age := each[peer]).numel()]
         _log.warning(
             "rank %d: rank %s takes no part any more: its shard of the parameters is as this rank last heard of it, at "
@@ -109,18 +109,18 @@ class Owned:
         )
 
     def optimizer_state(self, local: dict[str, Any], present: list[int], kept: object, group: Group) -> dict[str, Any]:
-        """The state dict of the whole optimizer, gathered from all owners.
+        """Returns the state dict of the whole optimizer, gathered from all owners.
 
         Args:
-            local: This rank's.
-            present: Who takes part.
-            kept: What `take_part` returned, if this rank has taken part in the call before.
-            group: Who takes part in the exchange.
+            local: State dict of this rank's part.
+            present: Ranks that take part.
+            kept: What `take_part` returned, if this rank has already taken part in the call.
+            group: Group of the exchange.
         """
         self._need_all(present)
         if kept is None:
             return self._shards.gather(local, group)
-        # Settings are each rank's own, and a scheduler may have changed them since.
+        # Each rank has settings of its own, and a scheduler may have changed them since it took part.
         whole: dict[str, Any] = kept  # type: ignore[assignment]  # of `take_part`
         groups = zip(local["param_groups"], whole["param_groups"], strict=True)
         return {
@@ -130,7 +130,7 @@ class Owned:
         }
 
     def _need_all(self, present: list[int]) -> None:
-        """Raises an error unless all ranks take part: what a rank owns of the optimizer's state, nobody else has."""
+        """Raises an error unless all ranks take part: nobody else has a rank's part of the optimizer's state."""
         missing = sorted(set(range(self._all.size)) - set(present))
         if missing:
             raise StormError(

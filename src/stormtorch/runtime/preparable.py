@@ -49,8 +49,8 @@ def check_frozen(frozen: Sequence[nn.Parameter]) -> None:
     """Raises a RuntimeError if a parameter requires a gradient that required none at `prepare`."""
     if any(parameter.requires_grad for parameter in frozen):
         raise RuntimeError(
-            "a parameter that was frozen when the model was prepared is so no longer, and has no place in what "
-            "ranks exchange: let all that will ever be trained require a gradient at prepare(), and freeze it then"
+            "a parameter that was frozen when the model was prepared now requires a gradient, but has no place in what "
+            "ranks exchange: let all that will ever be trained require a gradient at prepare(), then freeze it"
         )
 
 

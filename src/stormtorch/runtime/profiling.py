@@ -1,4 +1,4 @@
-"""What the profiler shows of a step: both stages, bucket by bucket, with the bytes that travel."""
+"""Events for torch's profiler: both stages of a step, bucket by bucket, with the bytes that travel."""
 
 import contextlib
 
@@ -8,13 +8,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 def shown(what: str, bucket: int, elements: int, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """An event of the profiler as long as it is entered; nothing where none runs in this thread.
+    """Returns a context that is an event of the profiler; an empty one if no profiler runs in this thread.
 
     Args:
-        what: The operation.
-        bucket: Which bucket.
-        elements: Of the bucket.
-        dtype: As which they travel.
+        what: Name of the operation.
+        bucket: Number of the bucket.
+        elements: Number of elements in the bucket.
+        dtype: Number format in which they travel.
     """
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING

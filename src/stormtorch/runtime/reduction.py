@@ -1,4 +1,4 @@
-"""Stage 1: gradients to their owners, each bucket as soon as it is complete, averaged over what arrived."""
+"""Stage 1: sends each bucket's gradients to their owners as soon as it is complete, and averages what arrives."""
 
 import contextlib
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ from stormtorch.staging.order import Order
 
 
 class Reduction:
-    """The reduce-scatters of one training.
+    """The reduce-scatters of one session.
 
     Args:
-        groups: One per bucket, so that buckets may start in any order.
-        policy: What may be lost, and how the rest is weighed.
-        buckets: Whose gradients.
-        order: Starts exchanges when data has left the GPU.
+        groups: One group per bucket, so that buckets may start in any order.
+        policy: Says what may be lost, and how the rest is weighed.
+        buckets: Buckets that hold the gradients.
+        order: Starts exchanges once data has left the GPU.
     """
 
     def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
         self.links = Links(groups[0].size)
-        """What arrived of whom, last time."""
+        """Chunks that arrived from each peer in the last exchange."""
         self.effective_batch = 1.0
         self.variance_inflation = 1.0
         self.losses = [0.0] * groups[0].size
-        """Of this rank's gradients at each owner, as that one tells; for weights by the chance to arrive."""
+        """Loss of this rank's gradients at each owner, as the owner reports it; `Policy.send` may weigh by it."""
         self.present = groups[0].size
-        """Ranks that are there, as far as is known: the weights of those that are missing go to the others."""
+        """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
         self.groups = groups
         self._policy = policy
         self._buckets = buckets
@@ -48,7 +48,7 @@ class Reduction:
         with self._shown("reduce_scatter", bucket):
             moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
             begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.up)], moments)
-        self._begun[bucket.index] = begun  # type: ignore[assignment]  # of what our own function returns
+        self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
         return shown(what, bucket.index, bucket.layout.elements, self._wire(bucket))
@@ -84,8 +84,8 @@ class Reduction:
             largest = float(torch.linalg.vector_norm(grads, torch.inf))
             sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
             return float(sent) <= torch.finfo(torch.float16).max
-        # One number that is not finite makes the sum so, and a sum is twenty times as fast as looking at each. Finite
-        # ones may overflow it: then each is looked at.
+        # An element that is not finite makes the sum not finite, and a sum is twenty times as fast as a look at each
+        # element. As finite elements may overflow the sum, a sum that is not finite calls for that look.
         return bool(grads.sum(dtype=torch.float32).isfinite()) or bool(grads.isfinite().all())
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
@@ -94,7 +94,7 @@ class Reduction:
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
-        # Converted as a whole: buckets have many small shards where ranks are many.
+        # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
         travels = torch.float32 if wire == torch.int8 else wire
         if self._policy.weighs:
             per_chunk = self._per_chunk(bucket)
@@ -111,7 +111,7 @@ class Reduction:
         return Wire(self._wire(bucket), self.groups[bucket.index].transport.chunk_bytes).per_chunk
 
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
-        """Makes of the mean of what arrived what the policy makes of it."""
+        """Replaces the mean of what arrived by what the policy makes of it."""
         out = bucket.host_own_grads
         combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present])
         if combined is not out:

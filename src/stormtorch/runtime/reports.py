@@ -1,4 +1,4 @@
-"""What ranks tell each other at every step, beside the gradients: a few numbers, so that nothing waits for them."""
+"""Reports of ranks to each other, alongside the gradients of every step: few numbers, so that they cause no wait."""
 
 import math
 from collections.abc import Sequence
@@ -11,43 +11,43 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
 _HEADER = 6
-# Steps are told modulo this, so that a float32 can say them.
+# Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """From one rank to another, about what it has met. P parameters, S samples, C chunks of the receiver's shards."""
+    """Report of one rank, the sender, to another. P parameters, S samples, C chunks of the receiver's shards."""
 
     not_finite: bool
-    """Its gradients contain an infinity or a NaN."""
+    """Whether the sender's gradients contain an infinity or a NaN."""
     alarm: bool
-    """It wants the broadcast to be exact."""
+    """Whether the sender's guard demands an exact broadcast."""
     broadcast_missing: float
-    """What it did not get of the receiver's last broadcast; negative if there was none, or an exact one."""
+    """Fraction of the receiver's last broadcast that the sender lost; negative if there was none, or an exact one."""
     gradients_missing: float
-    """What it did not get of the receiver's last gradients; negative if there were none."""
+    """Fraction of the receiver's last gradients that the sender lost; negative if there were none."""
     update_variance: float
-    """Mean square of its own last update; NaN where it owns nothing."""
+    """Mean square of the sender's own last update; NaN if it owns nothing."""
     samples_S: torch.Tensor
-    """Its copy of the numbers that all ranks compare."""
+    """The sender's copies of the elements that all ranks compare."""
     used_P: torch.Tensor
-    """Which parameters have a gradient there."""
+    """Whether each parameter has a gradient at the sender."""
     wanted_C: torch.Tensor
-    """Which chunks of the receiver's shards it has to be sent exactly."""
+    """Whether the receiver must send each chunk of its shards exactly."""
     settings: int = 0
-    """Digest of its optimizer's settings; 0 if they are not to be compared."""
+    """Digest of the sender's optimizer settings; 0 if they are not compared."""
 
 
 class Reports:
     """Sends a report to every rank and receives one from each.
 
     Args:
-        group: Who takes part.
-        reliability: Of the exchange.
-        parameters: How many there are.
-        samples: How many numbers are compared.
-        chunks: Of each owner's shards, as far as they may be asked for.
+        group: Ranks that take part.
+        reliability: Reliability of the exchange.
+        parameters: Number of parameters.
+        samples: Number of elements that ranks compare.
+        chunks: Number of chunks of each owner's shards that a report may ask for.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Reports:
         self._step = -1
 
     def begin(self, step: int, reports: Sequence[Report]) -> Pending:
-        """Begins to send one to each rank."""
+        """Begins to send a report to each rank."""
         self._step = step % _STEPS
         for report, message in zip(reports, self._sent, strict=True):
             self._write(report, message)
@@ -72,11 +72,11 @@ class Reports:
         return collectives.all_to_all(self.group, self._received, self._sent, reliability=self._reliability)
 
     def read(self, peer: int) -> Report | None:
-        """What a rank has told, once the exchange has ended; None if it did not arrive."""
+        """Reads a rank's report, once the exchange has ended; None if it did not arrive."""
         message = self._received[peer]
         header = message[:_HEADER].tolist()
         if header[0] != self._step or not all(map(math.isfinite, (*header[:4], header[5]))):
-            return None  # it did not arrive, or is not one of ours: no number in it may upset what follows
+            return None  # it did not arrive, or is no valid report: its numbers must not be used
         flags = int(header[1])
         samples_S = message[_HEADER : _HEADER + self._samples].clone()
         packed = message[_HEADER + self._samples :].view(torch.uint8)

@@ -1,7 +1,7 @@
-"""What ranks tell each other beside an exchange: who is there, what was lost, how far apart replicas are.
+"""What ranks tell each other alongside an exchange: who is there, what was lost, how far apart replicas are.
 
-All sessions have this in common, whatever their policy exchanges: names of channels that change with every epoch,
-reports, settings of the optimizer that must agree, ranks that fall silent, and ranks that return.
+All sessions share this, whatever their policy exchanges: channels with new names in every epoch, reports, optimizer
+settings that must agree, ranks that fall silent, and ranks that return.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Rounds:
         group: All ranks.
         name: Name of the session, the first part of the names of its channels.
         subgroup: Makes a group of all ranks with a sequence of exchanges of its own.
-        optimizer: Whose settings must agree.
-        policy: The user's.
-        buckets: Where the parameters are.
-        parameters: How many parameters the optimizer has.
+        optimizer: The optimizer whose settings must agree.
+        policy: The user's policy.
+        buckets: Buckets that hold the parameters.
+        parameters: Number of parameters of the optimizer.
         every: Steps from one round to the next.
-        without: What training goes on without where a rank is missing.
+        without: What is missing with a rank, in words for a warning.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Rounds:
         self._parameters = parameters
         self.members = Members(group, name, policy.warn_every, policy.give_up_s, every=every, without=without)
         self.hyperparameters = Hyperparameters(optimizer, policy.settings)
-        # Where both stages are exact, a rank that is lost ends the job; otherwise the others go on without it.
+        # If both stages are exact, a rank that dies ends the job; otherwise the others continue without it.
         self.certain = EXACT if policy.up.exact and policy.down.exact else REPAIRED
-        """Reliability of all that must arrive."""
+        """Reliability of messages that must arrive."""
         self.drift = DriftSamples(buckets, group.size, group.rank, policy.drift_samples)
         self.drift.choose(0)
         self.losses: Losses
@@ -72,11 +72,11 @@ class Rounds:
             self.hyperparameters.agree(self._subgroup("begin"), range(self._group.size), "at prepare()")
 
     def open(self, chunks: Sequence[int], wanted: Sequence[int]) -> None:
-        """Makes room for reports.
+        """Allocates memory for reports.
 
         Args:
-            chunks: How many chunks each owner's shards have.
-            wanted: How many of them a report may ask for.
+            chunks: Number of chunks in each owner's shards.
+            wanted: How many of each owner's chunks a report may ask for.
         """
         self.losses = Losses(self._policy, self._group.rank, chunks)
         samples = self.drift.samples
@@ -85,18 +85,18 @@ class Rounds:
     # --- channels, which have other names in every epoch -------------------------------------------------------------
 
     def channel(self, name: str, members: Sequence[int] | None = None) -> Group:
-        """A sequence of exchanges of this epoch, between all ranks or some of them."""
+        """Returns a group with a sequence of exchanges in this epoch, of all ranks or of some."""
         all_ranks = self._subgroup(f"{self.members.epoch}/{name}")
         if members is None:
             return all_ranks
         return Group(all_ranks.transport, [all_ranks.ranks[each] for each in members], name=all_ranks.name)
 
     def channels(self, name: str) -> list[Group]:
-        """One sequence per bucket, so that buckets may start in any order."""
+        """Returns one channel per bucket, so that buckets may start in any order."""
         return [self.channel(f"{name}/{bucket.index}") for bucket in self._buckets]
 
     def meeting(self) -> Meeting:
-        """Where ranks meet for calls that all of them make."""
+        """Returns the place where ranks meet for calls that all of them make."""
         return Meeting(self.channel("calls"), self.channel("exact"), self.certain, self._policy.collective_wait_s)
 
     # --- a round -----------------------------------------------------------------------------------------------------
@@ -106,13 +106,13 @@ class Rounds:
         return self._reports.begin(step, [report_to(peer) for peer in range(self._group.size)])
 
     def hear(self, telling: Pending, row: Row, step: int, digest: int) -> dict[int, Report] | None:
-        """Waits for the reports of a round; None if this rank is cut off from the others.
+        """Waits for the reports of a round. Returns None if this rank is cut off from the others.
 
         Args:
             telling: What `tell` returned.
-            row: Is told who is missing, and what happened.
-            step: The step of this round.
-            digest: Digest of this rank's settings, 0 if they are not compared now.
+            row: Row of the round; gets the missing ranks and the events.
+            step: Number of the step.
+            digest: Digest of this rank's optimizer settings, 0 if they are not compared now.
         """
         telling.wait()
         everyone = range(self._group.size)
@@ -122,7 +122,7 @@ class Rounds:
         if self.members.cut_off:
             return None
         if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
-            # Where optimizers are set otherwise, those that are here say how; all of them know of it.
+            # Every rank has seen that digests differ, so the ranks that are here compare their settings.
             here = [peer for peer in everyone if peer not in row.missing]
             row.events += self.hyperparameters.agree(self.channel("settings", here), here, f"at step {step}")
         return reports
@@ -130,12 +130,12 @@ class Rounds:
     # --- ranks that return -------------------------------------------------------------------------------------------
 
     def enter(self, epoch: Epoch) -> None:
-        """Begins an epoch: all that follows has new names."""
+        """Begins an epoch, in which all channels have new names."""
         self.members.begin(epoch)
         self._reports.group = self.channel("reports")
 
     def hand_settings(self, epoch: Epoch, new: Sequence[int]) -> None:
-        """New processes take the settings of the optimizer from those that were there."""
-        # On a channel of its own: where a rank dies now, the others may have come to different points of it.
+        """Gives new processes the optimizer settings of the epoch's root."""
+        # On a channel of its own: if a rank dies now, the others may stop at different points of it.
         group = self.channel("settings/handed", epoch.members)
         self.hyperparameters.take(group, epoch.members.index(epoch.root), new=self._group.rank in new)

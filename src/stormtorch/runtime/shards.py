@@ -1,4 +1,4 @@
-"""The user's own optimizer, made to work on what this rank owns; its state in ordinary torch format, in and out."""
+"""Makes the user's optimizer work on this rank's shard, and converts its state from and to torch's usual format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
 
 MASTER = "master"
-"""Under this name, the float32 value of a parameter of fewer bits stands in the optimizer's state."""
+"""Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
 _BY_ELEMENTS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
@@ -43,13 +43,13 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
 
 
 class Shards:
-    """The optimizer's parameters on this rank: pieces of the user's.
+    """The pieces of parameters that the optimizer works on at this rank. Each piece has a stand-in for the parameter.
 
     Args:
-        optimizer: The user's. From now on its parameter groups hold pieces.
+        optimizer: The user's optimizer. From now on its parameter groups hold stand-ins.
         parameters: All of its parameters, by number, in the order of its groups.
-        buckets: Where those are that are trained.
-        whole: Pieces are whole parameters and have their shape.
+        buckets: Buckets that hold the parameters that are trained.
+        whole: Whether pieces are whole parameters, with their shape.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Shards:
                 stand_in = nn.Parameter(values.view(shape) if whole else values)
                 self.pieces.append((bucket, piece, stand_in))
                 by_parameter.setdefault(piece.parameter, []).append((piece, stand_in))
-        # GradScaler asks gradients whether all are finite. A rank that owns none must know it too, so that all skip the
-        # same steps: it is told by this one, which no step ever sees.
+        # GradScaler looks whether all gradients are finite. A rank that owns none must know it too, so that all ranks
+        # skip the same steps: it learns it from this parameter's gradient, which no step ever uses.
         self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
         self._stepping = False
         self._versions: list[int] = []
@@ -95,11 +95,11 @@ class Shards:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def give_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
-        """Every piece of a parameter that was used anywhere gets the gradient of its owner's; the others have none.
+        """Gives a gradient to the stand-in of every piece whose parameter was used on any rank; removes it otherwise.
 
         Args:
-            used: Of each parameter, whether it was.
-            finite: Whether all ranks' gradients are. If not, every rank finds a NaN in its own.
+            used: Whether each parameter was used on any rank.
+            finite: Whether all ranks' gradients are finite. If not, every rank gets a NaN.
         """
         given: torch.Tensor | None = None
         for bucket, piece, stand_in in self.pieces:
@@ -115,25 +115,25 @@ class Shards:
             given.view(-1)[0] = torch.nan
 
     def begin_step(self) -> None:
-        """The optimizer is about to look for gradients."""
+        """Called before the optimizer looks for gradients."""
         self._spare.grad = None
         self._stepping = True
         self._versions = self._now()
 
     @property
     def settled(self) -> bool:
-        """Whether pieces have the values of the last whole step: a closure runs before the optimizer changes them."""
+        """Whether pieces have the values of the last complete step, as they do also while a closure runs."""
         return not self._stepping or self._now() == self._versions
 
     def _now(self) -> list[int]:
         return [stand_in._version for _, _, stand_in in self.pieces]
 
     def end_step(self) -> None:
-        """It has."""
+        """Called after the optimizer has stepped."""
         self._stepping = False
 
     def clear_gradients(self) -> None:
-        """Takes them away."""
+        """Removes all gradients."""
         for _, _, stand_in in self.pieces:
             stand_in.grad = None
         self._spare.grad = None
@@ -141,7 +141,7 @@ class Shards:
     # --- state in torch's format ------------------------------------------------------------------------------------
 
     def gather(self, local: dict[str, Any], group: Group) -> dict[str, Any]:
-        """The state dict of the whole optimizer, from the local one of every rank. All ranks must call it."""
+        """Gathers the state dict of the whole optimizer from the local one of every rank. All ranks must call it."""
         stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
         order = {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
         own: list[tuple[int, int, int, dict[str, Any]]] = []
@@ -163,7 +163,7 @@ class Shards:
         }
 
     def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """A local state dict out of one of the whole optimizer; masters are set at once."""
+        """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
         groups = whole["param_groups"]
         if [len(each["params"]) for each in groups] != [len(members) for members in self._groups]:
             raise ValueError("the state dict has other parameter groups than the optimizer")
@@ -198,7 +198,7 @@ class Shards:
         }
 
     def _cut(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        """A piece's part of a parameter's state. What does not have the parameter's shape belongs to every piece."""
+        """Returns a piece's part of a parameter's state. A value of another shape belongs to every piece."""
         shape = self._parameters[piece.parameter].shape
         cut: dict[str, Any] = {}
         for name, value in state.items():
@@ -222,14 +222,14 @@ class Shards:
 
 
 def _widened(value: Any, stand_in: nn.Parameter) -> Any:
-    """State as long as a parameter of fewer bits gets the bits of its master, as if it had been made for that."""
+    """Converts state that has a parameter's shape to float32, as if the optimizer had begun with the float32 values."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
         return value.to(stand_in.dtype)
     return value
 
 
 def _gather_objects(own: object, group: Group) -> list[Any]:
-    """What every rank gives. It is read as data, never as code."""
+    """Gathers an object of every rank. Objects are read as data, never as code."""
     buffer = io.BytesIO()
     torch.save(own, buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What a prepared model says to code that looks for a wrapper: `model.module` is where DDP keeps the user's model."""
+"""A helpful error for scripts written for DDP: a prepared model has no `model.module`, as nothing wraps it."""
 
 import contextlib
 import weakref
@@ -10,16 +10,16 @@ from stormtorch.runtime.session import sessions_of
 
 
 class Unwrapped:
-    """Mixed into the class of a prepared model, as only a class can answer for attributes that are not there."""
+    """Mixed into the class of a prepared model: Python looks for `__getattr__` only in the class."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Keeps a registry of the user's from hearing of a class that is only ours."""
+        """Keeps the user's class from registering the derived class as one of its own."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "module":
-            return super().__getattr__(name)  # type: ignore[misc]  # of nn.Module
+            return super().__getattr__(name)  # type: ignore[misc]  # nn.Module has it
         try:
-            return super().__getattr__(name)  # type: ignore[misc]  # a submodule may be called so
+            return super().__getattr__(name)  # type: ignore[misc]  # a submodule may have this name
         except AttributeError:
             if not sessions_of(self):  # type: ignore[arg-type]  # a copy is not prepared
                 raise
@@ -31,16 +31,16 @@ class Unwrapped:
             ) from None
 
 
-# By the class it is derived from; a derived class lives as long as a model has it.
+# Derived classes by the class that they derive from. A derived class lives as long as a model has it.
 _derived: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def unwrap(model: nn.Module) -> None:
-    """Makes a model tell that it is not wrapped. It stays the same object, of a class derived from its own."""
+    """Makes a model explain that it is not wrapped. It stays the same object, of a class derived from its own."""
     kind = type(model)
     if isinstance(model, Unwrapped):
         return
-    # A class may have a metaclass or a layout of its own that refuses this. Then torch's words must do.
+    # A class may have a metaclass or a layout that refuses this. Then the error is torch's own.
     with contextlib.suppress(Exception):
         found = _derived.get(kind, lambda: None)()
         if found is None:

@@ -1,7 +1,7 @@
-"""Wrappers that exchange gradients themselves, such as DistributedDataParallel, are refused before and after prepare().
+"""Refuses wrappers that exchange gradients themselves, such as DistributedDataParallel, before and after prepare().
 
-Wrapped after prepare(), a model would train wrongly and silently: DDP writes its mean into `parameter.grad`, which is
-the memory of a bucket, while the engine still reads that memory to send it.
+A model that is wrapped after prepare() would train wrongly without an error: DDP writes its mean into `parameter.grad`,
+which is the memory of a bucket, while the engine still reads that memory to send it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-# By name, as importing FSDP takes a second and most jobs do without it. fully_shard() gives a module another class.
+# Class names, as importing FSDP takes a second and most jobs do not need it. fully_shard() changes a module's class.
 _NAMES = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
@@ -24,12 +24,12 @@ _watching: RemovableHandle | None = None
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the wrapper that a module is, if it is one."""
+    """Returns the name of a wrapper, or None for a module that is no wrapper."""
     return next((_NAMES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _NAMES), None)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises an error if a model is a wrapper, or has one in it."""
+    """Raises an error if a model is a wrapper or contains one."""
     for module in model.modules():
         name = wrapper_of(module)
         if name is not None:
@@ -37,19 +37,19 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refusal(name: str) -> ValueError:
-    """The error for a wrapper around a model that is prepared, or is about to be."""
+    """Returns the error for a wrapper around a model that is prepared, or about to be."""
     return ValueError(
         f"prepare() takes the place of {name}: give prepare() the model itself, and do not wrap it afterwards either"
     )
 
 
 def refuse_wrappers(prepared: Callable[[Iterable[nn.Parameter]], bool]) -> None:
-    """From now on, making a wrapper around a prepared model raises an error.
+    """Makes wrapping a prepared model raise an error from now on.
 
-    A wrapper registers the model as its submodule in its constructor, and torch lets us watch that.
+    A wrapper registers the model as its submodule in its constructor, and torch has a hook for that.
 
     Args:
-        prepared: Whether one of some parameters is prepared.
+        prepared: Returns whether any of some parameters is prepared.
     """
     global _watching
     if _watching is not None:
@@ -64,29 +64,29 @@ def refuse_wrappers(prepared: Callable[[Iterable[nn.Parameter]], bool]) -> None:
 
 
 def refuse_active_wrapper(model: nn.Module) -> None:
-    """Raises an error in the forward of a model whose DDP was made first, and which prepare() was given without it."""
+    """Raises an error in the forward of a model that was wrapped in DDP before prepare() got the model itself."""
     active = DistributedDataParallel._active_ddp_module
     if active is not None and any(module is model for module in active.modules()):
         raise refusal("DistributedDataParallel")
 
 
 class Kept:
-    """Looks whether a model still has the parameters that were prepared: others in their place would never be trained.
+    """Checks that a model still has the parameters that were prepared: replacements would never be trained.
 
     Args:
-        model: The user's.
-        parameters: Those that are prepared. Some may be another model's.
+        model: The user's model.
+        parameters: Parameters that are prepared. Some may be another model's.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model = model
         own = {id(parameter) for parameter in model.parameters()}
         self._numbers = {id(each): number for number, each in enumerate(parameters) if id(each) in own}
-        # Going through all modules takes milliseconds, so it is done only where a parameter has left its place.
+        # A search through all modules takes milliseconds, so it happens only if a parameter has left its known place.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
 
     def gone(self) -> list[int]:
-        """The numbers of parameters that are gone. One that has another place or name in the model is not."""
+        """Returns the numbers of parameters that the model lacks. It may have given one a new place or name."""
         if self._places and all(holder.get(name) is parameter for holder, name, parameter in self._places):
             return []
         places = {
