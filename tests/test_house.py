@@ -10,11 +10,6 @@ pytestmark = pytest.mark.pure
 
 SOURCE = Path(__file__).parents[1] / "src" / "stormtorch"
 FACE = "stormtorch"
-# To go: circles that exist for type checkers only, in rooms that are being rebuilt.
-KNOWN_CIRCLES = [
-    {"stormtorch.runtime.session", "stormtorch.runtime.shards"},
-    {"stormtorch.simulation.checkpoints", "stormtorch.simulation.run"},
-]
 
 
 def modules(source: Path) -> dict[str, Path]:
@@ -76,7 +71,7 @@ def test_nobody_inside_imports_the_face() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert [circle for circle in circles(SOURCE) if circle not in KNOWN_CIRCLES] == []
+    assert circles(SOURCE) == []
 
 
 @pytest.mark.parametrize(
