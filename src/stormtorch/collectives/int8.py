@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards

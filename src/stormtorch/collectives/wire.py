@@ -2,7 +2,7 @@
 
 import torch
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.collectives.int8 import chunk_elements
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)

@@ -208,7 +208,7 @@ _NO_FAULTS = LinkSettings(
 
 def _apply(chosen: Faults | None) -> None:
     # Imported here, so that settings can be made and checked where the native module is not built.
-    from stormtorch import _engine
+    import stormtorch._engine as _engine
 
     _engine.set_faults(None if chosen is None else dict(chosen.settings))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec
 import torch
 from torch import nn
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies import BoundedDrift

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.errors import (
     Closed,
     ExchangeTimeout,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch.distributed.distributed_c10d import Store
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.transport.attendance import Attendance
 from stormtorch.transport.cards import (
     Agreement,

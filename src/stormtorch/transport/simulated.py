@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.errors import ExchangeTimeout, StormError
 from stormtorch.network.faults import faults
 from stormtorch.network.loss import LossModel

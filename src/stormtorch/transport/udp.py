@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from stormtorch import _engine
+import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
 from stormtorch.transport.cards import Card
 from stormtorch.transport.channels import Channels
