@@ -1,4 +1,4 @@
-"""Which examples a worker sees in a step: they depend on seed, step and worker, and are the same on every machine.
+"""Choice of the examples that a worker sees in a step, by seed, step and worker: the same on every machine.
 
 Letters at the end of names, in all files of this folder: W workers, B examples of a batch.
 """

@@ -12,7 +12,7 @@ from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag
 
 
 class Kind(StrEnum):
-    """How far a predicted number can be trusted."""
+    """Degree to which a predicted number can be trusted."""
 
     EXACT = "exact"
     """True under the assumptions of the formula; a simulation under these assumptions gives the same."""
