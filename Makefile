@@ -93,8 +93,8 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 # --- check it --------------------------------------------------------------------------------------------------------
 
 # What people run before they commit, and what CI runs. All that is in the first is in the second.
-test: engine-test python-test  ## the engine's tests, then the Python tests but for slow ones: about 8 minutes on 2 cores
-test-all: engine-all python-all  ## also the engine's tests under sanitizers, and slow Python tests: about 18 minutes
+test: engine-test python-test  ## the engine's tests with assertions, then the Python tests but for slow ones
+test-all: engine-all python-all  ## the same, the engine's tests under ASan+UBSan and TSan, and slow Python tests, as CI does
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
 
 # Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
