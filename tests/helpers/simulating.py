@@ -77,7 +77,7 @@ def replicas_of(training: Any) -> torch.Tensor:
     """(W, C, E): what each worker of such a simulation has."""
     if isinstance(training, Replicated):
         return training._models
-    replicas: torch.Tensor = training.setting.cut.empty(training.setting.workers, device=torch.device("cpu"))
+    replicas: torch.Tensor = training.setting.chunks.empty(training.setting.workers, device=torch.device("cpu"))
     training._replicas.put(0, training.setting.workers, replicas)
     return replicas
 

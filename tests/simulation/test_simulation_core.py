@@ -14,7 +14,7 @@ from simulating import Data, outcome, simulated, stacked
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.policies.policy import Policy
 from stormtorch.simulation import simulate
-from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.gradients import Gradients
 from stormtorch.simulation.setting import Reuse
 from training import (
@@ -178,8 +178,8 @@ def test_dropout_is_drawn_for_each_worker() -> None:
         done, _ = outcome(model, sgd, 3, data=same, how=how, policy=GradientAveraging(), network=0.3)
         assert done.how == how
         assert done.drift > 0.0
-    cut = Cut.of(list(model.parameters()), 4, 360)
-    together = Gradients(model, regression, cut, 4, 4, torch.device("cpu"), how="batched")
+    chunks = Chunks.of(list(model.parameters()), 4, 360)
+    together = Gradients(model, regression, chunks, 4, 4, torch.device("cpu"), how="batched")
     together.replicas.fill_(0.1)
     losses = together.compute(torch.stack([vectors(0, 0)] * 4), 0, 4)
     assert len(set(losses.tolist())) == 4
@@ -201,12 +201,12 @@ class Keeps(nn.Module):
 def test_all_at_once_is_chosen_only_if_it_gives_the_same_gradients(model: nn.Module) -> None:
     objective, data = (next_word, few_words) if isinstance(model, Recurrent) else (regression, vectors)
     parameters = list(model.parameters())
-    cut = Cut.of(parameters, 2, 360)
+    chunks = Chunks.of(parameters, 2, 360)
     found = {}
     for how in ("loop", "auto"):
-        gradients = Gradients(model, objective, cut, 2, 2, torch.device("cpu"), how="loop")
+        gradients = Gradients(model, objective, chunks, 2, 2, torch.device("cpu"), how="loop")
         gradients.how = how  # "auto" would not even try on a CPU
-        for own, parameter in zip(cut.views(gradients.replicas), parameters, strict=True):
+        for own, parameter in zip(chunks.views(gradients.replicas), parameters, strict=True):
             own.copy_(parameter.detach().expand_as(own))
         gradients.compute(torch.stack([data(worker, 0) for worker in range(2)]), 0, 2)
         found[how] = gradients.grads
@@ -217,10 +217,10 @@ def test_all_at_once_is_chosen_only_if_it_gives_the_same_gradients(model: nn.Mod
 
 def test_trying_out_all_at_once_draws_nothing_from_the_trainings_random_numbers() -> None:
     model = nn.Sequential(nn.Linear(8, 100), nn.Dropout(0.5), nn.Linear(100, 6))
-    cut = Cut.of(list(model.parameters()), 2, 360)
+    chunks = Chunks.of(list(model.parameters()), 2, 360)
     losses = {}
     for how in ("batched", "auto"):
-        gradients = Gradients(model, regression, cut, 2, 2, torch.device("cpu"), how="batched")
+        gradients = Gradients(model, regression, chunks, 2, 2, torch.device("cpu"), how="batched")
         gradients.how = how
         gradients.replicas.fill_(0.1)
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from stormtorch.policies import rules
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.results.statistics import mean
-from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
@@ -43,23 +43,23 @@ def test_versions_and_ages_are_the_replicas_that_real_workers_would_hold(
     workers: int, sizes: list[int], p: float, max_lag: int | None, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    cut = Cut.of([nn.Parameter(torch.zeros(size)) for size in sizes], workers, PER_CHUNK)
-    replicas = Replicas(cut, 0, workers, CPU)
-    replicas.owned.copy_(torch.randn(cut.chunks, PER_CHUNK, generator=random))
+    chunks = Chunks.of([nn.Parameter(torch.zeros(size)) for size in sizes], workers, PER_CHUNK)
+    replicas = Replicas(chunks, 0, workers, CPU)
+    replicas.owned.copy_(torch.randn(chunks.count, PER_CHUNK, generator=random))
     replicas.begin()
-    own_WC = cut.owner_C == torch.arange(workers).unsqueeze(1)
+    own_WC = chunks.owner_C == torch.arange(workers).unsqueeze(1)
     stored_WCE = replicas.owned.expand(workers, -1, -1).clone()
-    ages_WC = torch.zeros(workers, cut.chunks, dtype=torch.int64)
+    ages_WC = torch.zeros(workers, chunks.count, dtype=torch.int64)
     found_WCE = torch.empty_like(stored_WCE)
     for _ in range(30):
         lead = float(torch.rand((), generator=random))
-        lost_WC = torch.rand(workers, cut.chunks, generator=random) < p
+        lost_WC = torch.rand(workers, chunks.count, generator=random) < p
         arrived_WC = ~lost_WC | own_WC
         oldest = int(replicas.ages.max())
         replicas.make_room(oldest)
         room, before = replicas.next_room(), replicas.owned.clone()
         room.copy_(before)
-        replicas.owned.add_(torch.randn(cut.chunks, PER_CHUNK, generator=random))
+        replicas.owned.add_(torch.randn(chunks.count, PER_CHUNK, generator=random))
         room.lerp_(replicas.owned, 1.0 + lead)
         if max_lag is not None:
             arrived_WC |= rules.overdue(replicas.ages, max_lag)
@@ -79,7 +79,7 @@ def test_versions_and_ages_are_the_replicas_that_real_workers_would_hold(
 
 
 def test_a_link_that_loses_everything_is_kept_up_with_all_the_same() -> None:
-    replicas = Replicas(Cut.of([nn.Parameter(torch.zeros(16))], 2, PER_CHUNK), 0, 2, CPU)
+    replicas = Replicas(Chunks.of([nn.Parameter(torch.zeros(16))], 2, PER_CHUNK), 0, 2, CPU)
     replicas.begin()
     found = torch.empty(2, 2, PER_CHUNK)
     for step in range(1, MOST_VERSIONS + 1):
@@ -95,14 +95,14 @@ def test_a_link_that_loses_everything_is_kept_up_with_all_the_same() -> None:
 @given(elements=st.lists(st.integers(1, 50), min_size=1, max_size=5), workers=st.integers(1, 9))
 @settings(max_examples=50, deadline=None)
 def test_a_cut_gives_every_parameter_elements_of_its_own(elements: list[int], workers: int) -> None:
-    cut = Cut.of([nn.Parameter(torch.zeros(size)) for size in elements], workers, PER_CHUNK)
-    vector = cut.empty(device=CPU)
-    for view in cut.views(vector):
+    chunks = Chunks.of([nn.Parameter(torch.zeros(size)) for size in elements], workers, PER_CHUNK)
+    vector = chunks.empty(device=CPU)
+    for view in chunks.views(vector):
         view += 1.0
     assert float(vector.sum()) == sum(elements) and float(vector.max()) == 1.0
-    owned = torch.bincount(cut.owner_C, minlength=workers)
+    owned = torch.bincount(chunks.owner_C, minlength=workers)
     assert int(owned.max()) - int(owned.min()) <= 1
-    chunk_S, element_S = cut.choose(500, torch.Generator().manual_seed(0))
+    chunk_S, element_S = chunks.choose(500, torch.Generator().manual_seed(0))
     assert bool((vector[chunk_S, element_S] == 1.0).all())  # nothing that is padding
     assert len(set((chunk_S * PER_CHUNK + element_S).tolist())) >= min(sum(elements), 60)
 

@@ -1,8 +1,8 @@
-"""Any number of virtual workers in one process: what loss does to a model before a real network is trusted with it.
+"""Simulates any number of workers in one process, to see what loss does to a model before it trains on a real network.
 
     report = simulate(model, loss, batches, optimizer, workers=64, steps=300, network=Bernoulli(p=0.1))
 
-Every virtual worker computes gradients on its own stale replica; the policies' own arithmetic does the rest.
+Every virtual worker computes gradients on its own stale replica. The policies' own arithmetic does the rest.
 """
 
 from typing import TYPE_CHECKING, Any

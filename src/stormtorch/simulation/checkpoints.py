@@ -1,4 +1,4 @@
-"""States of simulations while they run: saved so often, and at Ctrl-C, so that another process goes on bit for bit."""
+"""Checkpoints of simulations, saved regularly and at Ctrl-C: another process continues from them bit for bit."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from torch.utils import _pytree as pytree
 
 from stormtorch.network.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
 from stormtorch.simulation.outcome import Simulated
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.workers import Workers
 
 
 class Checkpoint:
-    """The file of one simulation, or of one process's part of it. While it is entered, Ctrl-C waits for the end of a
-    step: a state in the midst of one cannot be gone on from. A second Ctrl-C does not wait, and what was saved last
-    stays.
+    """The checkpoint file of one simulation, or of one process's part of it.
+
+    Within its context, Ctrl-C waits for the end of the step, as no process can continue from the middle of one. A
+    second Ctrl-C does not wait, and leaves the last checkpoint as it is.
 
     Args:
-        path: Where. Several processes have a file each, with their ranks behind this name.
-        every_s: How often it is written.
-        identity: What must be the same for a checkpoint to be gone on from.
-        together: The processes.
+        path: The file. Each of several processes appends its rank to the name.
+        every_s: Seconds between two checkpoints.
+        identity: Properties of the simulation that must be the same to continue from a checkpoint.
+        processes: The processes that simulate together.
     """
 
-    def __init__(self, path: Path, every_s: float, identity: dict[str, object], together: Together) -> None:
-        self._path = path if together.world == 1 else path.with_name(f"{path.name}.{together.rank}")
+    def __init__(self, path: Path, every_s: float, identity: dict[str, object], processes: Processes) -> None:
+        self._path = path if processes.world == 1 else path.with_name(f"{path.name}.{processes.rank}")
         self._every_s = every_s
-        self._identity = identity | {"processes": together.world}
-        self._together = together
+        self._identity = identity | {"processes": processes.world}
+        self._processes = processes
         self._saved_at = time.monotonic()
         self._interrupted = False
         self._handler: Any = None
 
     def __enter__(self) -> Checkpoint:
-        # Signals reach the main thread alone; elsewhere there is nothing to hold back.
+        # Only the main thread gets signals; other threads have nothing to hold back.
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGINT, self._hear)
         return self
@@ -57,23 +58,23 @@ class Checkpoint:
             signal.signal(signal.SIGINT, self._handler)
 
     def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        # torchrun passes on a Ctrl-C that processes have heard of already: a second one means nothing there.
-        if self._interrupted and not self._together.on:
+        # torchrun passes on a Ctrl-C that its processes have got already, so a second one means nothing there.
+        if self._interrupted and not self._processes.on:
             raise KeyboardInterrupt
         self._interrupted = True
 
     def interrupt(self) -> None:
-        """As Ctrl-C: the next `tick` saves and ends."""
+        """Acts as Ctrl-C does: the next `tick` saves the state and ends the simulation."""
         self._interrupted = True
 
     def resume(self, training: Workers, found: Simulated) -> int:
-        """Goes on from the file, if it is there. How many steps are done.
+        """Loads the file, if it exists. Returns the number of steps that are done.
 
         Raises:
-            ValueError: It cannot be read, or is of another simulation.
+            ValueError: The file cannot be read, or belongs to another simulation.
         """
         done = self._load(training, found) if self._path.exists() else 0
-        least, most = -self._together.agree(-done), self._together.agree(done)
+        least, most = -self._processes.agree(-done), self._processes.agree(done)
         if least != most:
             raise ValueError(
                 f"checkpoint {self._path} is after {done} steps, those of other processes after {least} to {most}; "
@@ -82,13 +83,13 @@ class Checkpoint:
         return done
 
     def tick(self, training: Workers, found: Simulated, *, last: bool) -> None:
-        """After every step: saves if it is time to. All processes do so after the same step.
+        """Saves the state if it is time to; called after every step. All processes save after the same step.
 
         Raises:
-            KeyboardInterrupt: One was held back; the state is saved.
+            KeyboardInterrupt: Ctrl-C was held back, and the state is saved now.
         """
         due = time.monotonic() - self._saved_at >= self._every_s and not last
-        wanted = self._together.agree(2 if self._interrupted else int(due))
+        wanted = self._processes.agree(2 if self._interrupted else int(due))
         if wanted:
             self._save(training, found)
             self._saved_at = time.monotonic()
@@ -96,7 +97,7 @@ class Checkpoint:
             raise KeyboardInterrupt
 
     def remove(self) -> None:
-        """In the end."""
+        """Deletes the file, at the end of the simulation."""
         self._path.unlink(missing_ok=True)
 
     def _save(self, training: Workers, found: Simulated) -> None:
@@ -115,7 +116,7 @@ class Checkpoint:
     def _load(self, training: Workers, found: Simulated) -> int:
         path = self._path
         try:
-            # Tensors and plain data alone: a file from somewhere else cannot run anything.
+            # Only tensors and plain data are loaded, so that a file from somewhere else cannot run code.
             state = torch.load(path, map_location="cpu", weights_only=True)
             known = dict(state["identity"])
         except Exception as error:
@@ -135,19 +136,19 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A second file to write, which then takes the place of the first: who is stopped meanwhile has the one before."""
+    """Yields a second file to write, which then replaces the first: if writing stops midway, the first one remains."""
     beside = path.with_name(path.name + ".new")
     yield beside
     os.replace(beside, path)
 
 
 def _plain(value: Any) -> Any:
-    """A learning rate or a loss may be NumPy's, which `torch.load` does not take for plain data."""
+    """Converts NumPy's numbers, which a learning rate or a loss may be, to what `torch.load` takes for plain data."""
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
 def _random() -> list[torch.Tensor]:
-    """What dropout and the like draw from."""
+    """Returns the states of torch's random generators, which dropout and the like draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
@@ -158,7 +159,7 @@ def _restore_random(states: list[torch.Tensor]) -> None:
 
 
 def digest(network: LossModel) -> str:
-    """The same for the same network, however many links it has; another for another."""
+    """Returns a short text that identifies a network, however many links it has."""
     reached = in_time(network)
     found = hashlib.sha256()
     if isinstance(network, Stragglers):

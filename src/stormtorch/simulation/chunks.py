@@ -1,4 +1,4 @@
-"""A model's parameters as one vector, cut into chunks: the unit that is lost. Each worker owns a run of them."""
+"""A model's parameters as one vector of chunks. A chunk arrives or is lost as a whole; each worker owns some."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which element lies where. C chunks of E elements each; the end of the last one is padding.
+class Chunks:
+    """The places of parameters in C chunks of E elements each. The end of the last chunk is padding.
 
-    Shards are whole chunks here; a real training cuts them to the byte and lets the last chunk of each be shorter.
+    Shards are whole chunks here. On real ranks, shards have nearly equal sizes and the last chunk of each is shorter.
     """
 
     shapes: tuple[torch.Size, ...]
-    """Of the parameters, in the model's order."""
+    """Shapes of the parameters, in the model's order."""
     firsts: tuple[int, ...]
-    """Where each begins in the vector."""
-    chunks: int
+    """First element of each parameter in the vector."""
+    count: int
+    """Number of chunks, C."""
     per_chunk: int
+    """Number of elements in a chunk, E."""
     owner_C: torch.Tensor
-    """Of each chunk, in order."""
+    """Owner of each chunk, ascending."""
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], workers: int, per_chunk: int) -> Cut:
-        """The cut of a model for so many owners."""
+    def of(cls, parameters: Sequence[nn.Parameter], workers: int, per_chunk: int) -> Chunks:
+        """Divides a model's parameters into chunks, and the chunks among workers."""
         firsts, end = [], 0
         for parameter in parameters:
             firsts.append(end)
@@ -41,7 +43,7 @@ class Cut:
         return cls(tuple(each.shape for each in parameters), tuple(firsts), chunks, per_chunk, owner_C)
 
     def views(self, vectors: torch.Tensor) -> list[torch.Tensor]:
-        """Of (C, E), the parameters in it; of (W, C, E), the parameters of all W, stacked. Nothing is copied."""
+        """Returns views of the parameters in a vector (C, E), or of those of all workers, stacked, in (W, C, E)."""
         stacked = vectors.shape[:-2]
         flat = vectors.view(*stacked, -1)
         return [
@@ -50,7 +52,7 @@ class Cut:
         ]
 
     def choose(self, count: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chunks, and elements within them, of so many numbers of the parameters; none of them is padding."""
+        """Draws some elements of the parameters: returns the chunk of each, and its place there. None is padding."""
         sizes = torch.tensor([math.prod(shape) for shape in self.shapes])
         ends = sizes.cumsum(0)
         nth_S = torch.randint(int(ends[-1]), (count,), generator=random)
@@ -59,5 +61,5 @@ class Cut:
         return at_S // self.per_chunk, at_S % self.per_chunk
 
     def empty(self, *stacked: int, device: torch.device) -> torch.Tensor:
-        """Memory for so many vectors, zeroed: padding must not hold what is not a number."""
-        return torch.zeros(*stacked, self.chunks, self.per_chunk, device=device)
+        """Allocates memory for one vector, or for several. It is zeroed, as padding must not hold a NaN."""
+        return torch.zeros(*stacked, self.count, self.per_chunk, device=device)

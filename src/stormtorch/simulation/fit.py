@@ -1,4 +1,4 @@
-"""How many workers fit at a time: found by computing one, and what that took."""
+"""Finds how many workers fit into memory at a time, by computing one and measuring what that takes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,18 +8,18 @@ from torch import nn
 
 from stormtorch.simulation.setting import Setting
 
-# On the CPU replicas only compete for caches and for memory that is shared with everything else.
+# On a CPU, more replicas at a time only compete for caches, and for memory that everything else shares.
 _CPU_BYTES = 1 << 30
 _CPU_MOST = 16
-# Of the GPU's free memory; the rest is for versions, recorded graphs, and what fragments.
+# Fraction of the GPU's free memory to use; the rest is for versions, recorded graphs, and fragmentation.
 _GPU_SHARE = 0.5
 
 
 def fitting(setting: Setting, model: nn.Module, batches: Callable[[int, int, int], Any], workers: int) -> Setting:
-    """The setting with as many workers at a time as fit: a divisor of `workers` where there is a good one."""
+    """Returns the setting with as many workers at a time as fit: a divisor of `workers` where a good one exists."""
     if setting.reuse is not None and setting.reuse.gradients is not None:
         return setting.with_at_once(setting.reuse.gradients.at_once)
-    replica_bytes = 4 * setting.cut.chunks * setting.cut.per_chunk
+    replica_bytes = 4 * setting.chunks.count * setting.chunks.per_chunk
     if setting.device.type != "cuda":
         fit = max(min(_CPU_BYTES // (4 * replica_bytes), _CPU_MOST), 1)
         return setting.with_at_once(_even(workers, fit))
@@ -36,7 +36,7 @@ def fitting(setting: Setting, model: nn.Module, batches: Callable[[int, int, int
 
 
 def _even(workers: int, fit: int) -> int:
-    """At most `fit`, in groups that are all alike if that does not make them much smaller."""
+    """Returns a group size of at most `fit`, which makes all groups equal if it need not be much smaller for that."""
     if workers <= fit:
         return workers
     return next((size for size in range(fit, fit // 2, -1) if workers % size == 0), fit)

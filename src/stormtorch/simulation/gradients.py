@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Gradients of many workers, each on its own replica: all at once where torch can, or one after the other."""
+"""Computes the gradients of many workers, each on its own replica: batched where torch can, or one after the other."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from stormtorch.simulation.chunks import Cut
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.chunks import Chunks
+from stormtorch.simulation.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
-"""The scalar loss of a model on one worker's batch."""
+"""Computes the scalar loss of a model on one worker's batch."""
 How: TypeAlias = Literal["auto", "batched", "loop"]
 
-# A relative difference between two ways to compute a loss, or a gradient, that rounding does not explain.
+# Rounding does not explain a larger relative difference between two ways to compute a loss or a gradient.
 _TOLERANCE = 0.02
 
 
 class Objective(nn.Module):
-    """The loss as a module, so that its model's parameters can be replaced for one call."""
+    """The loss as a module, so that the parameters of its model can be replaced for one call."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Objective(nn.Module):
         self._loss = loss
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """One worker's."""
+        """Computes the loss of one worker's batch."""
         found: Any = self._loss(self.model, batch)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -52,24 +52,24 @@ class Gradients:
     """Computes losses and gradients of a few replicas at a time.
 
     Args:
-        model: A copy of it is the body that all replicas share.
-        loss: Of one worker's batch.
-        cut: Where parameters lie in a replica.
-        workers: How many there are; each has buffers of its own.
-        at_once: Replicas that are computed together.
-        device: Where.
-        how: "batched" computes them by `torch.func.vmap`, "loop" one by one. "auto" does the first on a GPU, if it
-            works; a CPU's caches prefer one replica after the other.
-        precision: What matrices are multiplied in; float32 computes as the model is.
-        capture: On a GPU, whether the kernels are recorded once and replayed.
-        fuse: Whether `torch.compile` fuses the kernels of "batched": minutes at first, then steps of half the time.
+        model: The model; all replicas share a copy of it, with parameters of their own.
+        loss: Computes the loss of one worker's batch.
+        chunks: Places of parameters in a replica.
+        workers: Number of workers of this process; each has buffers of its own.
+        at_once: Number of replicas that one call computes.
+        device: Device of the replicas.
+        how: "batched" computes replicas at once by `torch.func.vmap`, "loop" one by one. "auto" is "batched" on a GPU,
+            if that works, and "loop" on a CPU, whose caches prefer it.
+        precision: Number format in which matrices are multiplied; float32 leaves it to the model.
+        capture: Whether to record the kernels once and replay them, on a GPU.
+        fuse: Whether `torch.compile` fuses the kernels of "batched": takes minutes at first, then halves a step's time.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Loss,
-        cut: Cut,
+        chunks: Chunks,
         workers: int,
         at_once: int,
         device: torch.device,
@@ -80,7 +80,7 @@ class Gradients:
         fuse: bool = False,
     ) -> None:
         self._body = Objective(copy.deepcopy(model).to(device).train(), loss)
-        self._cut = cut
+        self._chunks = chunks
         self._device = device
         self._workers = workers
         self.how = "loop" if how == "auto" and device.type == "cpu" else how
@@ -92,13 +92,13 @@ class Gradients:
             name: each.detach().to(device).expand(workers, *each.shape).clone()
             for name, each in self._body.named_buffers()
         }
-        """Of all workers, stacked, by name."""
-        self.replicas = cut.empty(at_once, device=device)
-        """Put replicas here before a call."""
-        self.grads = cut.empty(at_once, device=device)
-        """Find their gradients here after it."""
+        """Buffers of all workers, stacked, by name."""
+        self.replicas = chunks.empty(at_once, device=device)
+        """Replicas; the caller writes them before `compute`."""
+        self.grads = chunks.empty(at_once, device=device)
+        """Gradients of the replicas, after `compute`."""
         self.used = torch.zeros(at_once, len(self._parameters), dtype=torch.bool)
-        """And which parameters each loss depended on: the others have no gradient, not even one of zero."""
+        """Whether each loss depended on each parameter; otherwise it has no gradient, not even one of zero."""
         self._worker = 0
         for place, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._noting(place))
@@ -110,19 +110,19 @@ class Gradients:
 
     @property
     def at_once(self) -> int:
-        """Replicas of a call."""
+        """Number of replicas that one call computes."""
         return len(self.replicas)
 
     def compute(self, batch: Any, first: int, count: int) -> torch.Tensor:
-        """Losses of the first `count` of `replicas`, which are the workers from `first` on; fills `grads`.
+        """Returns the losses of the first `count` of `replicas`, and writes their gradients to `grads`.
 
         Args:
-            batch: Stacked: the first dimension of each tensor counts workers.
-            first: Number of the first worker: whose buffers are used.
-            count: How many.
+            batch: Stacked batches: the first dimension of each tensor counts workers.
+            first: Number of the worker that the first replica belongs to, whose buffers it uses.
+            count: Number of replicas.
 
         Raises:
-            ValueError: The batch is not stacked so, or the loss is not a number.
+            ValueError: The batch is not stacked, or the loss is not a tensor of one number.
         """
         for leaf in pytree.tree_leaves(batch):
             if not isinstance(leaf, torch.Tensor) or leaf.ndim < 1 or len(leaf) != count:
@@ -130,7 +130,7 @@ class Gradients:
                 raise ValueError(f"batches must be tensors with {count} workers in the first dimension, got {what}")
         for name, stacked in self.buffers.items():
             self._buffers[name][:count].copy_(stacked[first : first + count])
-        # Contiguous, so that all steps look the same to what was compiled for the first.
+        # Contiguous, so that code compiled for the first step fits all others.
         batch = pytree.tree_map(lambda each: each.to(self._device).contiguous(), batch)
         if self.how == "auto":
             with self._same_randomness():
@@ -141,13 +141,15 @@ class Gradients:
             stacked[first : first + count].copy_(self._buffers[name][:count])
         return losses
 
-    def begin_again(self, model: nn.Module, cut: Cut, workers: int) -> bool:
-        """For another simulation of the same model: buffers and frozen parameters begin anew. False if it has others,
-        or is cut in another way.
+    def begin_again(self, model: nn.Module, chunks: Chunks, workers: int) -> bool:
+        """Resets buffers and frozen parameters for another simulation of the same model.
+
+        Returns False if the simulation has other buffers, other chunks or another number of workers.
         """
         fresh = {f"model.{name}": each for name, each in model.named_buffers()}
-        same_cut = (cut.shapes, cut.chunks, cut.per_chunk) == (self._cut.shapes, self._cut.chunks, self._cut.per_chunk)
-        if self._workers != workers or fresh.keys() != self.buffers.keys() or not same_cut:
+        known = self._chunks
+        same = (chunks.shapes, chunks.count, chunks.per_chunk) == (known.shapes, known.count, known.per_chunk)
+        if self._workers != workers or fresh.keys() != self.buffers.keys() or not same:
             return False
         for name, stacked in self.buffers.items():
             stacked.copy_(fresh[name].expand_as(stacked))
@@ -157,23 +159,23 @@ class Gradients:
                     own.copy_(given)
         return True
 
-    def average_buffers_into(self, model: nn.Module, together: Together) -> None:
-        """A model gets the mean of all workers' floating-point buffers, and the first one's of the others."""
-        workers = together.add_up(torch.tensor(float(self._workers)))
+    def average_buffers_into(self, model: nn.Module, processes: Processes) -> None:
+        """Gives a model the mean of all workers' floating-point buffers, and the first worker's other buffers."""
+        workers = processes.add_up(torch.tensor(float(self._workers)))
         for name, own in model.named_buffers():
             stacked = self.buffers[f"model.{name}"]
             if own.is_floating_point():
-                own.copy_(together.add_up(stacked.sum(0)) / workers.to(own.device))
+                own.copy_(processes.add_up(stacked.sum(0)) / workers.to(own.device))
             else:
                 own.copy_(stacked[0])
 
     def load_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
-        """From a checkpoint."""
+        """Loads the workers' buffers from a checkpoint."""
         for name, stacked in self.buffers.items():
             stacked.copy_(buffers[name])
 
     def _same_randomness(self) -> AbstractContextManager[None]:
-        """What is tried out draws nothing: dropout is the same with it and without, as where a training goes on."""
+        """Returns a context that restores random generators: a trial must not change what dropout draws later."""
         found: AbstractContextManager[None] = torch.random.fork_rng(
             [self._device] if self._device.type == "cuda" else []
         )
@@ -187,15 +189,15 @@ class Gradients:
         return torch.autocast(self._device.type, self._precision, enabled=lower, cache_enabled=False)
 
     def _batched(self, batch: Any, count: int) -> torch.Tensor:
-        # Leaves of their own: a gradient of the whole vector would be padded with zeros once for every parameter.
-        leaves = [each.detach().requires_grad_() for each in self._cut.views(self.replicas[:count])]
+        # Each parameter is a leaf: a gradient of the whole vector would be padded with zeros once per parameter.
+        leaves = [each.detach().requires_grad_() for each in self._chunks.views(self.replicas[:count])]
         buffers = {name: each[:count] for name, each in self._buffers.items()}
-        # Attention's fast kernels do not know of stacked replicas; its plain formula does.
+        # Attention's fast kernels do not support stacked replicas; its plain formula does.
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             losses = self._stacked(leaves, buffers, batch)
-        # A worker's loss depends on its own replica alone, so the gradient of the sum is everyone's own gradient.
+        # A worker's loss depends only on its own replica, so the gradient of the sum gives each worker its own.
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
-        for own, grad in zip(self._cut.views(self.grads[:count]), found, strict=True):
+        for own, grad in zip(self._chunks.views(self.grads[:count]), found, strict=True):
             if grad is None:
                 own.zero_()
             else:
@@ -204,7 +206,7 @@ class Gradients:
         return losses.detach().float()
 
     def _losses_of(self, leaves: list[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
-        """(W): of stacked parameters, buffers and batches."""
+        """Returns the losses (W) of stacked parameters, buffers and batches."""
 
         def one(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], own: Any) -> torch.Tensor:
             found: torch.Tensor = functional_call(self._body, {**parameters, **buffers}, (own,))
@@ -215,7 +217,7 @@ class Gradients:
         return losses
 
     def _loop(self, batch: Any, count: int) -> torch.Tensor:
-        replicas, grads = self._cut.views(self.replicas), self._cut.views(self.grads)
+        replicas, grads = self._chunks.views(self.replicas), self._chunks.views(self.grads)
         leaves, structure = pytree.tree_flatten(batch)
         losses = []
         self.used[:count] = False
@@ -234,7 +236,7 @@ class Gradients:
         return torch.stack(losses)
 
     def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
-        # Python does not see that parameters hold their hooks, so these must not hold the parameters.
+        # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
         found = weakref.ref(self)
 
         def note(_parameter: torch.Tensor) -> None:
@@ -245,11 +247,11 @@ class Gradients:
         return note
 
     def _find_out(self, batch: Any, count: int) -> How:
-        """Whether all at once works, and says the same as one by one."""
+        """Finds out whether "batched" works and gives the same as "loop"."""
         before = {name: each.clone() for name, each in self._buffers.items()}
 
         def again(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            """The first worker's loss and gradient."""
+            """Returns the first worker's loss and gradient, with the buffers of the beginning."""
             for name, each in before.items():
                 self._buffers[name].copy_(each)
             return run()[0], self.grads[0].flatten().clone()
@@ -259,18 +261,18 @@ class Gradients:
         try:
             batched = again(lambda: self._batched(batch, count))
         except Exception as error:
-            # Whatever it is: models do what they like, and one by one works for all of them.
+            # Any error: models may do anything, and one by one works for all of them.
             log = logger.warning if isinstance(error, torch.OutOfMemoryError) else logger.info
             log("workers are computed one by one: %s", error)
             found = "loop"
         else:
             one, other = again(lambda: self._loop(alone, 1)), again(lambda: self._loop(alone, 1))
-            # The gradient as well: a model that keeps its parameters in a list of its own is right about the loss
-            # only as long as those are what they were in the beginning.
+            # Compare gradients too: a model that keeps its parameters in a list of its own has the right loss, but only
+            # as long as they have their first values.
             for what, *three in zip(("loss", "gradient"), batched, one, other, strict=True):
                 ours, theirs, random = (float(torch.linalg.vector_norm(each)) for each in _differences(*three))
                 if not ours <= _TOLERANCE * theirs + 10 * random + 1e-6:
-                    logger.warning("workers are computed one by one: all at once, the %s is another", what)
+                    logger.warning("workers are computed one by one: computed all at once, the %s differs", what)
                     found = "loop"
         for name, each in before.items():
             self._buffers[name].copy_(each)
@@ -279,7 +281,7 @@ class Gradients:
     # --- on a GPU -----------------------------------------------------------------------------------------------------
 
     def _replay(self, batch: Any) -> torch.Tensor:
-        """Thousands of small kernels, started by one call."""
+        """Computes by replaying recorded kernels: one call starts thousands of small ones."""
         if self._graph is None:
             self._batch = pytree.tree_map(lambda each: each.clone(), batch)
             before = {name: each.clone() for name, each in self._buffers.items()}
@@ -299,7 +301,7 @@ class Gradients:
         return self._losses.clone()
 
     def _fits(self, batch: Any) -> bool:
-        """Whether a batch has the shapes that were recorded."""
+        """Whether a batch has the shapes that were recorded, if any were."""
         known, given = pytree.tree_leaves(self._batch), pytree.tree_leaves(batch)
         return self._graph is None or [each.shape for each in known] == [each.shape for each in given]
 
@@ -317,5 +319,5 @@ class Gradients:
 
 
 def _differences(batched: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """How far all at once is off, what it should be, and by how much that differs from time to time."""
+    """Returns the error of "batched", the value of "loop", and the difference between two values of "loop"."""
     return batched - one, one, other - one

@@ -1,4 +1,4 @@
-"""The loss of every single link, as owners tell it: for policies that weigh what they send by it."""
+"""Measures the loss of every link, as owners report it, for policies that weigh what they send by it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class LinkLosses:
     """Measures how much of each worker's chunks each owner loses.
 
     Args:
-        workers: How many there are; 0 where nobody asks, as links are as many as the square of it.
-        device: Where.
+        workers: Number of workers; 0 if the policy does not weigh, as memory grows with its square.
+        device: Device of the counts.
     """
 
     def __init__(self, workers: int, device: torch.device) -> None:
@@ -23,28 +23,28 @@ class LinkLosses:
         self._device = device
 
     def next(self, lost_WC: torch.Tensor, owner_C: torch.Tensor, chunks_W: torch.Tensor) -> torch.Tensor:
-        """(W, C): the loss of each chunk's link, as senders know it before an exchange; then counts that exchange.
+        """Returns the loss (W, C) of each chunk's link, as senders know it before an exchange, and counts the exchange.
 
         Args:
-            lost_WC: Which chunks of which worker the exchange loses.
-            owner_C: Which worker owns each chunk.
-            chunks_W: How many chunks each worker owns.
+            lost_WC: Whether the exchange loses each chunk of each worker.
+            owner_C: Owner of each chunk.
+            chunks_W: Number of chunks that each worker owns.
         """
         loss_WN, workers = self._loss_WN.value, len(chunks_W)
         missing_WN = torch.zeros(workers, workers, device=self._device)
         missing_WN.index_add_(1, owner_C, lost_WC.float())
-        # Owners tell of it while the next gradients are already on their way.
+        # Counts are one exchange late: owners report a loss while the next gradients are already on their way.
         if self._told_WN is not None:
             self._loss_WN.add(self._told_WN, chunks_W.float().expand(workers, workers))
         self._told_WN = missing_WN
         return loss_WN[:, owner_C]
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"loss": self._loss_WN.state, "told": self._told_WN}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Continues from the state of a checkpoint."""
         lost_WN, sent_WN = state["loss"]
         self._loss_WN.restore(lost_WN.to(self._device), sent_WN.to(self._device))
         told_WN = state["told"]

@@ -1,6 +1,6 @@
-"""What becomes of the datagrams of many links at once, on one device.
+"""Draws which datagrams of many links are lost, all at once on one device.
 
-The models are those of the engine's `faults.cpp`, with its meaning of `burst` and of a trace's start, but not its
+The models are those of the engine's `faults.cpp`, with its meaning of `burst` and of a trace's start, but with other
 random numbers. B workers of a block, S shards, C chunks; a column of C is a place in the order of sending.
 """
 
@@ -16,42 +16,42 @@ _LEAST, _SPAN = -(2**31), 2**32
 
 
 def random_bits(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Uniform int32, without the largest: below `threshold(p)` with probability p, never for 0 and always for 1."""
+    """Draws uniform int32 numbers, never the largest: each is below `threshold(p)` with probability p, also 0 and 1."""
     count = 1
     for size in shape:
         count *= size
-    # Two numbers from each draw: several times as fast as a float each, and finer.
+    # Two numbers from each draw: several times as fast as drawing floats, and finer.
     pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device=generator.device)
     bits = pairs.random_(_LEAST * _SPAN, None, generator=generator).view(torch.int32)[:count]
     return bits.clamp_(max=-_LEAST - 2).view(*shape)
 
 
 def threshold(p: float) -> int:
-    """Of `random_bits`."""
+    """Returns the threshold that `random_bits` are below with probability p."""
     return min(round(p * _SPAN) + _LEAST, -_LEAST - 1)
 
 
 def thresholds(p: Tensor) -> Tensor:
-    """Of `random_bits`, for many chances in float64."""
+    """Returns the thresholds that `random_bits` are below with the probabilities p, in float64."""
     return (p * _SPAN).round_().add_(_LEAST).clamp_(max=-_LEAST - 1).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Where messages begin and end in a row of chunks."""
+    """The beginnings and ends of messages in a row of chunks."""
 
     shard_C: Tensor
-    """The shard of each chunk, from 0."""
+    """Shard of each chunk, from 0."""
     first_S: Tensor
-    """The first chunk of each shard."""
+    """First chunk of each shard."""
     size_S: Tensor
-    """Chunks of each shard, at least 1."""
+    """Number of chunks in each shard, at least 1."""
     place_C: Tensor
-    """The place of each chunk in its shard."""
+    """Place of each chunk in its shard."""
 
     @classmethod
     def of(cls, owner_C: Tensor) -> "Shards":
-        """A shard is a run of chunks with one owner."""
+        """Finds the shards: runs of chunks with one owner."""
         begins_C = owner_C.diff(prepend=owner_C[:1] - 1) != 0
         shard_C = begins_C.cumsum(0) - 1
         size_S = shard_C.bincount()
@@ -60,22 +60,26 @@ class Shards:
         return cls(shard_C, first_S, size_S, place_C)
 
     def rotated(self, turn_S: Tensor, *, back: bool = False) -> Tensor:
-        """The chunk at each place when a shard is sent from its chunk `turn_S` on; `back`: the place of each chunk."""
+        """Returns the chunk at each place if each shard is sent from its chunk `turn_S` on.
+
+        With `back`, returns the place of each chunk instead.
+        """
         turn_C = turn_S[self.shard_C]
         shifted = self.place_C - turn_C if back else self.place_C + turn_C
         return self.first_S[self.shard_C] + shifted.remainder_(self.size_S[self.shard_C])
 
 
 class Chains:
-    """Chains of two states, good and bad, one per entry of a matrix; what is sent in the bad state is lost.
+    """Chains with two states, good and bad, one per entry of a matrix. A datagram sent in the bad state is lost.
 
-    A random number of each step lies low, high or between. Low sets the state to bad, high to good, whatever it was;
-    between the two it stays, or flips where the chain changes more often than chance. So the state is that of the last
-    number that set it, which is found without going step by step. Where nothing lies between, steps are independent.
+    Each step draws a random number. A low one sets the state to bad and a high one to good, whatever it was. One in
+    between keeps the state, or flips it in a chain that changes more often than chance. So the state depends only on
+    the last number that set it and on the flips since, and is found without going step by step. Where no number lies in
+    between, steps are independent.
     """
 
     def __init__(self, p: Tensor, burst: Tensor, generator: torch.Generator) -> None:
-        """`p` and `burst` in float64, as of `GilbertElliott`, are checked already."""
+        """Draws the first states. `p` and `burst` are float64, mean what they do in `GilbertElliott`, and are valid."""
         enter = torch.where(burst > 1.0, p / ((1.0 - p) * burst).clamp_(min=1e-300), p).clamp_(max=1.0)
         stay = torch.where(burst > 1.0, 1.0 - 1.0 / burst, p)
         self._low, self._high = thresholds(torch.minimum(enter, stay)), thresholds(torch.maximum(enter, stay))
@@ -84,13 +88,21 @@ class Chains:
         self._may_flip = bool(self._flips.any())
         self._alike = bool(((p == p[0, 0]) & (burst == burst[0, 0])).all())
         self.only_p = float(p[0, 0]) if self._alike and self.independent else None
-        """The loss of all links, where there is nothing else to know."""
+        """Loss of all links, if they are alike and have no memory; otherwise None."""
         self._generator = generator
         self.bad = random_bits(tuple(p.shape), generator) < thresholds(p)
-        """The state of the next datagram; at first bad as often as at any time."""
+        """State for the next datagram; at first bad with probability p, as at any time."""
 
     def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """The next fates of the links (rows, columns_S), or of (columns_S, rows) where not `up`; moves them on."""
+        """Returns what the next messages lose, (B, C) in the order of sending, and moves the chains on.
+
+        Args:
+            rows: Workers of the block: sources on the way up, targets on the way down.
+            columns_S: The other end of each shard's links.
+            shards: The messages.
+            up: Whether the rows send.
+            sent_BC: Whether each place is sent at all; None sends everything.
+        """
         was_bad_BS = _part(self.bad, rows, columns_S, up)
         chunks = shards.shard_C.numel()
         bits_BC = random_bits((was_bad_BS.shape[0], chunks), self._generator)
@@ -101,14 +113,14 @@ class Chains:
         del bits_BC
         first_S, last_S = shards.first_S, shards.first_S + shards.size_S - 1
         if sent_BC is not None:
-            # A link moves on by what it is sent: after a place that is left out nothing happens.
+            # Only datagrams that are sent move a chain on: after a place that is left out, nothing happens.
             before = torch.arange(-1, chunks - 1, device=sent_BC.device)
             before[first_S] = last_S
             moves_BC = sent_BC.index_select(1, before)
             bad_BC &= moves_BC
             good_BC &= moves_BC
-        # Column c moves the chain from place c - 1 to c. At the first place of a message nothing moves: the state there
-        # is what it was, and the column serves to move the chain on behind the last place.
+        # Column c moves the chain from place c - 1 to c. At the first place of a message nothing moves: the chain keeps
+        # its state there, and the number of that column moves it on after the last place.
         set_BC = bad_BC | good_BC
         end_bad, end_good = bad_BC.index_select(1, first_S), good_BC.index_select(1, first_S)
         end_flip = torch.zeros_like(end_bad)
@@ -134,7 +146,7 @@ class Chains:
         return bad_BC
 
     def _spread(self, matrix: Tensor, rows: slice, columns_S: Tensor, shards: Shards, up: bool) -> Tensor:
-        """A property of links for each of their chunks; one for all where links are alike."""
+        """Returns a property of links for each of their chunks, or one value if all links are alike."""
         if self._alike:
             return matrix[0, 0]
         return _part(matrix, rows, columns_S, up).index_select(1, shards.shard_C)
@@ -144,21 +156,21 @@ class Traces:
     """Recorded losses of many links, each replayed in a loop from a place of its own."""
 
     def __init__(self, traces: Sequence[Trace], which: Tensor, generator: torch.Generator) -> None:
-        """`which` of the traces each link has, -1 for none."""
+        """Draws where each link's trace begins. `which` is the number of each link's trace, -1 for none."""
         device = which.device
         self._bits = torch.frombuffer(bytearray(b"".join(each.bits for each in traces)), dtype=torch.uint8).to(device)
         size = torch.tensor([len(each.bits) for each in traces], device=device)
         first = size.cumsum(0) - size
         self.here = which >= 0
-        """Which links have a trace."""
+        """Whether each link has a trace."""
         at = which.clamp(min=0)
         self._first, self._size = first[at].int(), size[at].int()
         at_random = torch.rand(which.shape, dtype=torch.float64, device=device, generator=generator)
         self.next = (at_random * self._size).int()
-        """Of each link, where in its trace the next datagram is."""
+        """Place of each link's next datagram in its trace."""
 
     def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """As of `Chains`. What it says of links without a trace means nothing."""
+        """Returns what the next messages lose, as `Chains.lost` does. Values of links without a trace mean nothing."""
         first_BS, size_BS, next_BS = (_part(each, rows, columns_S, up) for each in (self._first, self._size, self.next))
         if sent_BC is None:
             place_BC = shards.place_C.int().expand(next_BS.shape[0], -1)
@@ -175,7 +187,7 @@ class Traces:
 
 
 def _whole(matrix: Tensor, up: bool) -> Tensor:
-    """(source, target) seen from the workers: rows send on the way up and receive on the way down."""
+    """Returns a matrix (source, target) with the workers as rows, which send on the way up and receive down."""
     return matrix if up else matrix.t()
 
 

@@ -1,12 +1,12 @@
-"""Arrival masks of n virtual workers: which chunks arrive, exchange after exchange, under any loss model.
+"""Arrival masks of virtual workers: which chunks arrive, exchange after exchange, under any loss model.
 
     masks = Masks(GilbertElliott(p=0.1, burst=8), workers=64, owner_C=owner_C, seed=1, device=torch.device("cuda"))
     up_WC = masks.up()      # the gradients: chunk c of worker w, on its way to the owner of c
     down_WC = masks.down()  # the parameters: chunk c on its way from its owner to worker w
 
-As in the engine, each link (source, target) has a fate of its own that goes on from exchange to exchange, and a message
-is sent from a chunk on that changes with every exchange, so that bursts begin anywhere. What a worker sends to itself
-arrives. W workers, C chunks, S shards, B workers of a block.
+As in the engine, each link (source, target) has a state of its own that continues from exchange to exchange, and every
+exchange sends a message from another first chunk on, so that bursts begin anywhere. What a worker sends to itself
+always arrives. W workers, C chunks, S shards, B workers of a block.
 """
 
 from typing import Any
@@ -19,19 +19,19 @@ from stormtorch.simulation.loss_chains import Chains, Shards, Traces, random_bit
 
 __all__ = ["Masks"]
 
-# Chunks that are drawn together: enough to keep the device busy, few enough for its cache or its memory.
+# Chunks to draw at a time: enough to keep the device busy, few enough for its cache or its memory.
 _BLOCK_CPU, _BLOCK_CUDA = 1 << 19, 1 << 24
 
 
 class Masks:
-    """Which chunks arrive, step after step.
+    """Draws which chunks arrive, exchange after exchange.
 
     Args:
         network: The loss model.
-        workers: How many, W.
-        owner_C: The owner of each chunk, int64 and ascending. A worker may own nothing.
-        seed: The same seed gives the same masks on the same kind of device.
-        device: Where masks are drawn and live.
+        workers: Number of workers, W.
+        owner_C: Owner of each chunk, int64 and ascending. A worker may own nothing.
+        seed: Seed; the same one gives the same masks on the same kind of device.
+        device: Device of the masks.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class Masks:
 
     @property
     def owner_C(self) -> Tensor:
-        """The owner of each chunk, on the device."""
+        """Owner of each chunk, on the device."""
         return self._owner_C
 
     def up(self, owner_C: Tensor | None = None) -> Tensor:
-        """Stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
+        """Draws stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
 
-        An `owner_C` given here counts for this exchange alone: the same shards with other, distinct owners.
+        An `owner_C` given here holds for this exchange only: the same shards with other, distinct owners.
         """
         return self._exchange(owner_C, True, None)
 
     def down(self, owner_C: Tensor | None = None) -> Tensor:
-        """Stage 2, bool (W, C): whether chunk c has reached worker w from its owner; `owner_C` as for `up`."""
+        """Draws stage 2, bool (W, C): whether chunk c has reached worker w from its owner; for `owner_C` see `up`."""
         return self._exchange(owner_C, False, None)
 
     def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-        """Repair: sends what is missing once more, on the same links. True is what has arrived by it.
+        """Draws a repair, which sends missing chunks again on the same links: returns those that arrive by it.
 
-        Repair goes to one receiver and waits for late ones, so nothing is lost in common and nobody is a straggler.
+        A repair goes to one receiver and waits for late ones, so that receivers share no losses and no rank is late.
         """
         expected = (self.workers, self._owner_C.numel())
         if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
@@ -85,7 +85,7 @@ class Masks:
         return self._exchange(owner_C, up, missing_WC).logical_and_(missing_WC)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later masks depend on."""
+        """Returns all that later masks depend on."""
         state: dict[str, Any] = {"generator": self._generator.get_state()}
         if self._chains is not None:
             state["bad"] = self._chains.bad.clone()
@@ -96,7 +96,7 @@ class Masks:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the masks of `state` stood: of the same network, workers, owners and kind of device."""
+        """Continues from the `state` of masks of the same network, workers, owners and kind of device."""
         mine = self.state_dict()
         if state.keys() != mine.keys() or any(state[key].shape != mine[key].shape for key in mine):
             raise ValueError("these masks are of another network, or of another number of workers")
@@ -109,12 +109,12 @@ class Masks:
             self._traces.next.copy_(state["next"])
 
     def _common(self, network: Shared) -> Chains:
-        """The way out of each worker, as a matrix of one column."""
+        """Makes the chains of each worker's uplink, as a matrix of one column."""
         p = torch.full((self.workers, 1), network.common, dtype=torch.float64, device=self.device)
         return Chains(p, torch.full_like(p, network.burst), self._generator)
 
     def _links(self, network: LinkModel | PerLink | Shared) -> tuple[Chains | None, Traces | None]:
-        """The links' fates, as matrices (source, target). Independent loss is a chain without memory."""
+        """Makes the chains and traces of links (source, target). Independent loss is a chain without memory."""
         shape = (self.workers, self.workers)
         default = network.default if isinstance(network, PerLink) else network
         p, burst = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
@@ -129,7 +129,7 @@ class Masks:
             p.fill_(default.link_faults().loss)
             burst.fill_(default.link_faults().burst)
         if isinstance(network, PerLink):
-            # Lists first: there may be a million links, and writing a tensor one by one is slow.
+            # Collect lists first: there may be a million links, and writing single elements of a tensor is slow.
             at, rows = [], []
             for (source, target), model in network.links.items():
                 if max(source, target) >= self.workers:
@@ -140,7 +140,8 @@ class Masks:
             for each, values in zip((which, p, burst), zip(*rows, strict=True), strict=False):
                 each.view(-1)[at] = torch.tensor(values, dtype=each.dtype)
         for each in (which, p, burst):
-            each.fill_diagonal_(each.flatten()[-2:].tolist()[0])  # never asked for: not to count as a kind of its own
+            # No worker sends to itself over a link. Any real link's value on the diagonal keeps all links alike.
+            each.fill_diagonal_(each.flatten()[-2:].tolist()[0])
         chains = None if bool((which >= 0).all()) else Chains(p.to(self.device), burst.to(self.device), self._generator)
         replay = Traces(list(traces), which.to(self.device), self._generator) if bool((which >= 0).any()) else None
         return chains, replay
@@ -186,12 +187,12 @@ class Masks:
         return arrived_WC
 
     def _cut_late(self, late: Stragglers, arrived_WC: Tensor, place_C: Tensor, owner_S: Tensor, up: bool) -> None:
-        """Takes away what late senders sent last."""
+        """Marks what late senders sent last as lost."""
         shards = self._shards
         is_late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
         drawn_2W = torch.rand(2, self.workers, device=self.device, generator=self._generator)
         part_W = drawn_2W[0] if late.delivered is None else torch.full_like(drawn_2W[0], late.delivered)
-        # Rounded up or down by chance, so that on average it is that part of short messages, too.
+        # Rounded up or down at random, so that short messages too keep that part on average.
         in_time_WS = (part_W[:, None] * shards.size_S + drawn_2W[1][:, None]).long()
         in_time_WS = torch.where(is_late_W[:, None], in_time_WS, shards.size_S)
         nth_C = place_C - shards.first_S[shards.shard_C]
@@ -203,7 +204,7 @@ class Masks:
             arrived_WC[worker] &= nth_C < in_time_WS[worker, shards.shard_C]
 
     def _lost(self, rows: slice, owner_S: Tensor, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """In the order of sending."""
+        """Returns what is lost, (B, C) in the order of sending."""
         if self._traces is None:
             assert self._chains is not None
             return self._chains.lost(rows, owner_S, self._shards, up=up, sent_BC=sent_BC)
@@ -229,5 +230,5 @@ class Masks:
 
 
 def _by_chunk(sent_BC: Tensor, place_C: Tensor | None) -> Tensor:
-    """From the order of sending to that of chunks; None is no difference."""
+    """Reorders from the order of sending to that of chunks; without `place_C` they are the same."""
     return sent_BC if place_C is None else sent_BC.index_select(1, place_C)

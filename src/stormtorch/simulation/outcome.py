@@ -1,4 +1,4 @@
-"""What a simulation tells: how it fares, and what came out."""
+"""The progress of a simulation, and its results."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from stormtorch.policies.ledger import Ledger
 
 @dataclass(frozen=True)
 class Spot:
-    """How a simulation fares."""
+    """The progress of a simulation."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     loss: float
-    """Mean of all workers in the last one."""
+    """Loss in the last step, mean over the workers."""
 
 
 @dataclass
 class Simulated:
-    """What came out."""
+    """The results of a simulation."""
 
     curve: list[tuple[int, float]] = field(default_factory=list)
-    """Step, counted from 1, and training loss, mean over the workers."""
+    """Number of each step, from 1, and its training loss, mean over the workers."""
     validations: list[tuple[int, float, float]] = field(default_factory=list)
-    """After how many steps, the loss and the fraction of right answers on what is held out."""
+    """Number of steps before each evaluation, and its loss and fraction of right answers on held-out data."""
     times_s: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Seconds that each step took."""
     drift: float = 0.0
     """Mean squared difference per parameter between two replicas after the last step."""
     ledger: Ledger = field(default_factory=Ledger)
-    """What happened, step by step: links are summed up, {worker: what arrived of it at all owners, or of it as an owner
-    at all workers}."""
+    """Record of all steps. Its links are sums over receivers: `gradients` has the fraction of each worker's chunks that
+    arrived at the owners, `broadcast` the fraction of each owner's that arrived at the workers."""
     how: str = ""
     """Whether workers were computed "batched" or in a "loop"."""
     at_once: int = 0
-    """Workers computed at a time."""
+    """Number of workers computed at a time."""
     peak_bytes: int | None = None
-    """The most memory of the GPU that was in use; None on the CPU."""
+    """Highest use of GPU memory; None on the CPU."""

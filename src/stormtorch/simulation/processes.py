@@ -1,4 +1,4 @@
-"""Virtual workers split over the ranks of torchrun: each computes some, and all add up what they found."""
+"""Divides virtual workers among the processes of torchrun: each computes some, and all add up their results."""
 
 import os
 from typing import TypeVar
@@ -9,25 +9,25 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class Together:
-    """The processes that simulate together; one alone where nothing was launched.
+class Processes:
+    """The processes that simulate together; a single one unless several were launched.
 
-    Every process draws the same losses and runs the same optimizer, so sums are all that has to travel.
+    Every process draws the same losses and runs the same optimizer, so only sums have to travel.
     """
 
     def __init__(self) -> None:
         self.on = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.world = dist.get_world_size() if self.on else 1
-        # NCCL takes nothing that is not on a GPU.
+        # NCCL takes only tensors on a GPU.
         self._only_gpu = self.on and dist.get_backend() == "nccl"
 
     def part(self, workers: int) -> tuple[int, int]:
-        """The first of this process's workers, and the one after its last."""
+        """Returns the first worker of this process, and the one after its last."""
         return self.rank * workers // self.world, (self.rank + 1) * workers // self.world
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes; in place."""
+        """Replaces a tensor by its sum over all processes, and returns it."""
         if self.on:
             sent = tensor.cuda() if self._only_gpu else tensor
             dist.all_reduce(sent)
@@ -36,7 +36,7 @@ class Together:
         return tensor
 
     def agree(self, value: int) -> int:
-        """The largest that any process has."""
+        """Returns the largest value that any process has."""
         if not self.on:
             return value
         found = torch.tensor(value, device="cuda" if self._only_gpu else "cpu")
@@ -44,7 +44,7 @@ class Together:
         return int(found)
 
     def from_first(self, value: T) -> T:
-        """What the first process has; must be picklable."""
+        """Returns the first process's value, which must be picklable."""
         if not self.on:
             return value
         held = [value]
@@ -52,7 +52,7 @@ class Together:
         return held[0]
 
     def everyone(self, own: torch.Tensor, workers: int) -> torch.Tensor:
-        """(W_own, ...) of this process's workers becomes (W, ...) of all."""
+        """Returns values (W, ...) of all workers, given those of this process's workers."""
         if not self.on:
             return own
         first, last = self.part(workers)
@@ -73,17 +73,17 @@ def join(device: torch.device) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    # gloo carries tensors of GPUs, too, and several processes may share one.
+    # gloo also carries tensors on GPUs, and lets several processes share one.
     enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) and device.index is None
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus and enough else "gloo")
 
 
 def leave() -> None:
-    """Of processes that met; the last thing to do."""
+    """Leaves the group of processes that `join` has entered; the last call of a process."""
     if launched() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def first() -> bool:
-    """Whether this process is the one that talks and writes."""
+    """Whether this process is the one that prints and writes files."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -1,4 +1,4 @@
-"""What arrives in the end where lost chunks are asked for again: the budget of a message, under virtual workers."""
+"""Repairs messages of virtual workers until at most their budget is missing."""
 
 import torch
 from torch import Tensor
@@ -6,18 +6,18 @@ from torch import Tensor
 from stormtorch.reliability import Reliability
 from stormtorch.simulation.masks import Masks
 
-# Rounds in which nothing arrives until a link is believed to be dead.
+# Rounds without any arrival after which a link counts as dead.
 _PATIENCE = 10_000
 
 
 def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-    """(W, C): what has arrived once at most the budget of each message is missing.
+    """Returns which chunks (W, C) have arrived once at most the budget of each message is missing.
 
     Args:
-        masks: What the network does.
-        reliability: Of this exchange; exact ones draw nothing.
-        up: Whether chunks go to their owners, or come from them.
-        owner_C: The owner of each chunk in this exchange alone; None is the masks' own.
+        masks: Draws what the network loses.
+        reliability: Reliability of this exchange; an exact one draws nothing.
+        up: Whether chunks go to their owners; otherwise they come from them.
+        owner_C: Owner of each chunk in this exchange only; None is that of the masks.
 
     Raises:
         ValueError: A link loses everything, so that no budget can be met.
@@ -28,7 +28,7 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
     arrived_WC = masks.up(owner_C) if up else masks.down(owner_C)
     if reliability.budget >= 1.0:
         return arrived_WC
-    # In double, as the engine counts: float32 would allow one less at some budgets.
+    # In float64, as the engine counts: float32 would allow one chunk less at some budgets.
     allowed_N = torch.floor(reliability.budget * torch.bincount(at_C, minlength=n).double())
     fruitless = 0
     while fruitless < _PATIENCE:
@@ -42,6 +42,6 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
         fruitless = 0 if bool(came_WC.any()) else fruitless + 1
         arrived_WC |= came_WC
     raise ValueError(
-        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however "
-        "often it is asked; a budget of 1 asks for nothing again"
+        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however often "
+        "it is sent again; a budget of 1 sends nothing again"
     )

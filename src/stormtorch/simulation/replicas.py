@@ -1,4 +1,4 @@
-"""Replicas that are not stored: each chunk's stale value is some earlier broadcast, so its age says all."""
+"""Replicas without copies: a stale chunk has the value of some earlier broadcast, so its age is enough to know it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from typing import Any
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.chunks import Chunks
 
-# More are made room for when a copy grows older than these.
+# Broadcasts to remember at first; `make_room` doubles that when a copy grows too old for it.
 _VERSIONS_AT_FIRST = 4
 MOST_VERSIONS = 120
-"""A copy that is as old as this is fetched exactly, whatever the policy says."""
+"""Age at which a copy is fetched exactly, whatever the policy says."""
 
 
 class Replicas:
-    """What the owners have, what they sent in the last steps, and how old each worker's copies are.
+    """The owners' parameters, what they sent in the last steps, and the ages of each worker's copies.
 
     Args:
-        cut: How the vector is cut.
-        first: The first of the workers that this process simulates.
-        last: The one after the last.
-        device: Where.
+        chunks: Places of parameters, and owners of chunks.
+        first: First worker that this process simulates.
+        last: Worker after the last one.
+        device: Device of all tensors.
     """
 
-    def __init__(self, cut: Cut, first: int, last: int, device: torch.device) -> None:
-        self._cut = cut
-        # The last of the versions is the owners' own.
-        self._versions = cut.empty(_VERSIONS_AT_FIRST + 1, device=device)
-        self.ages = torch.zeros(last - first, cut.chunks, dtype=torch.uint8, device=device)
-        """Steps, of each worker's copies."""
-        self.own = cut.owner_C.to(device) == torch.arange(first, last, device=device).unsqueeze(1)
-        """Which of them are no copies: a worker's own chunks."""
-        self._rows_C = torch.arange(cut.chunks, device=device)
+    def __init__(self, chunks: Chunks, first: int, last: int, device: torch.device) -> None:
+        self._chunks = chunks
+        # The last version is not a broadcast but the owners' parameters.
+        self._versions = chunks.empty(_VERSIONS_AT_FIRST + 1, device=device)
+        self.ages = torch.zeros(last - first, chunks.count, dtype=torch.uint8, device=device)
+        """Age of each worker's copies, in steps."""
+        self.own = chunks.owner_C.to(device) == torch.arange(first, last, device=device).unsqueeze(1)
+        """Whether a worker owns each chunk, so that it has no copy of it."""
+        self._rows_C = torch.arange(chunks.count, device=device)
         self.steps = 0
-        """Broadcasts so far."""
+        """Number of broadcasts so far."""
 
     @property
     def owned(self) -> torch.Tensor:
-        """(C, E): the owners' exact parameters. Written in place by the optimizer; another tensor after `make_room`."""
+        """Exact parameters of the owners, (C, E). The optimizer writes in place; `make_room` replaces the tensor."""
         return self._versions[-1]
 
     @property
     def versions(self) -> int:
-        """Broadcasts that are remembered."""
+        """Number of broadcasts that are remembered."""
         return len(self._versions) - 1
 
     def begin(self) -> None:
-        """All copies are what the owners have."""
+        """Gives all workers the owners' parameters."""
         self._versions[: self.versions] = self.owned
         self.ages.zero_()
 
     def make_room(self, oldest: int) -> bool:
-        """Before a broadcast: whether there had to be made room for copies that will be a step older than `oldest`."""
+        """Makes room before a broadcast for copies that will be older than `oldest`. Returns whether it had to."""
         if oldest + 2 <= self.versions:
             return False
-        grown = self._cut.empty(2 * self.versions + 1, device=self._versions.device)
+        grown = self._chunks.empty(2 * self.versions + 1, device=self._versions.device)
         for age in range(self.versions):
             step = self.steps - age
             grown[step % (2 * self.versions)] = self._versions[step % self.versions]
@@ -66,72 +66,72 @@ class Replicas:
         return True
 
     def next_room(self) -> torch.Tensor:
-        """(C, E): where the next broadcast goes. Nobody's copy is that old any more."""
+        """Returns the memory (C, E) for the next broadcast. It holds a version that no copy has any more."""
         return self._versions[(self.steps + 1) % self.versions]
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """What is in `next_room` was sent; some of it arrived."""
+        """Broadcasts what is in `next_room`, of which some arrives."""
         self.steps += 1
         rules.grow_older(self.ages, arrived_WC)
 
     def places(self, first: int, last: int) -> torch.Tensor:
-        """(W, C): of some of this process's workers, which version each of their copies is."""
+        """Returns the version (W, C) of each copy, for some of this process's workers."""
         version_WC = torch.remainder(self.steps - self.ages[first:last].to(torch.int64), self.versions)
         return version_WC.masked_fill_(self.own[first:last], self.versions)
 
     def put(self, first: int, last: int, replicas_WCE: torch.Tensor) -> None:
         """Writes the replicas of some of this process's workers."""
-        rows_WC = self.places(first, last).mul_(self._cut.chunks).add_(self._rows_C)
-        rows = replicas_WCE.view(-1, self._cut.per_chunk)
-        torch.index_select(self._versions.view(-1, self._cut.per_chunk), 0, rows_WC.flatten(), out=rows)
+        rows_WC = self.places(first, last).mul_(self._chunks.count).add_(self._rows_C)
+        rows = replicas_WCE.view(-1, self._chunks.per_chunk)
+        torch.index_select(self._versions.view(-1, self._chunks.per_chunk), 0, rows_WC.flatten(), out=rows)
 
     def look(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(W, S): everyone's copies of some elements, and which of them are owners' own."""
+        """Returns all workers' copies (W, S) of some elements, and whether each worker owns them."""
         places_WS = self.places(0, len(self.ages))[:, chunk_S]
         values_VS = self._versions[:, chunk_S, element_S]
         return values_VS.gather(0, places_WS), self.own[:, chunk_S]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"versions": self._versions, "ages": self.ages, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From one."""
+        """Continues from the state of a checkpoint."""
         self._versions = state["versions"].to(self._versions.device)
         self.ages.copy_(state["ages"])
         self.steps = state["steps"]
 
 
 class Copies(Replicas):
-    """Replicas that are stored, for policies that make something else of a broadcast than a stale or a new copy.
+    """Replicas with stored copies, for policies whose `accept` makes more of a broadcast than a stale or a new copy.
 
     Args:
-        cut: How the vector is cut.
-        first: The first of the workers that this process simulates.
-        last: The one after the last.
-        device: Where.
-        accept: What a worker makes of what it has, of what came, and of which chunks arrived.
+        chunks: Places of parameters, and owners of chunks.
+        first: First worker that this process simulates.
+        last: Worker after the last one.
+        device: Device of all tensors.
+        accept: The policy's `accept`.
     """
 
     def __init__(
         self,
-        cut: Cut,
+        chunks: Chunks,
         first: int,
         last: int,
         device: torch.device,
         accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        super().__init__(cut, first, last, device)
-        self._copies = cut.empty(last - first, device=device)
+        super().__init__(chunks, first, last, device)
+        self._copies = chunks.empty(last - first, device=device)
         self._accept = accept
 
     def begin(self) -> None:
-        """Makes all copies what the owners have."""
+        """Gives all workers the owners' parameters."""
         super().begin()
         self._copies.copy_(self.owned.expand_as(self._copies))
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """Lets every worker take what arrived of `next_room`."""
+        """Broadcasts what is in `next_room`; every worker accepts what arrives."""
         came_CE = self.next_room()
         super().broadcast(arrived_WC)
         for own_CE, arrived_C in zip(self._copies, arrived_WC, strict=True):
@@ -142,15 +142,15 @@ class Copies(Replicas):
         replicas_WCE.copy_(torch.where(self.own[first:last].unsqueeze(-1), self.owned, self._copies[first:last]))
 
     def look(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(W, S): everyone's copies of some elements, and which of them are owners' own."""
+        """Returns all workers' copies (W, S) of some elements, and whether each worker owns them."""
         own_WS = self.own[:, chunk_S]
         return torch.where(own_WS, self.owned[chunk_S, element_S], self._copies[:, chunk_S, element_S]), own_WS
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Returns the state for a checkpoint, with the copies."""
         return super().state_dict() | {"copies": self._copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Continues from the state of a checkpoint, with the copies."""
         super().load_state_dict(state)
         self._copies.copy_(state["copies"])

@@ -1,4 +1,4 @@
-"""Policies under which every virtual worker has a model and an optimizer of its own."""
+"""Virtual workers under a `RankPolicy`: each has a model and an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 from stormtorch.simulation.workers import Workers
 
-# Workers whose own models are judged where there is no common one.
+# Number of workers whose own models are judged where there is no common one.
 _JUDGED = 4
 _DRIFT_SAMPLES = 256
 
@@ -26,10 +26,10 @@ class Replicated(Workers):
     """A simulated training under a `RankPolicy`.
 
     Args:
-        setting: What all policies share.
-        policy: The user's.
-        model: What all begin with; judged in the end with the parameters that stand for all.
-        optimizer: Made once for each worker.
+        setting: Setting of the simulation.
+        policy: The user's policy.
+        model: Model with which all workers begin; gets the parameters to evaluate.
+        optimizer: Makes the optimizer of a worker.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Replicated(Workers):
         optimizer: MakeOptimizer,
     ) -> None:
         self.setting, self.policy, self.model = setting, policy, model
-        n, cut, device = setting.workers, setting.cut, setting.device
-        self.first, self.last = setting.together.part(n)
+        n, chunks, device = setting.workers, setting.chunks, setting.device
+        self.first, self.last = setting.processes.part(n)
         self._trained = [each for each in model.parameters() if each.requires_grad]
         own = self.last - self.first
-        self._models = cut.empty(own, device=device)
-        self._grads = cut.empty(own, device=device)
+        self._models = chunks.empty(own, device=device)
+        self._grads = chunks.empty(own, device=device)
         self._gradients = setting.gradients(model, own)
-        for stacked, parameter in zip(cut.views(self._models), self._trained, strict=True):
+        for stacked, parameter in zip(chunks.views(self._models), self._trained, strict=True):
             stacked.copy_(parameter.detach().expand_as(stacked))
         self._own = [self._parameters(worker) for worker in range(own)]
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
         self.optimizers = [optimizer(each) for each in self._own]
-        self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
+        self._masks = Masks(setting.network, n, chunks.owner_C, setting.seed, device)
         self._order = torch.Generator().manual_seed(policy.seed)
         self._link_losses = LinkLosses(n if policy.weighs else 0, device)
         self._memory: dict[str, torch.Tensor] = {}
@@ -61,23 +61,18 @@ class Replicated(Workers):
         self._steps = 0
 
     def _parameters(self, worker: int) -> list[nn.Parameter]:
-        cut = self.setting.cut
+        chunks = self.setting.chunks
         found = []
-        for values, grad in zip(cut.views(self._models[worker]), cut.views(self._grads[worker]), strict=True):
+        for values, grad in zip(chunks.views(self._models[worker]), chunks.views(self._grads[worker]), strict=True):
             parameter = nn.Parameter(values)
-            parameter.data = values  # the memory itself, whatever Parameter makes of it
+            parameter.data = values  # shares the memory, whatever Parameter's constructor does
             parameter.grad = grad
             found.append(parameter)
         return found
 
     @torch.no_grad()
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
-        """One step of all workers: their mean loss, and what happened if anything was exchanged.
-
-        Args:
-            number: Of the step.
-            batches: The stacked batches of some workers.
-        """
+        """Makes one step of all workers; see `Workers.step`."""
         row = Row(number)
         losses = self._compute(batches)
         gradients = self.policy.sends == "gradients"
@@ -106,44 +101,44 @@ class Replicated(Workers):
             self._grads[here].copy_(self._gradients.grads[: last - first])
             used_WP[here] = self._gradients.used[: last - first]
         self._show_gradients(used_WP)
-        return self.setting.together.add_up(torch.cat(losses).sum()) / self.setting.workers
+        return self.setting.processes.add_up(torch.cat(losses).sum()) / self.setting.workers
 
     def _show_gradients(self, used_WP: torch.Tensor) -> None:
-        """What a worker has not used has no gradient, not even one of zero, and is not changed."""
+        """Removes the gradients of parameters that a worker has not used, so that its optimizer leaves them alone."""
         for worker, place in (used_WP != self._used_WP).nonzero().tolist():
-            grad = self.setting.cut.views(self._grads[worker])[place]
+            grad = self.setting.chunks.views(self._grads[worker])[place]
             self._own[worker][place].grad = grad if used_WP[worker, place] else None
         self._used_WP = used_WP
 
     def _clip(self) -> None:
-        """Each worker by the length of what it applies, as it knows no other."""
+        """Clips what each worker applies by its own norm, as a worker knows no other."""
         if self.setting.clip is not None:
             norm_W = torch.linalg.vector_norm(self._grads, dim=(1, 2))
             self._grads.mul_((self.setting.clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))
 
     def _exchange(self, vectors_WCE: torch.Tensor, row: Row) -> None:
-        """Sends vectors to the owners of their chunks, and what those make of what arrived back to all workers."""
+        """Sends vectors to the owners of their chunks, and the owners' results back to all workers."""
         setting, policy, n = self.setting, self.policy, self.setting.workers
-        owner_C = torch.tensor(policy.order(n, self._order))[setting.cut.owner_C]
+        owner_C = torch.tensor(policy.order(n, self._order))[setting.chunks.owner_C]
         up_WC = arrived(self._masks, policy.up, up=True, owner_C=owner_C)
         down_WC = arrived(self._masks, policy.down, up=False, owner_C=owner_C)
         loss_WC: torch.Tensor | None = None
         if policy.weighs:
             owner_dev_C = owner_C.to(setting.device)
             loss_WC = self._link_losses.next(~up_WC, owner_dev_C, torch.bincount(owner_dev_C, minlength=n))
-        # Worker by worker: a copy of all models would be as large as they are.
+        # Worker by worker: a copy of all models at once would need as much memory as the models.
         sums_CE = torch.zeros_like(vectors_WCE[0])
         for worker, (own_CE, came_C) in enumerate(zip(vectors_WCE, up_WC[self.first : self.last], strict=True)):
             sent_CE = own_CE if loss_WC is None else policy.send(own_CE, loss_WC[self.first + worker].unsqueeze(-1))
             sums_CE.add_(setting.rounded(sent_CE).masked_fill(~came_C.unsqueeze(-1), 0.0))
-        setting.together.add_up(sums_CE)
+        setting.processes.add_up(sums_CE)
         count_C = up_WC.sum(0)
         combined_CE = policy.combine(rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
         result_CE = setting.rounded(policy.update(self._memory, combined_CE))
         for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
             own_CE.copy_(policy.accept(own_CE, result_CE, came_C.unsqueeze(-1)))
-        # Of what others sent or should get: one's own did not travel.
-        others_W = (setting.cut.chunks - torch.bincount(owner_C, minlength=n)).clamp(min=1)
+        # Fractions of what travels: a worker's own chunks do not.
+        others_W = (setting.chunks.count - torch.bincount(owner_C, minlength=n)).clamp(min=1)
         row.gradients, row.broadcast = (
             links_of(range(n), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
             for mask_WC in (up_WC, down_WC)
@@ -153,44 +148,44 @@ class Replicated(Workers):
 
     def _sampled_drift(self) -> float:
         n, device = self.setting.workers, self.setting.device
-        chunk_S, element_S = self.setting.cut.choose(_DRIFT_SAMPLES, self._samples)
+        chunk_S, element_S = self.setting.chunks.choose(_DRIFT_SAMPLES, self._samples)
         values_WS = self._models[:, chunk_S.to(device), element_S.to(device)].double()
         if n < 2:
             return 0.0
-        return float(2 * self.setting.together.everyone(values_WS, n).var(0).mean())
+        return float(2 * self.setting.processes.everyone(values_WS, n).var(0).mean())
 
     # --- for the run --------------------------------------------------------------------------------------------------
 
     def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
-        """What the mean of the models is worth; of models that drift apart, the mean of what a few are worth."""
-        self._gradients.average_buffers_into(self.model, self.setting.together)
+        """Judges the mean of all models; where models drift apart, returns the mean judgement of a few."""
+        self._gradients.average_buffers_into(self.model, self.setting.processes)
         if self.policy.sends == "parameters":
-            mean_CE = self.setting.together.add_up(self._models.sum(0)) / self.setting.workers
+            mean_CE = self.setting.processes.add_up(self._models.sum(0)) / self.setting.workers
             return self._judge(mean_CE, evaluate)
-        # The same few, however many processes there are.
+        # The same few models, however many processes there are.
         judged = min(_JUDGED, self.setting.workers)
         sums = torch.zeros(2, dtype=torch.float64)
         for worker in range(self.first, min(self.last, judged)):
             sums += torch.tensor(self._judge(self._models[worker - self.first], evaluate), dtype=torch.float64)
-        loss, right = (self.setting.together.add_up(sums) / judged).tolist()
+        loss, right = (self.setting.processes.add_up(sums) / judged).tolist()
         return loss, right
 
     def _judge(
         self, values_CE: torch.Tensor, evaluate: Callable[[nn.Module], tuple[float, float]]
     ) -> tuple[float, float]:
-        for parameter, values in zip(self._trained, self.setting.cut.views(values_CE), strict=True):
+        for parameter, values in zip(self._trained, self.setting.chunks.views(values_CE), strict=True):
             parameter.data.copy_(values)
         return evaluate(self.model)
 
     @torch.no_grad()
     def drift(self) -> float:
-        """Mean squared difference per parameter between two models, on average over all pairs of workers."""
-        n, together = self.setting.workers, self.setting.together
+        """Returns the mean squared difference per parameter between two models, over all pairs of workers."""
+        n, processes = self.setting.workers, self.setting.processes
         if n < 2:
             return 0.0
-        mean_CE = together.add_up(self._models.sum(0)) / n
+        mean_CE = processes.add_up(self._models.sum(0)) / n
         square = sum(float((own - mean_CE).double().square().sum()) for own in self._models)
-        total = together.add_up(torch.tensor(square, dtype=torch.float64))
+        total = processes.add_up(torch.tensor(square, dtype=torch.float64))
         return 2 * float(total) / (n - 1) / self.setting.elements
 
     @property
@@ -199,7 +194,7 @@ class Replicated(Workers):
         return self._gradients.how
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on."""
+        """Returns all that a later process needs to continue."""
         return {
             "models": self._models,
             "optimizers": [each.state_dict() for each in self.optimizers],
@@ -213,7 +208,7 @@ class Replicated(Workers):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a state dict."""
         self._models.copy_(state["models"])
         for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
             own.load_state_dict(saved)

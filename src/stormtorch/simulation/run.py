@@ -21,11 +21,11 @@ from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy, check
 from stormtorch.simulation.checkpoints import Checkpoint, digest
-from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.fit import fitting
 from stormtorch.simulation.gradients import How, Loss
 from stormtorch.simulation.outcome import Simulated, Spot
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.replicated import Replicated
 from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
 from stormtorch.simulation.sharded import Sharded
@@ -36,15 +36,16 @@ __all__ = ["DATAGRAM_BYTES", "Batches", "Evaluate", "Simulated", "Spot", "simula
 P = ParamSpec("P")
 
 DATAGRAM_BYTES = 1472
-"""Ethernet's: what is lost at once, with the headers."""
+"""Size of an Ethernet datagram without IP and UDP headers. A datagram is lost as a whole."""
 
 Batches = Callable[[int, int, int], Any]
-"""The stacked batches of a step and of workers from the second to before the third argument."""
+"""Returns the stacked batches of a step, its first argument, for workers from the second to before the third."""
 
 
 def _alone(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
-    """Makes the GPU that `device` names the current one meanwhile: what is recorded, drawn or added up without naming
-    one would be another's otherwise. And how torch multiplies is afterwards what it was.
+    """Makes the GPU that `device` names the current one during a call, and restores torch's precision of products.
+
+    Otherwise, operations that name no GPU, such as recording, drawing and adding up, would use another one.
     """
 
     @functools.wraps(function)
@@ -87,42 +88,43 @@ def simulate(
     advance: Callable[[Spot], None] | None = None,
     reuse: Reuse | None = None,
 ) -> Simulated:
-    """Trains a model on virtual workers, each with a replica of its own, over a network that loses.
+    """Trains a model on virtual workers, each with a replica of its own, over a network that drops packets.
 
     Args:
-        model: Its weights are where all workers begin; what it learns is float32. It is left as it is.
-        loss: `loss(model, batch)` is the scalar loss of one worker's batch.
-        batches: `batches(step, first, last)` are the batches of workers first to last - 1, stacked: a tensor, or tuples
-            and dictionaries of them, with a worker in each place of the first dimension.
-        optimizer: `optimizer(parameters)` makes one.
-        workers: How many.
-        steps: How many.
-        network: A loss model, or a loss rate: independent loss on all links.
-        policy: As for `prepare`; the default is `BoundedDrift()`. Settings about time have no effect. A function gives
-            the policy of each step, all of one kind.
-        seed: Of the losses.
-        rate: The learning rate of each step; None leaves it to the optimizer.
-        clip: The longest gradient that is applied.
-        evaluate: Judges a model; that is given the owners' exact parameters, or the mean of all models.
-        evaluate_every: Steps between two judgements; the default makes ten of them. The last step is always judged.
-        device: "cpu", "cuda".
-        how: "batched" computes workers at once by `torch.func.vmap`, "loop" one by one, "auto" finds out.
-        at_once: Workers computed at a time; None takes as many as fit.
-        precision: What matrices are multiplied in.
-        capture: On a GPU, whether kernels are recorded once and replayed; needs a loss without data-dependent shapes.
-        fuse: Whether `torch.compile` makes fewer kernels of them: a minute at first, then steps of half the time.
-        checkpoint: Where to save the state every so often and at Ctrl-C, which waits for the step to end, and to go on
-            from if it is there; removed in the end.
-        checkpoint_every_s: How often.
+        model: Model with which all workers begin; trained parameters must be float32. It is not changed.
+        loss: `loss(model, batch)` returns the scalar loss of one worker's batch.
+        batches: `batches(step, first, last)` returns the stacked batches of workers first to last - 1: a tensor, or
+            tuples and dictionaries of tensors, whose first dimension counts workers.
+        optimizer: `optimizer(parameters)` makes an optimizer.
+        workers: Number of virtual workers.
+        steps: Number of steps.
+        network: A loss model, or the rate of independent loss on all links.
+        policy: How workers train together, as for `prepare`; None is `BoundedDrift()`. Settings about time have no
+            effect. A function returns the policy of each step; all must be of one class.
+        seed: Seed of the losses.
+        rate: Returns the learning rate of each step; None leaves it to the optimizer.
+        clip: Norm to which larger gradients are scaled down; None never does that.
+        evaluate: Judges a model with the owners' exact parameters, or with the mean of all models.
+        evaluate_every: Steps between two evaluations; None makes ten of them. The last step always has one.
+        device: Device of all computation: "cpu" or "cuda".
+        how: How gradients are computed: "batched" computes workers at once by `torch.func.vmap`, "loop" one by one,
+            "auto" finds out which works.
+        at_once: Number of workers computed at a time; None takes as many as fit.
+        precision: Number format in which matrices are multiplied.
+        capture: Whether to record kernels once and replay them, on a GPU; needs a loss without data-dependent shapes.
+        fuse: Whether `torch.compile` fuses kernels: takes a minute at first, then halves the time of a step.
+        checkpoint: File to which the state is saved regularly and at Ctrl-C, which waits for the end of the step. If it
+            exists, the simulation continues from it. It is deleted at the end.
+        checkpoint_every_s: Seconds between two checkpoints.
         advance: Called after each step.
-        reuse: What was compiled and recorded for an earlier simulation of the same model, loss and batch size.
+        reuse: Shares what an earlier simulation of the same model, loss and batch size has compiled and recorded.
 
-    Processes of one torch.distributed group share the work; they must all call this alike.
+    Processes of one torch.distributed group share the work; all must call this with the same arguments.
 
     Raises:
-        ValueError: A setting has no sensible value, the model, loss or batches are not of this kind, or the checkpoint
-            is of another simulation.
-        KeyboardInterrupt: Ctrl-C; with a checkpoint, the state is saved.
+        ValueError: A setting has no sensible value, the model, loss or batches are not as described, or the checkpoint
+            belongs to another simulation.
+        KeyboardInterrupt: Ctrl-C was pressed; with a checkpoint, the state is saved.
     """
     policy_at = policy if callable(policy) else None
     first_policy: Policy = policy(0) if callable(policy) else policy or BoundedDrift()
@@ -143,18 +145,18 @@ def simulate(
     device = torch.device(device)
     if precision == "tf32":
         torch.set_float32_matmul_precision("high")
-    together = Together()
-    check(workers >= together.world, "workers", f"be at least the {together.world} processes", workers)
+    processes = Processes()
+    check(workers >= processes.world, "workers", f"be at least the {processes.world} processes", workers)
     exact = copy.deepcopy(model).to(device)
     trained = _trained(exact)
     per_chunk = Wire(wire, _engine.chunk_bytes(DATAGRAM_BYTES, False)).per_chunk
-    cut = Cut.of(trained, workers, per_chunk)
-    first, last = together.part(workers)
+    chunks = Chunks.of(trained, workers, per_chunk)
+    first, last = processes.part(workers)
     setting = Setting(
         workers=workers,
         network=network,
         seed=seed,
-        cut=cut,
+        chunks=chunks,
         elements=sum(each.numel() for each in trained),
         device=device,
         loss=loss,
@@ -165,7 +167,7 @@ def simulate(
         precision=torch.bfloat16 if precision == "bfloat16" else torch.float32,
         capture=capture,
         fuse=fuse,
-        together=together,
+        processes=processes,
         reuse=reuse,
     )
     setting = fitting(setting, exact, batches, last - first) if at_once is None else setting.with_at_once(at_once)
@@ -208,7 +210,7 @@ def simulate(
                 advance(Spot(step + 1, found.curve[-1][1]))
     else:
         identity = _identity(workers, steps, network, first_policy, seed, setting)
-        with Checkpoint(Path(checkpoint), checkpoint_every_s, identity, together) as kept:
+        with Checkpoint(Path(checkpoint), checkpoint_every_s, identity, processes) as kept:
             for step in range(kept.resume(training, found), steps):
                 one_step(step)
                 try:
@@ -224,7 +226,7 @@ def simulate(
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """What is learned."""
+    """Returns the parameters that are trained."""
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     if not named:
         raise ValueError("model must have a parameter with requires_grad: there is nothing to learn")
@@ -238,7 +240,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _next_policy(first: Policy, policy: Policy) -> Any:
-    """A later policy, of the kind of the first."""
+    """Checks that the policy of a later step may follow the first one, and returns it."""
     check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
     for knob in ("wire", "guard", "weights", "max_lag"):
         given = getattr(policy, knob, None)
@@ -249,7 +251,7 @@ def _next_policy(first: Policy, policy: Policy) -> Any:
 def _identity(
     workers: int, steps: int, network: LossModel, policy: Policy, seed: int, setting: Setting
 ) -> dict[str, object]:
-    """What must be the same for a checkpoint to be gone on from."""
+    """Returns what must be the same to continue from a checkpoint."""
     return {
         "workers": workers,
         "steps": steps,

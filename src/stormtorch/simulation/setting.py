@@ -1,4 +1,4 @@
-"""What the policies of a simulation have in common: who, where, what may be lost, and how the vector is cut."""
+"""The setting of a simulation, for any policy: workers, network, model and device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from stormtorch.network.loss import LossModel
-from stormtorch.simulation.chunks import Cut
+from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.gradients import Gradients, How, Loss
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.processes import Processes
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for some parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."""
@@ -19,21 +19,22 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Reuse:
-    """What simulations of the same model, loss and batch size can share, one after the other."""
+    """What consecutive simulations of the same model, loss and batch size can share."""
 
     gradients: Gradients | None = None
+    """What the last simulation has compiled and recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of one simulated training."""
+    """The setting of one simulated training."""
 
     workers: int
     network: LossModel
     seed: int
-    cut: Cut
+    chunks: Chunks
     elements: int
-    """Of the model, without padding."""
+    """Number of elements of the model, without padding."""
     device: torch.device
     loss: Loss
     clip: float | None
@@ -43,19 +44,19 @@ class Setting:
     precision: torch.dtype
     capture: bool
     fuse: bool
-    together: Together
+    processes: Processes
     reuse: Reuse | None = None
 
     def gradients(self, model: nn.Module, workers: int) -> Gradients:
-        """For so many workers of this process."""
+        """Returns what computes gradients for this process's workers; the last simulation's, if that fits."""
         known = None if self.reuse is None else self.reuse.gradients
         fits = known is not None and known.at_once == min(self.at_once, workers)
-        if known is not None and fits and known.begin_again(model, self.cut, workers):
+        if known is not None and fits and known.begin_again(model, self.chunks, workers):
             return known
         made = Gradients(
             model,
             self.loss,
-            self.cut,
+            self.chunks,
             workers,
             min(self.at_once, workers),
             self.device,
@@ -69,18 +70,18 @@ class Setting:
         return made
 
     def with_at_once(self, at_once: int) -> Setting:
-        """The same with another number of workers at a time."""
+        """Returns the same setting with another number of workers at a time."""
         return replace(self, at_once=at_once)
 
     def for_trial(self) -> Setting:
-        """The same for one worker and a single step."""
+        """Returns the same setting for one worker and a single step."""
         return replace(self, at_once=1, capture=False, fuse=False, reuse=None)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What is left of values that travelled; the values themselves where nothing is lost by it."""
+        """Returns values rounded to the wire's number format; the same tensor if that is float32."""
         return values if self.wire == torch.float32 else values.to(self.wire).float()
 
     def round_(self, values: torch.Tensor) -> None:
-        """What is left of values that travelled; in place."""
+        """Rounds values to the wire's number format, in place."""
         if self.wire != torch.float32:
             values.copy_(values.to(self.wire))

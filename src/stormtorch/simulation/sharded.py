@@ -1,4 +1,4 @@
-"""Policies whose owners run the optimizer, with virtual workers: owners combine what arrived, step and send."""
+"""Virtual workers under an `OwnerPolicy`: owners combine what arrives, step and send."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ class Sharded(Workers):
     """A simulated training under an `OwnerPolicy`.
 
     Args:
-        setting: What all policies share.
-        policy: The user's.
-        model: Becomes the owners' exact parameters.
-        optimizer: Made for them: owners together hold one state, as each updates its shard alone.
+        setting: Setting of the simulation.
+        policy: The user's policy.
+        model: Model whose parameters become the owners' exact ones.
+        optimizer: Makes one optimizer for all owners: each updates only its shard, so together they hold one state.
     """
 
     def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
         self.setting, self.policy, self.model = setting, policy, model
-        n, cut, device = setting.workers, setting.cut, setting.device
-        self.first, self.last = setting.together.part(n)
+        n, chunks, device = setting.workers, setting.chunks, setting.device
+        self.first, self.last = setting.processes.part(n)
         self._trained = [each for each in model.parameters() if each.requires_grad]
-        # Where a lost chunk leaves a copy as it was, its age says all; otherwise every copy is stored.
+        # With the default `accept`, the age of a copy is enough to know it; otherwise every copy is stored.
         self._replicas: Replicas = (
-            Copies(cut, self.first, self.last, device, policy.accept)
+            Copies(chunks, self.first, self.last, device, policy.accept)
             if overrides(policy, "accept")
-            else Replicas(cut, self.first, self.last, device)
+            else Replicas(chunks, self.first, self.last, device)
         )
-        for own, parameter in zip(cut.views(self._replicas.owned), self._trained, strict=True):
+        for own, parameter in zip(chunks.views(self._replicas.owned), self._trained, strict=True):
             own.copy_(parameter.detach())
         self._bind()
         self._replicas.begin()
         self.optimizers = [optimizer(self._trained)]
         self._gradients = setting.gradients(model, self.last - self.first)
-        self._grads = cut.empty(device=device)
+        self._grads = chunks.empty(device=device)
         self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
-        self._masks = Masks(setting.network, n, cut.owner_C, setting.seed, device)
-        self._owner_C = cut.owner_C.to(device)
-        self._chunks_of_W = torch.bincount(cut.owner_C, minlength=n).to(device)
-        # Of a small model, some workers own nothing: they send nothing that could be lost.
-        self._owners = sorted(set(cut.owner_C.tolist()))
-        # Chunks of a step: of each worker's shard to or from all others, and of all other shards.
-        self._sent_W = [int(chunks) * (n - 1) for chunks in self._chunks_of_W]
-        self._others_W = [len(cut.owner_C) - int(chunks) for chunks in self._chunks_of_W]
+        self._masks = Masks(setting.network, n, chunks.owner_C, setting.seed, device)
+        self._owner_C = chunks.owner_C.to(device)
+        self._chunks_of_W = torch.bincount(chunks.owner_C, minlength=n).to(device)
+        # Some workers own nothing of a small model, so they broadcast nothing that could be lost.
+        self._owners = sorted(set(chunks.owner_C.tolist()))
+        # Chunks that travel in a step: those of a worker's shard to all others, and those of all other shards to it.
+        self._sent_W = [int(owned) * (n - 1) for owned in self._chunks_of_W]
+        self._others_W = [len(chunks.owner_C) - int(owned) for owned in self._chunks_of_W]
         self._losses = [LossMeter(0.0) for _ in range(n)]
         self._link_losses = LinkLosses(n if policy.weighs else 0, device)
         self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
@@ -66,23 +66,18 @@ class Sharded(Workers):
         self._samples = torch.Generator().manual_seed(setting.seed)
 
     def _bind(self) -> None:
-        for own, parameter in zip(self.setting.cut.views(self._replicas.owned), self._trained, strict=True):
+        for own, parameter in zip(self.setting.chunks.views(self._replicas.owned), self._trained, strict=True):
             parameter.data = own
 
     def _show_gradients(self) -> None:
-        """The optimizer reads gradients where stage 1 leaves them; of what nobody has used there is none."""
-        grads = self.setting.cut.views(self._grads)
+        """Gives the optimizer the gradients of stage 1; parameters that no worker has used have none."""
+        grads = self.setting.chunks.views(self._grads)
         for grad, parameter, used in zip(grads, self._trained, self._used_P.tolist(), strict=True):
             parameter.grad = grad if used else None
 
     @torch.no_grad()
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
-        """One step of all workers: their mean loss, and what happened.
-
-        Args:
-            number: Of the step.
-            batches: The stacked batches of some workers.
-        """
+        """Makes one step of all workers; see `Workers.step`."""
         row = Row(number)
         losses = self._stage_one(batches)
         chunk_S, element_S = self._choose()
@@ -111,11 +106,11 @@ class Sharded(Workers):
             setting.round_(grads_WCE)
             if loss_WC is not None:
                 grads_WCE = policy.send(grads_WCE, loss_WC[first:last].unsqueeze(-1))
-            # Not times zero: what is lost does no harm, though it may be infinite.
+            # Filled, not multiplied by zero: a gradient that is lost does no harm even if it is infinite.
             grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
-        setting.together.add_up(self._grads)
-        self._used_P = setting.together.add_up(self._used_P.float()) > 0
+        setting.processes.add_up(self._grads)
+        self._used_P = setting.processes.add_up(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
         combined_CE = policy.combine(rules.mean_of_arrived(self._grads, count_C), count_C.unsqueeze(-1), n)
         if combined_CE is not self._grads:
@@ -124,7 +119,7 @@ class Sharded(Workers):
         if setting.clip is not None:
             norm = torch.linalg.vector_norm(self._grads)
             self._grads.mul_((setting.clip / (norm + 1e-6)).clamp(max=1.0))
-        return setting.together.add_up(torch.cat(losses).sum()) / n
+        return setting.processes.add_up(torch.cat(losses).sum()) / n
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
 
@@ -148,19 +143,19 @@ class Sharded(Workers):
         self.setting.round_(room)
         if self._guarded:
             arrived_WC = torch.ones_like(self._arrived_up)
-            # What it would lose is told by gradients, or by what had to be repaired where those are repaired, too.
+            # What it would have lost shows in the gradients, or in a first pass of its own if gradients are repaired.
             self._tried = self._arrived_up if policy.up.budget == 1.0 else self._masks.down()
         else:
             self._tried = None
             arrived_WC = arrived(self._masks, policy.down, up=False)
-        # Without what is fetched below: that tells nothing of the network.
+        # Without the chunks that are fetched below: they say nothing about the network.
         self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
         most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
         if self._oldest >= most:
-            # All of them: they are asked for before anybody knows what arrives.
+            # Fetched even if the broadcast arrives: workers ask before they know what arrives.
             overdue_WC = rules.overdue(replicas.ages, most)
-            row.fetched = int(self.setting.together.add_up(overdue_WC.sum()))
+            row.fetched = int(self.setting.processes.add_up(overdue_WC.sum()))
             own_WC = own_WC | overdue_WC
         replicas.broadcast(own_WC)
         row.lead = sum(leads[owner] for owner in self._owners) / len(self._owners)
@@ -169,22 +164,22 @@ class Sharded(Workers):
     # --- what is measured ---------------------------------------------------------------------------------------------
 
     def _choose(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elements that all replicas are compared by, chosen anew at every step."""
-        chunk_S, element_S = self.setting.cut.choose(self.policy.drift_samples, self._samples)
+        """Chooses the elements by which replicas are compared, anew at every step."""
+        chunk_S, element_S = self.setting.chunks.choose(self.policy.drift_samples, self._samples)
         return chunk_S.to(self._owner_C.device), element_S.to(self._owner_C.device)
 
     def _measure(self, row: Row, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
-        n, together, replicas = self.setting.workers, self.setting.together, self._replicas
+        n, processes, replicas = self.setting.workers, self.setting.processes, self._replicas
         others_W = (len(self._owner_C) - self._chunks_of_W).clamp(min=1)
         down_WC, up_WC = self._arrived_down, self._arrived_up
         values_WS, own_WS = replicas.look(chunk_S, element_S)
         owned_S = replicas.owned[chunk_S, element_S]
         away_WS = (values_WS - owned_S).masked_fill_(own_WS, 0.0).double()
-        sums = together.add_up(torch.stack([away_WS.sum(0), away_WS.square().sum(0)]))
+        sums = processes.add_up(torch.stack([away_WS.sum(0), away_WS.square().sum(0)]))
         lags = torch.bincount(replicas.ages[~replicas.own].flatten(), minlength=replicas.versions).double()
-        together.add_up(lags)
-        oldest_W = together.everyone(replicas.ages.amax(1).double(), n)
-        # One copy from the device for all of it.
+        processes.add_up(lags)
+        oldest_W = processes.everyone(replicas.ages.amax(1).double(), n)
+        # Everything in one copy from the device.
         parts = [
             self._lost_by_owner(down_WC),
             (~down_WC).sum(1).double() / others_W if self._tried is None else self._lost_by_owner(self._tried),
@@ -214,7 +209,7 @@ class Sharded(Workers):
         row.variance_inflation = n * counts[1]
 
     def _lost_by_owner(self, arrived_WC: torch.Tensor) -> torch.Tensor:
-        """(N): which fraction of its chunks was lost on the way from, or to, each owner."""
+        """Returns the fraction (N) of each owner's chunks that was lost on the way from it, or to it."""
         n = self.setting.workers
         lost_C = n - arrived_WC.sum(0)
         lost_N = torch.zeros(n, dtype=torch.float64, device=lost_C.device).index_add_(0, self._owner_C, lost_C.double())
@@ -242,7 +237,7 @@ class Sharded(Workers):
         self._guarded = guarded
 
     def _first_pass(self, watched: list[float], sent_up: list[float]) -> None:
-        """What a broadcast would have lost that the guard had repaired; see `policies.losses`."""
+        """Counts what a broadcast that the guard had repaired would have lost, as real ranks do."""
         lossy = self.policy.up.budget == 1.0
         most = self.policy.down.budget
         for place, meter in enumerate(self._losses):
@@ -253,13 +248,13 @@ class Sharded(Workers):
     # --- for the run --------------------------------------------------------------------------------------------------
 
     def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
-        """What the owners' parameters are worth, with the mean of all workers' buffers."""
-        self._gradients.average_buffers_into(self.model, self.setting.together)
+        """Judges the owners' parameters, with the mean of all workers' buffers."""
+        self._gradients.average_buffers_into(self.model, self.setting.processes)
         return evaluate(self.model)
 
     @torch.no_grad()
     def drift(self) -> float:
-        """Mean squared difference per parameter between two replicas, on average over all pairs of workers."""
+        """Returns the mean squared difference per parameter between two replicas, over all pairs of workers."""
         n, replicas = self.setting.workers, self._replicas
         total = torch.zeros_like(replicas.owned)
         square = torch.zeros((), dtype=torch.float64, device=total.device)
@@ -270,9 +265,9 @@ class Sharded(Workers):
             away -= replicas.owned
             total += away.sum(0)
             square += away.double().square().sum() if away.device.type == "cpu" else away.square().sum().double()
-        together = self.setting.together
-        together.add_up(total)
-        together.add_up(square)
+        processes = self.setting.processes
+        processes.add_up(total)
+        processes.add_up(square)
         spread = float(square) - float((total / n).double().square().sum()) * n
         return max(2 * spread / (n - 1) / self.setting.elements, 0.0) if n > 1 else 0.0
 
@@ -282,7 +277,7 @@ class Sharded(Workers):
         return self._gradients.how
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on."""
+        """Returns all that a later process needs to continue."""
         return {
             "replicas": self._replicas.state_dict(),
             "optimizer": self.optimizers[0].state_dict(),
@@ -297,7 +292,7 @@ class Sharded(Workers):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a state dict."""
         self._replicas.load_state_dict(state["replicas"])
         self._bind()
         self.optimizers[0].load_state_dict(state["optimizer"])

@@ -1,4 +1,4 @@
-"""What a simulation needs of its virtual workers, whoever runs their optimizers."""
+"""The interface of virtual workers, whether owners or workers run the optimizer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import nn
 from stormtorch.policies.ledger import Row
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
-"""Judges a model: the loss and the fraction of right answers on what is held out."""
+"""Judges a model: returns the loss and the fraction of right answers on held-out data."""
 
 
 class Workers(ABC):
     """All virtual workers of one simulated training."""
 
     policy: Any
-    """The user's; it may be another one of the same kind at every step."""
+    """The user's policy; every step may have another one of the same kind."""
     optimizers: list[torch.optim.Optimizer]
-    """One for all owners together, or one for each worker."""
+    """One optimizer for all owners together, or one for each worker."""
 
     @abstractmethod
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
-        """Makes one step of all workers. Returns their mean loss, and what happened if anything was exchanged.
+        """Makes one step of all workers. Returns their mean loss, and a row if anything was exchanged.
 
         Args:
             number: Number of the step.
-            batches: Gives the stacked batches of some workers.
+            batches: Returns the stacked batches of workers from its first argument to before its second.
         """
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Workers(ABC):
 
     @abstractmethod
     def drift(self) -> float:
-        """Mean squared difference per parameter between two replicas, on average over all pairs of workers."""
+        """Returns the mean squared difference per parameter between two replicas, over all pairs of workers."""
 
     @property
     @abstractmethod
@@ -47,8 +47,8 @@ class Workers(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on."""
+        """Returns all that a later process needs to continue."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state dict."""
+        """Continues from a state dict."""

@@ -9,7 +9,7 @@ from typing import Any
 from stormtorch.checks import BadSetting
 from stormtorch.policies.ledger import Ledger
 from stormtorch.simulation.checkpoints import replacing
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.processes import Processes
 from stormtorch.studies.results import SimResult
 
 # Settings that may change from one run to the next: which trainings are asked for, and how fast they are computed.
@@ -29,7 +29,7 @@ class Finished:
         BadSetting: The folder is of other settings, or cannot be read.
     """
 
-    def __init__(self, folder: Path | None, ledger: Path | None, together: Together, asked: dict[str, Any]) -> None:
+    def __init__(self, folder: Path | None, ledger: Path | None, together: Processes, asked: dict[str, Any]) -> None:
         self._folder, self._ledger, self._together = folder, ledger, together
         self._first = together.rank == 0
         problem = together.from_first(None if folder is None or not self._first else _compare(folder, asked))

@@ -14,7 +14,7 @@ from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.statistics import mean, median
 from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import digest
-from stormtorch.simulation.processes import Together
+from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.run import Simulated, Spot, simulate
 from stormtorch.simulation.setting import MakeOptimizer, Reuse
 from stormtorch.studies.finished import Finished
@@ -67,7 +67,7 @@ def run_simulations(
         KeyboardInterrupt: Ctrl-C; with checkpoints, the same call goes on where it was.
     """
     task = task_of(settings)
-    together = Together()
+    together = Processes()
     if settings.workers < together.world:
         raise BadSetting("workers", f"must be at least the {together.world} processes, got {settings.workers}")
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
