@@ -76,9 +76,9 @@ class Row:
     pair_drift: float | None = None
     """Mean squared difference between this replica and another, over sampled elements that neither owns."""
     owner_drift: float | None = None
-    """Mean squared difference between this replica and the owners' parameters, over the same elements."""
+    """Mean squared difference between this replica and the owners, over sampled elements that others own."""
     update_variance: float | None = None
-    """Mean square of one update, over the same elements."""
+    """Mean square of one update, over the sampled elements of all owners."""
     pair_bound: float | None = None
     """Bound on the mean of `pair_drift` under the policy in use, with its lead and `max_lag`, at the measured loss p:
     `theory.pair_bound`, or 2p/(1-p)^2 times the mean square of the latest updates with the default lead."""
@@ -187,9 +187,9 @@ class Ledger:
                 complete()
 
     def summary(self) -> Summary:
-        """Returns the job in a few numbers: counts and `arrived` over all steps, the rest over the rows that are kept.
+        """Returns the job in a few numbers: `steps` and `arrived` over all steps, the rest over the rows that are kept.
 
-        It first waits for the parameters of the last step, to include it. Printing it gives a line for each number.
+        This first waits for the parameters of the last step, to include it. Printing it gives a line for each number.
         """
         self._settle()
         rows = list(self.rows)

@@ -127,7 +127,7 @@ class Averages:
                     return self._reduce(bucket, group, host, mean)
 
             begun = self._order.begin(lambda: [begin()], moments)
-        self._rounds[bucket.index] = _Round(group, fused, begun, mean, seed)  # type: ignore[arg-type]  # of our own function
+        self._rounds[bucket.index] = _Round(group, fused, begun, mean, seed)  # type: ignore[arg-type]  # it holds what `begin` returns
 
     def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, mean: torch.Tensor) -> Pending:
         wire, policy = self._wires[bucket.index], self._policy
