@@ -120,7 +120,7 @@ def test_a_budget_holds_for_gradients_too_unless_they_have_their_own() -> None:
         assert settings.policy_of("lead") == BoundedDrift(gradients=half, broadcast=half)
         assert settings.policy_of("model-averaging") == ModelAveraging(reliability=half)
         assert settings.policy_of("gradient-averaging") == GradientAveraging(reliability=half)
-        assert settings.policy_of("lossless") == BoundedDrift(gradients=EXACT, broadcast=EXACT)
+        assert settings.policy_of("lossless") == BoundedDrift(reliability=EXACT)
         assert settings.to_json()["gradient_budget"] == 0.5
         apart = replace(settings, gradient_budget=0.1)
         assert apart.policy_of("lead") == BoundedDrift(gradients=tenth, broadcast=half)

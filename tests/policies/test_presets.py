@@ -17,11 +17,11 @@ OWN = EXAMPLES / "own_policy.py"
 def test_presets_are_the_librarys_policies_with_the_settings_that_were_chosen() -> None:
     settings = PolicySettings(wire="bfloat16", budget=0.1, gradient_budget=0.3, lead=2.0, max_lag=7, every=5)
     some, wire = Reliability(budget=0.1), torch.bfloat16
-    drift = BoundedDrift(gradients=Reliability(budget=0.3), broadcast=some, lead=0.0, max_lag=7, wire=wire)
+    drift = BoundedDrift(gradients=Reliability(budget=0.3), reliability=some, lead=0.0, max_lag=7, wire=wire)
     assert [make_policy(name, settings) for name in PRESETS] == [
         BoundedDrift(reliability=EXACT, wire=wire),
         drift,
-        BoundedDrift(gradients=Reliability(budget=0.3), broadcast=some, lead=2.0, max_lag=7, wire=wire),
+        BoundedDrift(gradients=Reliability(budget=0.3), reliability=some, lead=2.0, max_lag=7, wire=wire),
         ModelAveraging(every=5, reliability=some, wire=wire),
         GradientAveraging(reliability=some, wire=wire),
     ]

@@ -332,9 +332,14 @@ def test_a_copy_of_the_model_waits_as_the_model_does_and_copies_nothing_of_the_g
 
 
 def test_a_forward_sees_what_another_rank_sent_however_late_it_comes() -> None:
+    # Made before the ranks begin: they are threads, and torch's random numbers are the process's.
+    models = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        models.append(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+
     def body(transport: Transport) -> torch.Tensor:
-        torch.manual_seed(transport.rank)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        model = models[transport.rank]
         buckets = buckets_of(model)
         group = Group(transport)
         coming = [broadcast(group, bucket.flat, 0) for bucket in buckets]
@@ -351,5 +356,5 @@ def test_a_forward_sees_what_another_rank_sent_however_late_it_comes() -> None:
     first, *others = SimulatedNetwork(3, delay_s=0.3, loss=0.3, seed=1).run(body)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))(torch.ones(1, 4))
-    assert torch.equal(first, expected)
+    torch.testing.assert_close(first, expected.detach())
     assert all(torch.equal(each, first) for each in others)

@@ -76,10 +76,9 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
         raise ValueError(
             f"policy must be one of {', '.join(PRESETS)}, or a class in a file as in my.py:MyPolicy, got {name!r}"
         )
-    gradients = settings.budget if settings.gradient_budget is None else settings.gradient_budget
     return BoundedDrift(
-        gradients=Reliability(budget=gradients),
-        broadcast=lossy,
+        reliability=lossy,
+        gradients=None if settings.gradient_budget is None else Reliability(budget=settings.gradient_budget),
         lead=settings.lead if name == "lead" else 0.0,
         weights=settings.weights,
         max_lag=settings.max_lag,
