@@ -81,20 +81,22 @@ def floors(page: str) -> list[set[str]]:
 
 
 def test_every_source_file_is_in_the_tree() -> None:
-    assert sorted(sources(ROOT) - set(drawn(PAGE))) == []
+    missing = sorted(sources(ROOT) - set(drawn(PAGE)))
+    assert not missing, f"docs/architecture.md lacks {', '.join(missing)}: add each to the tree, with a few words"
 
 
 def test_everything_in_the_tree_exists_and_is_named_once() -> None:
     paths = drawn(PAGE)
-    assert [path for path in paths if not exists(path, ROOT)] == []
+    gone = [path for path in paths if not exists(path, ROOT)]
+    assert not gone, f"the tree in docs/architecture.md names {', '.join(gone)}, which do not exist"
     assert sorted({path for path in paths if paths.count(path) > 1}) == []
 
 
 def test_every_file_that_the_text_mentions_exists() -> None:
     found = mentioned(PAGE)
     assert len(found) > 50
-    missing = {name for name in found if not any((ROOT / begin / name).is_file() for begin in BEGINNINGS)}
-    assert sorted(missing) == []
+    gone = sorted(name for name in found if not any((ROOT / begin / name).is_file() for begin in BEGINNINGS))
+    assert not gone, f"the text of docs/architecture.md mentions {', '.join(gone)}, which do not exist"
 
 
 def test_the_floors_are_those_that_the_linter_checks() -> None:
@@ -107,11 +109,12 @@ def test_the_tree_of_the_readme_exists_and_has_every_room() -> None:
     (lines,) = trees(README)
     paths = list(entries(lines, " "))
     endings = ("", ".py", ".hpp", ".cpp")
-    assert [path for path in paths if not any(exists(path + ending, ROOT) for ending in endings)] == []
+    gone = [path for path in paths if not any(exists(path + ending, ROOT) for ending in endings)]
+    assert not gone, f"the tree in README.md names {', '.join(gone)}, which do not exist"
     rooms = {f"src/stormtorch/{each.parent.name}/" for each in (ROOT / "src/stormtorch").glob("*/__init__.py")}
-    assert sorted(rooms - set(paths)) == []
     pages = {each.relative_to(ROOT).as_posix() for each in (ROOT / "docs").glob("*.md")}
-    assert sorted(pages - set(paths)) == []
+    missing = sorted((rooms | pages) - set(paths))
+    assert not missing, f"the tree in README.md lacks {', '.join(missing)}"
 
 
 def test_every_decision_has_a_row() -> None:
