@@ -87,7 +87,7 @@ def test_a_policy_in_a_file_is_simulated_kept_and_computed_anew_once_it_was_edit
     [
         ("nowhere.py:Halfway", "there is no Python file nowhere.py"),
         ("FILE:Missing", "has no class Missing"),
-        ("FILE:Other", "is not a subclass of"),
+        ("FILE:Other", "from stormtorch.OwnerPolicy"),
         ("FILE", "must name a class in a file"),
         ("BROKEN:Halfway", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("FILE:Halfway,COPY:Halfway", "must name each only once"),

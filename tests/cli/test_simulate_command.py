@@ -66,7 +66,6 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to plain, lead"),
         (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to plain, lead"),
         (("--gradient-budget", "1", "--policy", "model-averaging"), "--gradient-budget", "belongs to plain, lead"),
-        (("--wire", "float16", "--policy", "gradient-averaging"), "--wire", "belongs to lossless, plain, lead"),
         (("--every", "2"), "--every", "belongs to model-averaging"),
         (("--budget", "2"), "--budget", "must lie in [0, 1], got 2"),
         (
@@ -117,13 +116,13 @@ def test_a_bad_value_or_a_contradiction_names_the_option(
 def test_a_budget_holds_for_gradients_too_unless_they_have_their_own() -> None:
     half, tenth = Reliability(budget=0.5), Reliability(budget=0.1)
     for settings in (SimSettings(budget=0.5), LmSettings(budget=0.5)):
-        assert settings.policy_of("lead") == BoundedDrift(gradients=half, broadcast=half)
+        assert settings.policy_of("lead") == BoundedDrift(reliability=half)
         assert settings.policy_of("model-averaging") == ModelAveraging(reliability=half)
         assert settings.policy_of("gradient-averaging") == GradientAveraging(reliability=half)
         assert settings.policy_of("lossless") == BoundedDrift(reliability=EXACT)
         assert settings.to_json()["gradient_budget"] == 0.5
         apart = replace(settings, gradient_budget=0.1)
-        assert apart.policy_of("lead") == BoundedDrift(gradients=tenth, broadcast=half)
+        assert apart.policy_of("lead") == BoundedDrift(gradients=tenth, reliability=half)
         assert apart.to_json()["gradient_budget"] == 0.1
 
 

@@ -8,7 +8,7 @@ import torch
 
 from own_policies import Anchored, Blended, Damped, Weighed
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
-from stormtorch.policies.policy import overrides
+from stormtorch.policies.policy import applied, overrides
 
 pytestmark = pytest.mark.pure
 
@@ -91,3 +91,95 @@ def test_gradients_are_exchanged_at_every_step_or_not_at_all() -> None:
 def test_a_bad_setting_of_any_policy_is_refused_by_name(kind: type[Policy], knob: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{knob} must"):
         kind(**{knob: value})  # type: ignore[arg-type]
+
+
+# --- classes that would train otherwise than they read ----------------------------------------------------------------
+
+
+class Undecorated(RankPolicy):
+    every: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untyped(RankPolicy):
+    every = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misspelt(RankPolicy):
+    def acept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerWithUpdate(OwnerPolicy):
+    def update(self, owner: dict[str, torch.Tensor], combined: torch.Tensor) -> torch.Tensor:
+        return combined
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWithLead(RankPolicy):
+    def ahead(self, loss: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(ModelAveraging):
+    def update(self, owner: object, combined: torch.Tensor) -> torch.Tensor:
+        return combined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere(RankPolicy):
+    sends = "grads"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            Undecorated,
+            r"decorate Undecorated with @dataclass\(frozen=True, kw_only=True\): without it, every is ignored",
+        ),
+        (Untyped, "write every in Untyped with its type"),
+        (Misspelt, "Misspelt.acept is never called: did you mean accept?"),
+        (OwnerWithUpdate, "OwnerWithUpdate is an OwnerPolicy, which has no update: derive it from RankPolicy"),
+        (RankWithLead, "RankWithLead is a RankPolicy, which has no ahead: derive it from OwnerPolicy"),
+        (Forgetful, "Forgetful overrides both update and order"),
+        (Elsewhere, 'sends must be "gradients" or "parameters", got \'grads\''),
+    ],
+)
+def test_a_class_whose_words_would_be_ignored_is_refused(kind: type[Policy], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        kind()
+
+
+def test_a_class_may_have_functions_of_its_own_and_any_default() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Fine(RankPolicy):
+        every: int = 3
+        part: float = 0.5
+        sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
+
+        def helper(self) -> float:
+            return self.part
+
+    assert (Fine().every, Fine(every=7).every, Fine().helper()) == (3, 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, r"Odd.accept must return a tensor of shape \(2, 3\), it returned None"),
+        (torch.zeros(6), r"Odd.accept must return a tensor of shape \(2, 3\), it returned one of shape \(6,\)"),
+        (torch.zeros(2, 1), r"it returned one of shape \(2, 1\)"),
+    ],
+)
+def test_a_wrong_result_names_the_policy_the_function_and_the_shape(result: object, words: str) -> None:
+    class Odd(RankPolicy):
+        def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+            return result  # type: ignore[return-value]
+
+    own = torch.zeros(2, 3)
+    with pytest.raises(TypeError, match=words):
+        applied(Odd().accept, own, own, torch.ones(2, 1))

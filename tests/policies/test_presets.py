@@ -66,3 +66,14 @@ def test_a_file_that_cannot_be_imported_says_so_and_may_be_mended(tmp_path: Path
         make_policy(f"{path}:Mine")
     path.write_text("import stormtorch\nclass Mine(stormtorch.RankPolicy): pass\n")
     assert type(make_policy(f"{path}:Mine")).__name__ == "Mine"
+
+
+def test_a_setting_that_was_given_holds_though_it_is_the_usual_one() -> None:
+    assert make_policy(f"{OWN}:Elastic").every == 4  # type: ignore[attr-defined]
+    given = PolicySettings(every=1, given=frozenset({"every"}))
+    assert make_policy(f"{OWN}:Elastic", given).every == 1  # type: ignore[attr-defined]
+
+
+def test_a_wrong_class_name_is_answered_by_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"has no class Elastik, only Elastic$"):
+        make_policy(f"{OWN}:Elastik")

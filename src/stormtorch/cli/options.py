@@ -72,7 +72,7 @@ PolicyNames = Annotated[
 ]
 WireName = Annotated[
     Wire,
-    typer.Option("--wire", help="lossless, plain and lead: number format on the network.", rich_help_panel=_POLICY),
+    typer.Option("--wire", help="Number format on the network.", rich_help_panel=_POLICY),
 ]
 Budget = Annotated[
     float,

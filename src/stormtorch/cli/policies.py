@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from stormtorch.checks import BadSetting
 
 if TYPE_CHECKING:
     from stormtorch.studies.settings import StudySettings
+
+
+def given(command: typer.Context) -> frozenset[str]:
+    """Names of the settings of policies that were typed, though they may equal their usual values."""
+    from stormtorch.policies.presets import PolicySettings
+
+    sources = {each.name: command.get_parameter_source(each.name) for each in fields(PolicySettings)}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def check_taken(settings: StudySettings) -> None:
@@ -16,7 +26,7 @@ def check_taken(settings: StudySettings) -> None:
     from stormtorch.policies.presets import PRESETS, PolicySettings
 
     usual = PolicySettings()
-    for knob in (each.name for each in fields(usual)):
+    for knob in (each.name for each in fields(usual) if each.name != "given"):
         chosen = getattr(settings, knob)
         if chosen == getattr(usual, knob) or any(_takes(name, knob, chosen) for name in settings.policies):
             continue

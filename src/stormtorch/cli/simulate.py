@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
+    command: typer.Context,
     workers: Workers = 64,
     steps: Steps = 200,
     seeds: Seeds = 1,
@@ -121,6 +122,7 @@ def simulate(
 
         import torch
 
+        from stormtorch.cli.policies import given
         from stormtorch.studies.settings import SimSettings
 
         network = SimulatedNetwork(
@@ -148,6 +150,7 @@ def simulate(
             weights=weights.value,
             max_lag=max_lag,
             every=every,
+            given=given(command),
             loss=network.plain_loss,
             burst=burst,
             model=model,

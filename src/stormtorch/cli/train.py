@@ -47,6 +47,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 @app.command()
 def lm(
+    command: typer.Context,
     ranks: Ranks = 4,
     steps: Steps = 200,
     seeds: Seeds = 1,
@@ -96,6 +97,7 @@ def lm(
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
     with friendly_errors():
+        from stormtorch.cli.policies import given
         from stormtorch.studies.settings import LmSettings
 
         settings = LmSettings(
@@ -111,6 +113,7 @@ def lm(
             weights=weights.value,
             max_lag=max_lag,
             every=every,
+            given=given(command),
             data=data,
             batch=batch,
             lr=lr,
@@ -127,6 +130,7 @@ def lm(
 
 @app.command()
 def image(
+    command: typer.Context,
     ranks: Ranks = 4,
     steps: Steps = 200,
     seeds: Seeds = 1,
@@ -166,6 +170,7 @@ def image(
       stormtorch train image --data ~/data/cifar-10-batches-py --batch 32 --steps 2000 --json image.json
     """
     with friendly_errors():
+        from stormtorch.cli.policies import given
         from stormtorch.studies.settings import ImageSettings
 
         settings = ImageSettings(
@@ -181,6 +186,7 @@ def image(
             weights=weights.value,
             max_lag=max_lag,
             every=every,
+            given=given(command),
             data=data,
             batch=batch,
             lr=lr,

@@ -12,9 +12,11 @@ was given; it writes only into tensors where its description allows that.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import difflib
+import inspect
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -57,8 +59,7 @@ class Policy:
     """Number of parameter elements that ranks compare at every exchange, to measure how far apart replicas are."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self, OwnerPolicy | RankPolicy):
-            raise TypeError(f"{type(self).__name__} must derive from OwnerPolicy or RankPolicy")
+        _check_class(self)
         check(self.wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", self.wire)
         check(self.bucket_mb > 0.0, "bucket_mb", "be above 0", self.bucket_mb)
         check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
@@ -196,6 +197,7 @@ class RankPolicy(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self.sends in ("gradients", "parameters"), "sends", 'be "gradients" or "parameters"', self.sends)
         check(self.every >= 1, "every", "be at least 1", self.every)
         if self.sends == "gradients":
             check(self.every == 1, "every", "be 1 where gradients are exchanged", self.every)
@@ -227,6 +229,76 @@ def overrides(policy: Policy, name: str) -> bool:
         if isinstance(policy, kind) and hasattr(kind, name):
             return getattr(type(policy), name) is not getattr(kind, name)
     raise AttributeError(f"policies have no function {name!r}")
+
+
+def applied(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Calls a policy's function, and checks that it returns values of the shape that it was given.
+
+    Args:
+        function: A method of a policy.
+        arguments: What it gets; the first tensor among them says the shape.
+
+    Raises:
+        TypeError: It returned something else; the message names the policy and the function.
+    """
+    result: Any = function(*arguments)
+    like = next(each for each in arguments if isinstance(each, torch.Tensor))
+    if isinstance(result, torch.Tensor) and result.shape == like.shape:
+        return result
+    got = f"one of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
+    raise TypeError(f"{function.__qualname__} must return a tensor of shape {tuple(like.shape)}, it returned {got}")
+
+
+_OWNERS_ONLY, _RANKS_ONLY = ("ahead", "publish"), ("update", "order", "sends")
+_FUNCTIONS = ("send", "combine", "accept", *_OWNERS_ONLY, *_RANKS_ONLY)
+
+
+def _check_class(policy: Policy) -> None:
+    """Refuses classes that would train otherwise than they read: what they define would be ignored in silence.
+
+    Raises:
+        TypeError: The class has fields or functions that no policy of its kind has.
+    """
+    kind = type(policy)
+    name = kind.__name__
+    if not isinstance(policy, OwnerPolicy | RankPolicy):
+        raise TypeError(f"{name} must derive from OwnerPolicy or RankPolicy")
+    own = [each for each in kind.__mro__ if each.__module__ != __name__ and each is not object]
+    known = {each.name for each in fields(policy)}
+    ignored = [
+        field
+        for each in own
+        if "__dataclass_fields__" not in each.__dict__
+        for field, annotation in inspect.get_annotations(each).items()
+        if "ClassVar" not in str(annotation)
+    ]
+    if ignored:
+        raise TypeError(
+            f"decorate {name} with @dataclass(frozen=True, kw_only=True): without it, {', '.join(ignored)} is ignored"
+        )
+    bare = [
+        field
+        for each in own
+        for field in each.__dict__
+        if field in known and field not in inspect.get_annotations(each)
+    ]
+    if bare:
+        raise TypeError(f"write {bare[0]} in {name} with its type, as in `every: int = 4`: without it, it is ignored")
+    others = _RANKS_ONLY if isinstance(policy, OwnerPolicy) else _OWNERS_ONLY
+    base, other = ("an OwnerPolicy", "RankPolicy") if others is _RANKS_ONLY else ("a RankPolicy", "OwnerPolicy")
+    for function in others:
+        if hasattr(kind, function):
+            raise TypeError(f"{name} is {base}, which has no {function}: derive it from {other}, or remove that")
+    for each in own:
+        for function, value in each.__dict__.items():
+            near = difflib.get_close_matches(function, _FUNCTIONS, n=1, cutoff=0.75)
+            if callable(value) and near and function not in _FUNCTIONS and not function.startswith("_"):
+                raise TypeError(f"{name}.{function} is never called: did you mean {near[0]}?")
+    if isinstance(policy, RankPolicy) and overrides(policy, "update") and overrides(policy, "order"):
+        raise TypeError(
+            f"{name} overrides both update and order: what an owner remembers stays with its shard, and the order "
+            "gives that shard to another rank; derive it from RankPolicy and keep the default order"
+        )
 
 
 def check(right: bool, knob: str, demand: str, got: object) -> None:

@@ -9,20 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
 
 PRESETS = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
 """Names of the library's policies, from the most careful to the least."""
-WIRES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-}
+WIRES = {str(each).removeprefix("torch."): each for each in policy.WIRES}
 """Number formats that gradients and parameters may travel in, by name."""
 
 
@@ -46,6 +39,8 @@ class PolicySettings:
     """Measured loss above which the broadcast becomes exact; None never does that."""
     every: int = 1
     """Steps between two averagings of models."""
+    given: frozenset[str] = frozenset()
+    """Names of settings that the user gave. A class from a file keeps its own defaults for the others."""
 
 
 def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
@@ -53,8 +48,8 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
 
     Args:
         name: One of `PRESETS`, or a class in a file: `my.py:MyPolicy`.
-        settings: What the user chose. A class from a file is given those of its fields that differ from their usual
-            values.
+        settings: What the user chose. A class from a file gets those of its fields that the user gave, or that differ
+            from their usual values.
 
     Raises:
         ValueError: There is no such policy, or the file, the class or a setting is not valid.
@@ -93,15 +88,16 @@ def _from_file(name: str, settings: PolicySettings) -> Policy:
         raise ValueError(f"policy must name a class in a file, as in my.py:MyPolicy, got {name!r}")
     kind: object = getattr(_module(Path(path)), class_name, None)
     if kind is None:
-        raise ValueError(f"policy: {path} has no class {class_name}")
+        raise ValueError(f"policy: {path} has no class {class_name}{_of_these(path)}")
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ValueError(f"policy: derive {class_name} in {path} from stormtorch.OwnerPolicy or stormtorch.RankPolicy")
     usual = PolicySettings()
     chosen = {
         each.name: getattr(settings, each.name)
-        for each in dataclasses.fields(settings)
-        if getattr(settings, each.name) != getattr(usual, each.name)
+        for each in dataclasses.fields(usual)
+        if each.name in settings.given or getattr(settings, each.name) != getattr(usual, each.name)
     }
+    chosen.pop("given", None)
     known = {each.name for each in dataclasses.fields(kind)}  # whoever derives from a dataclass is one
     given = {knob: WIRES.get(value, value) if knob == "wire" else value for knob, value in chosen.items()}
     if "budget" in given and "budget" not in known and "reliability" in known:
@@ -110,6 +106,16 @@ def _from_file(name: str, settings: PolicySettings) -> Policy:
         return kind(**{knob: value for knob, value in given.items() if knob in known})
     except TypeError as error:
         raise ValueError(f"policy: {class_name}() in {path} could not be made: {error}") from error
+
+
+def _of_these(path: str) -> str:
+    """The policies that a file has, in words."""
+    found = [
+        name
+        for name, value in vars(_module(Path(path))).items()
+        if isinstance(value, type) and issubclass(value, Policy) and value.__module__.startswith("stormtorch_policy_")
+    ]
+    return f", only {', '.join(found)}" if found else ""
 
 
 def _module(path: Path) -> object:

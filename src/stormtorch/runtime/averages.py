@@ -11,7 +11,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.wire import Wire
-from stormtorch.policies.policy import RankPolicy, overrides
+from stormtorch.policies.policy import RankPolicy, applied, overrides
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.chunked import chunked
@@ -183,7 +183,7 @@ class Averages:
 
         def update(combined: torch.Tensor) -> torch.Tensor:
             memory = self._memory.setdefault((bucket.index, combined.shape[-1]), {})
-            return policy.update(memory, combined)
+            return applied(policy.update, memory, combined)
 
         value = chunked(update, wire.per_chunk, [value])
         message = wire.encode(value, round_.seed)
@@ -204,7 +204,7 @@ class Averages:
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
             if self._accepts:
-                came = own.clone()
+                came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
                 wire.place(room, came, arrived_C)
                 own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
             else:

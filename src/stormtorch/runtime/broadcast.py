@@ -205,7 +205,7 @@ class Broadcast:
                 rules.grow_older(ages_C, arrived_C)
             own = bucket.shard(bucket.host_flat, owner)
             if self._accepts:
-                came = own.clone()
+                came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
                 wire.place(rooms[owner], came, arrived_C)
                 own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
             elif wire.dtype != bucket.dtype:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from stormtorch.policies.policy import applied
+
 
 def chunked(
     function: Callable[..., torch.Tensor],
@@ -35,7 +37,7 @@ def chunked(
         rows = chunks.stop - chunks.start
         given.append([each[first:last].view(rows, -1) for each in vectors])
         known = [each[chunks].unsqueeze(-1) if isinstance(each, torch.Tensor) else each for each in numbers]
-        results.append(function(*given[-1], *known))
+        results.append(applied(function, *given[-1], *known))
     for place, vector in enumerate(vectors):
         if all(result is parts[place] for parts, result in zip(given, results, strict=True)):
             return vector

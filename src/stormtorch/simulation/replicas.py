@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stormtorch.policies import rules
+from stormtorch.policies.policy import applied
 from stormtorch.simulation.chunks import Chunks
 
 # Broadcasts to remember at first; `make_room` doubles that when a copy grows too old for it.
@@ -135,7 +136,9 @@ class Copies(Replicas):
         came_CE = self.next_room()
         super().broadcast(arrived_WC)
         for own_CE, arrived_C in zip(self._copies, arrived_WC, strict=True):
-            own_CE.copy_(self._accept(own_CE, came_CE, arrived_C.unsqueeze(-1)))
+            # A copy, in which what was lost is no number: a policy that uses it shows that at once.
+            seen_CE = came_CE.masked_fill(~arrived_C.unsqueeze(-1), torch.nan)
+            own_CE.copy_(applied(self._accept, own_CE, seen_CE, arrived_C.unsqueeze(-1)))
 
     def put(self, first: int, last: int, replicas_WCE: torch.Tensor) -> None:
         """Writes the replicas of some of this process's workers."""

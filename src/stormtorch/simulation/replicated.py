@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.policy import RankPolicy, applied, overrides
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
@@ -19,7 +19,6 @@ from stormtorch.simulation.workers import Workers
 
 # Number of workers whose own models are judged where there is no common one.
 _JUDGED = 4
-_DRIFT_SAMPLES = 256
 
 
 class Replicated(Workers):
@@ -129,14 +128,19 @@ class Replicated(Workers):
         # Worker by worker: a copy of all models at once would need as much memory as the models.
         sums_CE = torch.zeros_like(vectors_WCE[0])
         for worker, (own_CE, came_C) in enumerate(zip(vectors_WCE, up_WC[self.first : self.last], strict=True)):
-            sent_CE = own_CE if loss_WC is None else policy.send(own_CE, loss_WC[self.first + worker].unsqueeze(-1))
+            sent_CE = (
+                own_CE if loss_WC is None else applied(policy.send, own_CE, loss_WC[self.first + worker].unsqueeze(-1))
+            )
             sums_CE.add_(setting.rounded(sent_CE).masked_fill(~came_C.unsqueeze(-1), 0.0))
         setting.processes.add_up(sums_CE)
         count_C = up_WC.sum(0)
-        combined_CE = policy.combine(rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
-        result_CE = setting.rounded(policy.update(self._memory, combined_CE))
+        combined_CE = applied(policy.combine, rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
+        result_CE = setting.rounded(applied(policy.update, self._memory, combined_CE))
+        accepts = overrides(policy, "accept")
         for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
-            own_CE.copy_(policy.accept(own_CE, result_CE, came_C.unsqueeze(-1)))
+            # A policy of its own gets a copy, in which what was lost is no number: using it shows at once.
+            came_CE = result_CE.masked_fill(~came_C.unsqueeze(-1), torch.nan) if accepts else result_CE
+            own_CE.copy_(applied(policy.accept, own_CE, came_CE, came_C.unsqueeze(-1)))
         # Fractions of what travels: a worker's own chunks do not.
         others_W = (setting.chunks.count - torch.bincount(owner_C, minlength=n)).clamp(min=1)
         row.gradients, row.broadcast = (
@@ -148,7 +152,7 @@ class Replicated(Workers):
 
     def _sampled_drift(self) -> float:
         n, device = self.setting.workers, self.setting.device
-        chunk_S, element_S = self.setting.chunks.choose(_DRIFT_SAMPLES, self._samples)
+        chunk_S, element_S = self.setting.chunks.choose(self.policy.drift_samples, self._samples)
         values_WS = self._models[:, chunk_S.to(device), element_S.to(device)].double()
         if n < 2:
             return 0.0

@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import OwnerPolicy, overrides
+from stormtorch.policies.policy import OwnerPolicy, applied, overrides
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
@@ -105,14 +105,14 @@ class Sharded(Workers):
             grads_WCE = self._gradients.grads[: last - first]
             setting.round_(grads_WCE)
             if loss_WC is not None:
-                grads_WCE = policy.send(grads_WCE, loss_WC[first:last].unsqueeze(-1))
+                grads_WCE = applied(policy.send, grads_WCE, loss_WC[first:last].unsqueeze(-1))
             # Filled, not multiplied by zero: a gradient that is lost does no harm even if it is infinite.
             grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
         setting.processes.add_up(self._grads)
         self._used_P = setting.processes.add_up(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
-        combined_CE = policy.combine(rules.mean_of_arrived(self._grads, count_C), count_C.unsqueeze(-1), n)
+        combined_CE = applied(policy.combine, rules.mean_of_arrived(self._grads, count_C), count_C.unsqueeze(-1), n)
         if combined_CE is not self._grads:
             self._grads.copy_(combined_CE)
         self._arrived_up, self._count_C = arrived_WC, count_C
@@ -135,7 +135,7 @@ class Sharded(Workers):
         self.optimizers[0].step()
         if any(leads) or overrides(policy, "publish"):
             lead_C = torch.tensor(leads, device=room.device)[self._owner_C]
-            published_CE = policy.publish(room, replicas.owned, lead_C.unsqueeze(-1))
+            published_CE = applied(policy.publish, room, replicas.owned, lead_C.unsqueeze(-1))
             if published_CE is not room:
                 room.copy_(published_CE)
         else:

@@ -122,9 +122,10 @@ class StudySettings(PolicySettings):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "network"}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("network", "given")}
         found["policies"] = list(self.policies)
         found["gradient_budget"] = self.budget if self.gradient_budget is None else self.gradient_budget
+        found["policy_settings"] = {label: repr(self.policy_of(label)) for label in self.labels}
         return found
 
 
