@@ -11,6 +11,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "clock.hpp"
@@ -47,6 +48,7 @@ public:
 
 private:
     [[nodiscard]] std::size_t leaves() const { return nodes_.size() / 2; }
+    void join();                        // computes all nodes from the leaves
     [[nodiscard]] Owner first() const;  // the lowest owner with the earliest entry
 
     std::size_t owners_{};
@@ -54,16 +56,22 @@ private:
 };
 
 inline void Timers::resize(std::size_t owners) {
-    const std::size_t wanted = std::bit_ceil(std::max<std::size_t>(owners, 1));
-    if (wanted > leaves()) {
-        const std::vector<Nanos> old = std::move(nodes_);
-        const std::size_t old_leaves = old.size() / 2;
+    if (owners <= owners_) return;
+    const std::size_t wanted = std::bit_ceil(owners);
+    if (nodes_.empty()) {
         nodes_.assign(2 * wanted, never);
-        for (std::size_t owner = 0; owner < owners_; ++owner) nodes_[wanted + owner] = old[old_leaves + owner];
-        for (std::size_t node = wanted - 1; node > 0; --node)
-            nodes_[node] = std::min(nodes_[2 * node], nodes_[2 * node + 1]);
+    } else if (wanted > leaves()) {
+        std::vector<Nanos> larger(2 * wanted, never);
+        std::copy_n(nodes_.begin() + static_cast<std::ptrdiff_t>(leaves()), owners_,
+                    larger.begin() + static_cast<std::ptrdiff_t>(wanted));
+        nodes_ = std::move(larger);
+        join();
     }
-    owners_ = std::max(owners_, owners);
+    owners_ = owners;
+}
+
+inline void Timers::join() {
+    for (std::size_t node = leaves(); node-- > 1;) nodes_[node] = std::min(nodes_[2 * node], nodes_[2 * node + 1]);
 }
 
 inline void Timers::set(Owner owner, Nanos at) {
@@ -86,8 +94,7 @@ inline Timers::Owner Timers::first() const {
 template <class TrueTime>
 void Timers::set_all(TrueTime&& true_time) {
     for (Owner owner = 0; owner < owners_; ++owner) nodes_[leaves() + owner] = true_time(owner);
-    for (std::size_t node = leaves() - 1; node > 0; --node)
-        nodes_[node] = std::min(nodes_[2 * node], nodes_[2 * node + 1]);
+    join();
 }
 
 template <class TrueTime>
