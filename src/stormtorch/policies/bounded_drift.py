@@ -5,8 +5,9 @@ from typing import Literal
 
 import torch
 
+from stormtorch.checks import check
 from stormtorch.policies import rules
-from stormtorch.policies.policy import Numbers, OwnerPolicy, check
+from stormtorch.policies.policy import Numbers, OwnerPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

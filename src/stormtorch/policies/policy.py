@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from stormtorch.checks import check
 from stormtorch.reliability import LOSSY, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -299,9 +300,3 @@ def _check_class(policy: Policy) -> None:
             f"{name} overrides both update and order: what an owner remembers stays with its shard, and the order "
             "gives that shard to another rank; derive it from RankPolicy and keep the default order"
         )
-
-
-def check(right: bool, knob: str, demand: str, got: object) -> None:
-    """Raises a ValueError that names a setting, unless its value is right."""
-    if not right:
-        raise ValueError(f"{knob} must {demand}, got {got!r}")

@@ -10,7 +10,7 @@ from stormtorch import theory
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.reports import Report
@@ -111,7 +111,9 @@ class Feedback:
         if step and drift.samples and variances:
             row.update_variance = sum(variances) / len(variances)
             lost = 0.0 if self._last_exact else losses.at_most
-            row.pair_bound = drift.bound(row.update_variance, lost, lead, policy.max_lag, again=self._told)
+            # Theory bounds copies that are stale or new, not what a policy of its own makes of them.
+            if not overrides(policy, "accept") and not overrides(policy, "publish"):
+                row.pair_bound = drift.bound(row.update_variance, lost, lead, policy.max_lag, again=self._told)
             row.published_bound = theory.pair_drift_published(lost) * row.update_variance
         self._told = True
 

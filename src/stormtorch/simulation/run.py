@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import stormtorch._engine as _engine
+from stormtorch.checks import check
 from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy, check
+from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
 from stormtorch.simulation.checkpoints import Checkpoint, digest
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.fit import fitting
