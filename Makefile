@@ -92,9 +92,10 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 
 # --- check it --------------------------------------------------------------------------------------------------------
 
-# What people run before they commit, and what CI runs. All that is in the first is in the second.
+# What people run before they commit, and what CI runs. All tests of the first are in the second, where sanitizers take
+# the place of the plain build.
 test: engine-test python-test  ## the engine's tests with assertions, then the Python tests but for slow ones
-test-all: engine-all python-all  ## the same, the engine's tests under ASan+UBSan and TSan, and slow Python tests, as CI does
+test-all: sanitize python-all  ## the engine's tests under ASan+UBSan and TSan, and all Python tests, as CI does
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
 
 # Only the first configure is ours: the build itself notices changes of CMakeLists.txt and new files.
@@ -110,10 +111,6 @@ build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 engine-test: engine-build
 	build/tests/engine_tests
 
-# The same and under sanitizers, one after the other, as each has tests that look at the clock.
-engine-all: engine-build sanitize
-	build/tests/engine_tests
-
 engine-build: build/tests/build.ninja
 	@cmake --build build/tests --target engine_tests
 
@@ -127,7 +124,7 @@ address-test: build/address/build.ninja
 # setarch: TSan of older compilers cannot place its shadow where the kernel randomises addresses by more than 28 bits.
 # Containers may forbid it; the plain run is then the one to try.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS)) $(if $(filter %-all,$(MAKECMDGOALS)),engine-build)
+driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
 	$(ADDRESS_TESTS) test_driver
 	$(FIXED_ADDRESSES) build/thread/engine_tests
 
