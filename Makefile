@@ -15,7 +15,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-all address-test thread-build driver-test python-test python-all stub-check
+.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test address-test thread-build driver-test python-test python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
