@@ -82,6 +82,8 @@ class Averages:
             Wire(policy.wire if policy.wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes)
             for bucket in buckets
         ]
+        # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
+        self._keeps = policy.sends == "parameters" and policy.wire != torch.int8
         self._plain = not any(overrides(policy, name) for name in ("send", "combine", "update", "accept"))
         self._accepts = overrides(policy, "accept")
         self._rounds: dict[int, _Round] = {}
@@ -92,6 +94,11 @@ class Averages:
     def chunks_of(self, owner: int) -> int:
         """Returns the number of chunks in an owner's shards."""
         return sum(self._wires[each.index].chunks(each.layout.spans[owner][1]) for each in self._buckets)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one collective does all of every bucket's exchange."""
+        return self._plain and all(self._wires[each.index].dtype == each.dtype for each in self._buckets)
 
     def clear(self) -> None:
         """Resets all counts."""
@@ -145,8 +152,10 @@ class Averages:
 
     def finish(self, bucket: Bucket) -> None:
         """Waits until a bucket's vector holds what the policy accepts of the answers."""
-        for each in list(self._rounds):
-            self._turn(self._buckets[each])
+        self._turn(bucket)
+        if not self._rounds[bucket.index].fused:
+            for each in list(self._rounds):
+                self._turn(self._buckets[each])  # others wait for what this rank makes of its shards
         round_ = self._rounds.pop(bucket.index)
         vector, host = self._vectors(bucket)
         if round_.back is not None:
@@ -203,9 +212,12 @@ class Averages:
                 arrived_C = torch.ones(wire.chunks(own.numel()), dtype=torch.bool, device="cpu")
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
-            if self._accepts:
+            keeps = self._keeps and wire.dtype != bucket.dtype
+            if self._accepts or keeps:
                 came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
                 wire.place(room, came, arrived_C)
+                if keeps:
+                    came += own - own.to(wire.dtype)
                 own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
             else:
                 wire.place(room, own, arrived_C)

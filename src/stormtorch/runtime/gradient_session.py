@@ -8,6 +8,7 @@ import time
 import torch
 from torch import nn
 
+from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import RankPolicy
@@ -16,6 +17,9 @@ from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.gradients import GradientCollector
 from stormtorch.runtime.members import Epoch
 from stormtorch.runtime.replicated import ReplicatedSession
+
+# Steps travel as two numbers below this, which a float32 can say.
+_FLOAT_STEPS = 1 << 20
 
 
 class GradientSession(ReplicatedSession):
@@ -32,6 +36,8 @@ class GradientSession(ReplicatedSession):
         self._gradients.end = self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
+        self._number = 0
+        """Exchanges so far, the same on all ranks: a rank may skip a step, but no exchange."""
         if self._rounds.members.restarted:
             self.come_back()
 
@@ -48,14 +54,20 @@ class GradientSession(ReplicatedSession):
             self.come_back()
             for bucket in self.buckets:
                 self.begin(bucket)
+        self._number += 1
+        epoch = self._rounds.members.look(self._number)
+        if epoch is not None:
+            self._row.events.append(str(epoch))
+            self.enter(epoch)
         self._waited_s = time.perf_counter() - began
 
     def _exchange(self, row: Row) -> bool:
         digest = self._rounds.hyperparameters.digest()
-        telling = self.tell(self.steps, digest)
+        self.sample(self._number)
+        telling = self.tell(self._number, digest)
         for bucket in self.buckets:
             self._averages.finish(bucket)
-        return self.hear(telling, row, self.steps, digest)
+        return self.hear(telling, row, self._number, digest)
 
     def complete_gradients(self) -> None:
         """Ends the exchange of gradients, unless `no_sync` forbids it."""
@@ -72,17 +84,19 @@ class GradientSession(ReplicatedSession):
         row = self._row
         row.step = self.steps
         self.steps += 1
-        epoch = self._rounds.members.look(self.steps)
-        if epoch is not None:
-            row.events.append(str(epoch))
-        self.note(row, self._waited_s, self.steps)
-        if epoch is not None:
-            self.enter(epoch)
+        self.note(row, self._waited_s)
 
     def enter(self, epoch: Epoch) -> None:
         """Begins an epoch. A rank that returns continues at the others' step."""
-        self.steps = epoch.step
+        self._number = epoch.step
         super().enter(epoch)
+        # Ranks may have skipped steps, so that the number of exchanges does not tell how many they have made.
+        steps = torch.tensor([self.steps // _FLOAT_STEPS, self.steps % _FLOAT_STEPS], dtype=torch.float32, device="cpu")
+        group = self._rounds.channel("steps", epoch.members)
+        root = epoch.members.index(epoch.root)
+        collectives.broadcast(group, steps, root, reliability=self._rounds.certain).wait()
+        if self.group.rank in epoch.joins:
+            self.steps = int(steps[0]) * _FLOAT_STEPS + int(steps[1])
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""

@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.policies.policy import RankPolicy
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.reliability import EXACT
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.runtime.gate import Gate
@@ -35,7 +35,9 @@ class ModelSession(ReplicatedSession):
         self._telling: Pending | None = None
         self._digest = 0
         self._entering = False
-        self._gate = Gate(model, self.buckets, self._averages.finish, self._passed, overlap=policy.overlap)
+        # Where the policy stands between two stages, nobody would begin the second one during forward.
+        overlap = policy.overlap and self._averages.fused
+        self._gate = Gate(model, self.buckets, self._averages.finish, self._passed, overlap=overlap)
         # GradScaler skips a step by not calling it, and then the other ranks would wait for this rank's model. It calls
         # an optimizer that claims to unscale gradients itself in any case.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -92,7 +94,8 @@ class ModelSession(ReplicatedSession):
         self._gate.close()
         if epoch is not None:
             self._gate.open()
-            self.enter(epoch)
+            if self._rounds.members.epoch < epoch.number:  # it was cut off meanwhile, and has come back by a later one
+                self.enter(epoch)
 
     def _passed(self) -> None:
         """Completes a round: all parameters have arrived or are lost."""
@@ -100,7 +103,8 @@ class ModelSession(ReplicatedSession):
         assert telling is not None
         row = self._row
         here = self.hear(telling, row, self.steps, self._digest)
-        self.note(row, self._gate.waited_s, self.steps)
+        self.note(row, self._gate.waited_s)
+        self.sample(self.steps + 1)
         if not here:
             self.come_back()
 
@@ -144,20 +148,24 @@ class ModelSession(ReplicatedSession):
         with self._calls.call(call) as (present, kept):
             if kept is None:
                 self._take(self._means(present))
-                self._buffers.average(self._calls.group, self._certain(present), self._rounds.members.lowest)
+                self._buffers.average(self._group_of(present), EXACT)
             else:
                 taken: tuple[list[torch.Tensor], torch.Tensor | None] = kept  # type: ignore[assignment]  # `_take_part`'s
                 self._take(taken[0])
                 self._buffers.become(taken[1])
 
-    def _certain(self, present: list[int]) -> Reliability:
-        """Chooses exact sums, with the same bits on all ranks, unless a missing rank would keep them waiting."""
-        return EXACT if len(present) == self.group.size else self._rounds.certain
+    def _group_of(self, present: list[int]) -> Group:
+        """Returns the ranks that take part in a call: those that are missing can average nothing."""
+        everyone = len(present) == self.group.size
+        return self._calls.group if everyone else self._rounds.channel(f"exact/{present}", present)
 
     def _means(self, present: list[int]) -> list[torch.Tensor]:
+        for device in {bucket.device for bucket in self.buckets if bucket.on_gpu}:
+            torch.cuda.synchronize(device)  # the step may be on another stream than this thread's
         means = [bucket.flat.detach().to("cpu", copy=True) for bucket in self.buckets]
+        group = self._group_of(present)
         for values in means:
-            collectives.all_reduce(self._calls.group, values, Op.AVG, reliability=self._certain(present)).wait()
+            collectives.all_reduce(group, values, Op.AVG, reliability=EXACT).wait()
         return means
 
     def _take(self, means: list[torch.Tensor]) -> None:
@@ -167,7 +175,7 @@ class ModelSession(ReplicatedSession):
     def _take_part(self, _call: int, present: list[int]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Takes part in a call of other ranks. This rank keeps its own model."""
         means = self._means(present)
-        return means, self._buffers.give(self._calls.group, self._certain(present), self._rounds.members.lowest)
+        return means, self._buffers.give(self._group_of(present), EXACT)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from stormtorch.collectives import Group, Pending
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.policy import RankPolicy, overrides
 from stormtorch.runtime.averages import Averages
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
@@ -37,7 +37,7 @@ class ReplicatedSession(Session):
         self._rounds = rounds = Rounds(
             *(group, name, self.subgroup, optimizer, policy, buckets, len(self.parameters)),
             every=policy.every,
-            without=f"its {policy.sends}",
+            without=_without(policy),
         )
         if not rounds.members.restarted:
             self.agree(buckets)
@@ -47,6 +47,7 @@ class ReplicatedSession(Session):
         chunks = [self._averages.chunks_of(owner) for owner in range(group.size)]
         rounds.open(chunks, [0] * group.size)
         self._order = torch.Generator(device="cpu").manual_seed(policy.seed)
+        self._orders: dict[int, list[int]] = {}
         self._row = Row(0)
         self._samples_S = rounds.drift.read()
         self._buffers = buffers_of(model)
@@ -61,7 +62,10 @@ class ReplicatedSession(Session):
     def begin(self, bucket: Bucket) -> None:
         """Begins to exchange a bucket's vector."""
         group = self._groups[bucket.index]
-        order = self.policy.order(group.size, self._order)
+        if not self._orders:
+            # All at once: buckets may begin in another order on another rank, and must have the same owners there.
+            self._orders = {each.index: self.policy.order(group.size, self._order) for each in reversed(self.buckets)}
+        order = self._orders.pop(bucket.index)
         turned = group if order == list(range(group.size)) else group.turned(order)
         self._averages.start(bucket, turned, self.steps * group.size + group.rank)
 
@@ -101,8 +105,8 @@ class ReplicatedSession(Session):
         row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
         return True
 
-    def note(self, row: Row, waited_s: float, step: int) -> None:
-        """Completes the row of a round, and reads the elements by which replicas are compared in the next one."""
+    def note(self, row: Row, waited_s: float) -> None:
+        """Completes the row of a round."""
         averages = self._averages
         row.gradients, row.broadcast = averages.up.fractions(), averages.down.fractions()
         row.effective_batch, row.variance_inflation = averages.effective_batch, averages.variance_inflation
@@ -110,7 +114,10 @@ class ReplicatedSession(Session):
         row.bytes_sent = self.bytes_sent()
         self.ledger.add(row)
         self._row = Row(self.steps)
-        self._rounds.drift.choose(step + 1)
+
+    def sample(self, number: int) -> None:
+        """Reads the elements by which replicas are compared in a round, the same ones on all ranks."""
+        self._rounds.drift.choose(number)
         self._samples_S = self._rounds.drift.read()
 
     # --- ranks that return -------------------------------------------------------------------------------------------
@@ -128,10 +135,18 @@ class ReplicatedSession(Session):
         rounds.enter(epoch)
         self._groups = rounds.channels("mean")
         self._order.manual_seed(self.policy.seed + epoch.number)
+        self._orders.clear()
+        self._averages.clear()
         self._averages.present = len(epoch.members)
         new = [peer for peer, restarted in epoch.joins.items() if restarted]
         if new:
             hand_over(self, self.buckets, epoch, new, rounds.certain, whole=True)
             rounds.hand_settings(epoch, new)
-        rounds.drift.choose(epoch.step)
-        self._samples_S = rounds.drift.read()
+        self.sample(epoch.step)
+
+
+def _without(policy: RankPolicy) -> str:
+    """Says what training goes on without where a rank is missing."""
+    if overrides(policy, "order"):
+        return f"its {policy.sends}"
+    return f"its {policy.sends}, and the blocks that it owns are not averaged until it returns"

@@ -137,9 +137,12 @@ class Replicated(Workers):
         combined_CE = applied(policy.combine, rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
         result_CE = setting.rounded(applied(policy.update, self._memory, combined_CE))
         accepts = overrides(policy, "accept")
+        keeps = policy.sends == "parameters" and setting.wire != torch.float32
         for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
             # A policy of its own gets a copy, in which what was lost is no number: using it shows at once.
             came_CE = result_CE.masked_fill(~came_C.unsqueeze(-1), torch.nan) if accepts else result_CE
+            if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
+                came_CE = came_CE + (own_CE - setting.rounded(own_CE))
             own_CE.copy_(applied(policy.accept, own_CE, came_CE, came_C.unsqueeze(-1)))
         # Fractions of what travels: a worker's own chunks do not.
         others_W = (setting.chunks.count - torch.bincount(owner_C, minlength=n)).clamp(min=1)
