@@ -13,7 +13,7 @@ from stormtorch.simulation.processes import Processes
 from stormtorch.studies.results import SimResult
 
 # Settings that may change from one run to the next: which trainings are asked for, and how fast they are computed.
-_FREE = ("policies", "seeds", "first_seed", "how", "at_once", "fuse")
+_FREE = ("policies", "policy_settings", "seeds", "first_seed", "how", "at_once", "fuse")
 
 
 class Finished:
