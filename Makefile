@@ -15,7 +15,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test address-test thread-build driver-test python-test python-all stub-check
+.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -94,7 +94,12 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 
 # What people run before they commit, and what CI runs. All tests of the first are in the second, where sanitizers take
 # the place of the plain build.
-test: engine-test python-test  ## the engine's tests with assertions, then the Python tests but for slow ones
+# Compilers run beside pip, and the engine's tests, which run in virtual time, beside the Python tests that need no clock.
+test:  ## the engine's tests with assertions, and the Python tests but for slow ones
+	@$(MAKE) --no-print-directory --jobs=2 engine-build setup
+	@$(MAKE) --no-print-directory --jobs=2 engine-virtual python-pure
+	@$(MAKE) --no-print-directory engine-clocked python-clocked
+
 test-all: sanitize python-all  ## the engine's tests under ASan+UBSan and TSan, and all Python tests, as CI does
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
 
@@ -108,8 +113,11 @@ build/address/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=address
 build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
 build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 
-engine-test: engine-build
-	build/tests/engine_tests
+engine-test: engine-virtual engine-clocked
+engine-virtual: engine-build
+	build/tests/engine_tests -test_driver
+engine-clocked: engine-build
+	build/tests/engine_tests test_driver
 
 engine-build: build/tests/build.ninja
 	@cmake --build build/tests --target engine_tests
@@ -132,12 +140,15 @@ thread-build: build/thread/build.ninja
 	@cmake --build build/thread --target engine_tests
 
 # Those that need no clock share the cores; the others get them one by one. Exit code 5: none was chosen.
-python-test: setup
+python-test: python-pure
+	@$(MAKE) --no-print-directory python-clocked
+python-pure: setup
 	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS)
+python-clocked: setup
+	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS) || [ $$? = 5 ]
 
-python-all: MARKS = slow or not slow
-python-all: python-test
+python-all: setup
+	@$(MAKE) --no-print-directory python-test MARKS='slow or not slow'
 
 lint: setup stub-check  ## ruff, mypy, import-linter and clang-format; changes nothing
 	$(BIN)/ruff check .
