@@ -78,9 +78,10 @@ def test_more_processes_than_workers_are_refused_once() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
+    steps = 2000
     asked = ("--workers", "4", "--policy", "lead", "--burst", "4", "--checkpoint", str(tmp_path / "run"))
     process = subprocess.Popen(
-        [*TORCHRUN, "stormtorch.cli", "simulate", *SMALL, "--steps", "400", *asked],
+        [*TORCHRUN, "stormtorch.cli", "simulate", *SMALL, "--steps", str(steps), *asked],
         env=ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -92,7 +93,7 @@ def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.05)
-    time.sleep(1.0)
+    time.sleep(3.0)  # into the steps, and not to their end
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
@@ -100,8 +101,8 @@ def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
     kept = sorted(each.name for each in (tmp_path / "run").iterdir())
     assert kept == ["lead-0.pt.0", "lead-0.pt.1", "settings.json"]
     out = tmp_path / "resumed.json"
-    done = run("--steps", "400", *asked, "--json", str(out))
+    done = run("--steps", str(steps), *asked, "--json", str(out))
     assert done.returncode == 0, done.stderr
     (result,) = results(out)
-    assert numbers(result["curve"], 0) == list(range(1, 401))
+    assert numbers(result["curve"], 0) == list(range(1, steps + 1))
     assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["lead-0.json", "settings.json"]
