@@ -193,6 +193,8 @@ def job(member: Member, names: list[str]) -> None:
     for name in names:
         CASES[name](member)
     dist.barrier()
+    # Models that are gone may live on in cycles on one rank only, and it would wait for the other to save them.
+    gc.collect()
     dist.destroy_process_group()
 
 
