@@ -166,7 +166,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
         abandon_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
         settle(exchange, now);
     });
-    // What is left in the old queue is no longer wanted, and must not be sent to the new process.
+    // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
     peers_.put(make_peer(rank, now));
 }

@@ -22,7 +22,7 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
 void int8_widen(const std::byte* a, std::size_t elements, float* sum);
 void int8_add(const std::byte* a, std::size_t elements, float* sum);
 
-// The same for whole messages.
+// Encode and decode whole messages, chunk by chunk.
 void int8_encode_message(const float* from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
                          std::byte* out);
 void int8_decode_message(const std::byte* from, std::size_t elements, std::size_t chunk_bytes, float* out);

@@ -56,7 +56,7 @@ public:
     // How a chunk travels to the peer: whole as one piece, or in several where the path carries less. `seal_bytes`: what
     // sealing adds to a datagram.
     [[nodiscard]] PieceCut cut(std::size_t chunk_bytes, std::size_t seal_bytes) const;
-    // Whether it pays to look for the size that the path carries.
+    // Whether probing for the largest datagram that the path carries is worth its cost.
     [[nodiscard]] bool explores_path() const { return !left_ && !silent_; }
     // Whether a tick would change something: a loss, a probe or a finding about the path is due.
     [[nodiscard]] bool due(Nanos now) const { return now >= out.loss_at() || now >= out.probe_at() || path.due(now); }

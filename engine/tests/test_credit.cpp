@@ -26,7 +26,7 @@ TEST(credit_of_all_peers_together_fits_the_buffer_whoever_is_awaited) {
             for (std::uint16_t each = 1; each < world; ++each) {
                 (open[each] > 0 ? awaited : all) += credit.bytes(each);
             }
-            // Those that are not awaited have their share of another quarter.
+            // Peers that nothing is awaited from share another quarter of the credit.
             CHECK(awaited <= buffer * 3 / 4);
             CHECK(awaited + all <= buffer);
         }

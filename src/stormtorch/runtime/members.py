@@ -20,7 +20,7 @@ _log = logging.getLogger("stormtorch")
 _NOTICE_ROUNDS = 3
 _POLL_S = 0.05
 WITHOUT_OWNER = "its gradients, and its shard of the parameters stays as it is"
-"""What is missing with a rank that owns a shard, in words for a warning."""
+"""Words of the warning about a missing rank that owns a shard: what training goes on without."""
 # Fraction of `give_up_s`: once a rank has begun the epoch, one that has not done so after this time has died.
 _PATIENCE = 0.1
 

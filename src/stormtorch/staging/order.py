@@ -22,7 +22,7 @@ class Started(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether it is already known to have ended, without asking the transport."""
+        """Whether the collective is already known to have ended, without asking the transport."""
         ...
 
     def done(self) -> bool:

@@ -99,7 +99,7 @@ class StudyReport(Generic[SettingsT, ResultT]):
 
     @property
     def language(self) -> bool:
-        """Whether it was a language model."""
+        """Whether the trained model was a language model."""
         return self.results[0].perplexity is not None
 
     def of(self, policy: str) -> list[ResultT]:

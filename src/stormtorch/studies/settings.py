@@ -177,7 +177,7 @@ class TrainSettings(StudySettings):
         Raises:
             BadSetting: The data cannot be read.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no task: use LmSettings or ImageSettings")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
