@@ -36,5 +36,9 @@ class SizeMismatch(StormError):
     """Two ranks called the same collective with tensors of different sizes."""
 
 
+class Interrupted(StormError):
+    """Another view of the membership begins, so that an exchange of the present one is given up."""
+
+
 class Closed(StormError):
     """The transport was closed while an exchange was running, or before it began."""

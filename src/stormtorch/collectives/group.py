@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 
+from stormtorch.errors import Closed
 from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
 Steps = Generator[Plan, Arrival, None]
@@ -35,6 +36,17 @@ class Pending:
         while self._exchange is not None:
             self._step(self._exchange, timeout_s)
         return self._arrivals
+
+    def cancel(self) -> None:
+        """Gives the collective up. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
+        if self.ended or self._exchange is None:
+            return
+        self._exchange.cancel()
+        try:
+            self._exchange.wait()
+        except Exception as error:
+            self._error = error
+        self._error = self._error or Closed("the collective was given up")
 
     @property
     def ended(self) -> bool:

@@ -95,12 +95,14 @@ class Row:
     """Seconds in which the rank had nothing to do but wait for gradients."""
     broadcast_wait_s: float = 0.0
     """Seconds in which the rank had nothing to do but wait for parameters."""
+    view_wait_s: float = 0.0
+    """Seconds in which a view began, as ranks had come or gone: waiting for its members, and moving shards."""
     fetched: int = 0
     """Chunks that would have become too old and were fetched exactly."""
     guarded: bool = False
     """Whether the broadcast was exact because the guard demanded it."""
     missing: list[int] = field(default_factory=list)
-    """Ranks from which no report came."""
+    """Ranks of the group that are not there."""
     events: list[str] = field(default_factory=list)
     """Other events of the step, in words."""
 

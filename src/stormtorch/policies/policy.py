@@ -52,7 +52,8 @@ class Policy:
     warn_every: int = 100
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
-    """Seconds after which a missing rank ends the job with an error that names it."""
+    """Seconds for which a rank that has lost the majority of the others waits for it, before it raises an error that
+    names whom it misses. As long as a majority of the ranks is there, these go on without the others."""
     collective_wait_s: float = 600.0
     """Seconds after which a call that all ranks must make, such as `model.state_dict()`, raises an error because a rank
     neither makes it nor waits for the others elsewhere."""
@@ -133,6 +134,10 @@ class OwnerPolicy(Policy):
     guard: float | None = 0.5
     """Measured loss of the broadcast above which the broadcast becomes exact until the network is better. It also
     becomes exact while a copy is older than `max_lag`. None never does that."""
+    standby: int = 1
+    """Ranks that follow the owner of each shard, so that nothing is lost if it dies: 1, or 0 for none. From 3 ranks on,
+    the owner sends its averaged gradient exactly to another rank, which runs the same optimizer on it. Without one, a
+    dead owner's parameters come from the freshest copy, and the optimizer's state of its shard begins anew."""
     ownership: Literal["auto", "elements", "parameters"] = "auto"
     """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
     as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
@@ -145,6 +150,7 @@ class OwnerPolicy(Policy):
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
+        check(self.standby in (0, 1), "standby", "be 0 or 1", self.standby)
         check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
         check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
 

@@ -250,6 +250,10 @@ class Broadcast:
             (int(age.max()) for ages in self.ages for owner, age in enumerate(ages) if owner not in spared), default=0
         )
 
+    def oldest_of(self, owner: int) -> int:
+        """Returns the age of the oldest copy of an owner's shards."""
+        return max((int(ages[owner].max()) for ages in self.ages if ages[owner].numel()), default=0)
+
     def refresh(self, bucket: Bucket, group: Group, arrival: Arrival) -> None:
         """Sets the age of all copies that an exact exchange has brought to 0."""
         for rank, (chunks, arrived) in arrival.links().items():

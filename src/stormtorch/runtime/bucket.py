@@ -36,20 +36,46 @@ class Bucket:
                 view.copy_(parameter)
                 parameter.data = view
                 self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
-        self.own = self.shard(self.flat, rank)
-        # Owners compute in float32. A float32 bucket is its own master.
-        wide = self.dtype == torch.float32
-        self.masters = self.own if wide else self.own.float()
-        self.own_grads = self.shard(self.grads, rank) if wide else torch.zeros_like(self.masters)
+        self._own(torch.empty(0))
         self.previous: torch.Tensor | None = None
         """Owned parameters before the last step, where `remember` was called."""
-        on_gpu = self.device.type == "cuda"
         # The network reads and writes main memory; on the CPU that is the vectors themselves.
-        self.host_flat = self._pinned(self.flat) if on_gpu else self.flat
-        self.host_grads = self._pinned(self.grads) if on_gpu else self.grads
-        self.host_own_grads = self._pinned(self.own_grads) if on_gpu else self.own_grads
-        if on_gpu:
+        self.host_flat = self._pinned(self.flat) if self.on_gpu else self.flat
+        self.host_grads = self._pinned(self.grads) if self.on_gpu else self.grads
+        if self.on_gpu:
             self.host_flat.copy_(self.flat)
+
+    def _own(self, masters: torch.Tensor) -> None:
+        """Allocates what belongs to this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
+        self.own = self.shard(self.flat, self.rank)
+        # Owners compute in float32. A float32 bucket is its own master.
+        wide = self.dtype == torch.float32
+        self.masters = self.own if wide else (masters if masters.numel() else self.own.float())
+        # In memory of its own: if a rank dies, the others repeat the exchange from the gradients that they have.
+        self.own_grads = torch.zeros_like(self.masters)
+        self.host_own_grads = self._pinned(self.own_grads) if self.on_gpu else self.own_grads
+
+    def recut(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
+        """Gives this rank another shard. Parameters and their gradients stay where they are.
+
+        Args:
+            layout: The layout with the new shards; its parameters are in the same places.
+            rank: Number of this rank's shard from now on.
+            masters: Float32 values of the new shard. Where `flat` is float32, it must hold them already.
+        """
+        self.layout, self.rank = layout, rank
+        self.previous = None
+        self._own(masters)
+
+    def divide(self, layout: Layout, rank: int) -> None:
+        """Divides the bucket into other shards, for sessions in which nobody owns parameters."""
+        self.layout, self.rank = layout, rank
+
+    def show_own_gradients(self) -> None:
+        """Copies the averaged gradients of this rank's shard to where the user sees gradients."""
+        shard = self.shard(self.grads, self.rank)
+        if shard.numel():
+            shard.copy_(self.own_grads)
 
     @property
     def on_gpu(self) -> bool:

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
-from stormtorch.reliability import Reliability
+from stormtorch.runtime.objects import complete
 
 
 class Buffers:
@@ -51,18 +51,16 @@ class Buffers:
         return first is None or first() is not buffer or buffer._version != version
 
     @torch.no_grad()
-    def average(self, group: Group, reliability: Reliability, root: int = 0) -> None:
+    def average(self, group: Group) -> None:
         """Sets the buffers to their mean over all ranks. A value that all ranks share keeps every bit.
 
-        Args:
-            group: Ranks that take part.
-            reliability: How much may be missing.
-            root: Any rank that is there, the same on all.
+        Raises:
+            Interrupted: A rank is gone, and another view begins without it.
         """
         buffers = self._all()
         if not buffers:
             return
-        mean = _mean(_flat(buffers.values()), group, reliability, root)
+        mean = _mean(_flat(buffers.values()), group)
         # Before the buffers change: the next call may ask for what is remembered, which must then be this mean.
         self._keep(buffers, mean)
         self.become(mean)
@@ -80,7 +78,7 @@ class Buffers:
             if bool((own[here] != mean[here]).any()):
                 buffer.copy_(mean[here].view(buffer.shape))
 
-    def give(self, group: Group, reliability: Reliability, root: int = 0) -> torch.Tensor | None:
+    def give(self, group: Group) -> torch.Tensor | None:
         """Takes part in the others' mean with the buffers that were last remembered. The buffers stay as they are.
 
         The mean is remembered in their place: a second call at the same step must not weigh this rank's again.
@@ -88,7 +86,7 @@ class Buffers:
         given = {name: self._kept.get(name, each) for name, each in self._all().items()}
         if not given:
             return None
-        mean = _mean(_flat(given.values()), group, reliability, root)
+        mean = _mean(_flat(given.values()), group)
         self._keep(given, mean)
         return mean
 
@@ -119,10 +117,10 @@ def _flat(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in buffers])
 
 
-def _mean(own: torch.Tensor, group: Group, reliability: Reliability, root: int) -> torch.Tensor:
-    # The root's values plus the mean difference from them: a plain mean would round, and so change even equal values.
+def _mean(own: torch.Tensor, group: Group) -> torch.Tensor:
+    # The first rank's values plus the mean difference from them: a plain mean would round, and so change equal values.
     first = own.clone()
-    collectives.broadcast(group, first, root, reliability=reliability).wait()
+    complete(collectives.broadcast(group, first, 0), group)
     difference = torch.where(own == first, 0.0, own - first)
-    collectives.all_reduce(group, difference, Op.AVG, reliability=reliability).wait()
+    complete(collectives.all_reduce(group, difference, Op.AVG), group)
     return first + difference

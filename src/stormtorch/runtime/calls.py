@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from stormtorch.collectives import Group
-from stormtorch.errors import SizeMismatch, StormError
+from stormtorch.errors import Interrupted, SizeMismatch, StormError
 from stormtorch.runtime.meeting import (
     EXACT_MODEL,
     LEAVES,
@@ -50,7 +50,6 @@ class _Kept:
     steps: int
     times: int
     """Number of such calls that this rank has not made itself since."""
-    present: list[int]
     result: object
 
 
@@ -62,8 +61,9 @@ class Calls:
         steps: Returns the number of steps that this rank has made.
         ready: Returns whether this rank could take part now.
         going_on: Returns whether this rank waits within a step that it has begun, not for the end of the last one.
-        serve: Takes part in a call, given its number and the ranks that are there. Changes nothing on this rank, and
-            returns the result.
+        serve: Takes part in a call, given its number. Changes nothing on this rank, and returns the result.
+        due: Returns whether another view begins now for this rank, which is between two steps.
+        change: Begins that view.
     """
 
     def __init__(
@@ -73,13 +73,16 @@ class Calls:
         steps: Callable[[], int],
         ready: Callable[[], bool],
         going_on: Callable[[], bool] = lambda: False,
-        serve: Callable[[int, list[int]], object],
+        serve: Callable[[int], object],
+        due: Callable[[], bool],
+        change: Callable[[], None],
     ) -> None:
         self.meeting = meeting
         self._steps = steps
         self._ready = ready
         self._going_on = going_on
         self._serve = serve
+        self._due, self._change = due, change
         self._busy = False
         self._kept: dict[bool, _Kept] = {}
         # Only this thread makes steps: others that wait in a collective cannot know whether one is under way.
@@ -92,19 +95,20 @@ class Calls:
         return self.meeting.group
 
     @contextlib.contextmanager
-    def call(self, call: int) -> Iterator[tuple[list[int], object]]:
+    def call(self, call: int) -> Iterator[object]:
         """Enters a context in which all ranks take part in a call.
 
-        Yields the ranks that are there, and the result of the call if this rank has already taken part in it.
+        Yields the result of the call if this rank has already taken part in it, or None.
 
         Raises:
             StormError: A rank has made another number of steps.
+            Interrupted: Another view begins.
             ExchangeTimeout: A rank neither made the call nor took part in it in time.
         """
         kept = self._kept.get(call == OPTIMIZER_STATE)
         if kept is not None and kept.steps == self._steps() and kept.times > 0:
             kept.times -= 1
-            yield kept.present, kept.result
+            yield kept.result
             return
         with doing(NAMES[call]), self.occupied():
             while True:
@@ -115,7 +119,7 @@ class Calls:
                 if _first(found).of_optimizer == (call == OPTIMIZER_STATE):
                     break
                 self._answer(found)
-            yield sorted(found), None
+            yield None
 
     def forget(self) -> None:
         """Drops kept results, as parameters or the optimizer's state are about to change."""
@@ -125,6 +129,8 @@ class Calls:
         """Whether other ranks have begun a call that this one can take part in now."""
         if self._busy or (is_elsewhere() and threading.get_ident() != self._thread):
             return False
+        if self._due():
+            return True
         mine, seen = self._steps(), False
         for told in self.meeting.begun():
             if told.call == TAKES_PART:
@@ -140,8 +146,13 @@ class Calls:
     def serve(self) -> None:
         """Takes part in a call that others have begun. An error in it does not disturb what this rank waits for."""
         with self.occupied():
+            if self._due():
+                self._change()
+                return
             try:
                 found = self.meeting.meet(TAKES_PART, self._steps())
+            except Interrupted:
+                return  # another view begins, for which this rank will be asked
             except StormError as error:
                 self._tell(NAMES[TAKES_PART], error)
                 return
@@ -172,10 +183,12 @@ class Calls:
 
     def _answer(self, found: dict[int, Told]) -> None:
         """Takes part in that call of the others which is served first."""
-        first, present = _first(found), sorted(found)
+        first = _first(found)
         try:
             self._compare(found)
-            result = self._serve(first.call, present)
+            result = self._serve(first.call)
+        except Interrupted:
+            return
         except SizeMismatch:
             raise  # models differ, so the caller waits for something that this rank cannot give: both must fail
         except StormError as error:
@@ -186,7 +199,7 @@ class Calls:
             return  # this rank waits in a collective that comes after this call, so a call of its own is another one
         kept = self._kept.get(first.of_optimizer)
         times = kept.times if kept is not None and kept.steps == self._steps() else 0
-        self._kept[first.of_optimizer] = _Kept(self._steps(), times + 1, present, result)
+        self._kept[first.of_optimizer] = _Kept(self._steps(), times + 1, result)
 
     def _tell(self, what: str, error: StormError) -> None:
         rank = self.group.rank

@@ -8,18 +8,13 @@ import time
 import torch
 from torch import nn
 
-from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import RankPolicy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.gradients import GradientCollector
-from stormtorch.runtime.members import Epoch
 from stormtorch.runtime.replicated import ReplicatedSession
-
-# Steps travel as two numbers below this, which a float32 can say.
-_FLOAT_STEPS = 1 << 20
 
 
 class GradientSession(ReplicatedSession):
@@ -36,10 +31,9 @@ class GradientSession(ReplicatedSession):
         self._gradients.end = self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
-        self._number = 0
-        """Exchanges so far, the same on all ranks: a rank may skip a step, but no exchange."""
-        if self._rounds.members.restarted:
-            self.come_back()
+        self._exchanging = False
+        if self.membership.newcomer:
+            self.change()
 
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the gradients of a bucket."""
@@ -49,25 +43,24 @@ class GradientSession(ReplicatedSession):
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or a return, may have left some.
         self._row = Row(self.steps, events=self._row.events)
-        while not self._exchange(self._row):
-            # This rank itself was cut off: it returns to the others, and sends the gradients that it has.
-            self.come_back()
-            for bucket in self.buckets:
-                self.begin(bucket)
-        self._number += 1
-        epoch = self._rounds.members.look(self._number)
-        if epoch is not None:
-            self._row.events.append(str(epoch))
-            self.enter(epoch)
+        self._exchanging = True
+        try:
+            while not self._exchange():
+                # This rank was cut off, and is back: it sends the gradients that it has.
+                for bucket in self.buckets:
+                    self.begin(bucket)
+        finally:
+            self._exchanging = False
         self._waited_s = time.perf_counter() - began
 
-    def _exchange(self, row: Row) -> bool:
-        digest = self._rounds.hyperparameters.digest()
-        self.sample(self._number)
-        telling = self.tell(self._number, digest)
+    def _exchange(self) -> bool:
+        # Counted by rounds, not by steps: a rank may skip a step, but no exchange.
+        number, digest = self.membership.round, self._rounds.hyperparameters.digest()
+        self.sample(number)
+        telling = self.tell(number, digest)
         for bucket in self.buckets:
             self._averages.finish(bucket)
-        return self.hear(telling, row, self._number, digest)
+        return self.complete(telling, self._row, number, digest)
 
     def complete_gradients(self) -> None:
         """Ends the exchange of gradients, unless `no_sync` forbids it."""
@@ -85,18 +78,11 @@ class GradientSession(ReplicatedSession):
         row.step = self.steps
         self.steps += 1
         self.note(row, self._waited_s)
+        self.stepped()
 
-    def enter(self, epoch: Epoch) -> None:
-        """Begins an epoch. A rank that returns continues at the others' step."""
-        self._number = epoch.step
-        super().enter(epoch)
-        # Ranks may have skipped steps, so that the number of exchanges does not tell how many they have made.
-        steps = torch.tensor([self.steps // _FLOAT_STEPS, self.steps % _FLOAT_STEPS], dtype=torch.float32, device="cpu")
-        group = self._rounds.channel("steps", epoch.members)
-        root = epoch.members.index(epoch.root)
-        collectives.broadcast(group, steps, root, reliability=self._rounds.certain).wait()
-        if self.group.rank in epoch.joins:
-            self.steps = int(steps[0]) * _FLOAT_STEPS + int(steps[1])
+    def at_rest(self) -> bool:
+        """Whether this rank exchanges nothing, and begins no view."""
+        return not (self._exchanging or self._entering)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""

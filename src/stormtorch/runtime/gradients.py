@@ -150,6 +150,9 @@ class GradientCollector:
         for index, carried in self._carried.items():
             self._buckets[index].own_grads.add_(carried)
         self._carried.clear()
+        if self._sharded:
+            for bucket in self._buckets:
+                bucket.show_own_gradients()
         self.reduced = True
 
     def _launch(self, bucket: Bucket) -> None:
@@ -197,6 +200,10 @@ class GradientCollector:
     def came(self, bucket: Bucket) -> bool:
         """Whether this backward has brought a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
+
+    def recut(self) -> None:
+        """Drops averaged gradients of earlier backwards of this step, as shards were cut anew."""
+        self._carried.clear()
 
     def show(self, used: Sequence[bool]) -> None:
         """Gives every parameter that any rank has used a gradient, as it would have in a single process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -13,9 +12,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
-from stormtorch.errors import StormError
-
-_log = logging.getLogger("stormtorch")
+from stormtorch.errors import Interrupted, StormError
 
 # Entries of a parameter group that say what is trained, and not how.
 _NOT_SETTINGS = ("params", "param_names")
@@ -83,6 +80,8 @@ class Hyperparameters:
             ValueError: Settings differ, and the rule wants them to be the same.
         """
         everyone = self._gathered(group, f"rank {ranks[group.rank]}: cannot compare optimizer settings {when}")
+        if everyone is None:
+            return []  # the members that are left compare them in their view
         differences = _differences(everyone, ranks) if self._rule == "same" else []
         if differences:
             raise ValueError(
@@ -111,26 +110,23 @@ class Hyperparameters:
     def take(self, group: Group, root: int, *, new: bool) -> None:
         """Gives the root's settings to new processes. All ranks of the group must call it.
 
-        If a rank dies meanwhile, the others keep their settings, and the next backward finds any difference.
-
         Raises:
-            StormError: This process is new, and it did not get the settings.
+            Interrupted: A rank is gone, and another view begins without it.
         """
         if not self.compared:
             return
-        try:
-            everyone = self._gathered(group, f"rank {group.ranks[group.rank]}: cannot hand over optimizer settings")
-        except StormError as error:
-            if new:
-                raise
-            _log.warning("%s. This rank has its own, and training goes on", str(error).removesuffix("."))
-            return
+        everyone = self._gathered(group, f"rank {group.ranks[group.rank]}: cannot hand over optimizer settings")
+        if everyone is None:
+            raise Interrupted(f"a rank is gone in the midst of {group.name}")
         if new:
             self.adopt(everyone[root])
 
-    def _gathered(self, group: Group, failure: str) -> list[list[Plain]]:
+    def _gathered(self, group: Group, failure: str) -> list[list[Plain]] | None:
+        """Gathers every rank's settings; None if a rank is gone."""
         try:
             return _gather([_plain_group(each) for each in self._optimizer.param_groups], group)
+        except Interrupted:
+            raise
         except StormError as error:
             told = StormError(f"{failure}: {error}")
             told.culprit = error.culprit
@@ -165,15 +161,19 @@ def _part(name: str, value: object) -> int:
     return 0 if plain is _OTHER else zlib.crc32(f"{name}={_text(plain)}".encode())
 
 
-def _gather(own: list[Plain], group: Group) -> list[list[Plain]]:
-    """Gathers every rank's settings. They are read as data, never as code."""
+def _gather(own: list[Plain], group: Group) -> list[list[Plain]] | None:
+    """Gathers every rank's settings, which are read as data, never as code; None if a rank is gone."""
     mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
     sizes[group.rank].fill_(mine.numel())
-    collectives.all_gather(group, sizes, sizes[group.rank], timeout_s=_PATIENCE_S).wait()
+    arrivals = collectives.all_gather(group, sizes, sizes[group.rank], timeout_s=_PATIENCE_S).wait()
     memory = [bytearray(int(size)) for size in sizes]
-    parts = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
-    collectives.all_gather(group, parts, mine, timeout_s=_PATIENCE_S).wait()
+    parts = [
+        torch.frombuffer(each, dtype=torch.uint8) if each else torch.empty(0, dtype=torch.uint8) for each in memory
+    ]
+    arrivals += collectives.all_gather(group, parts, mine, timeout_s=_PATIENCE_S).wait()
+    if any(arrival.arrived < 1.0 for arrival in arrivals):
+        return None
     return [json.loads(bytes(each)) for each in memory]
 
 

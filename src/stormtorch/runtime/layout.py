@@ -1,6 +1,7 @@
 """The layout of flat buckets: where parameters lie, and which rank owns what. Numbers only, no tensors."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,32 @@ class Layout:
             if begin < end:
                 pieces.append(Piece(slot.parameter, begin - slot.first, begin, end - begin))
         return pieces
+
+
+def recut(layout: Layout, element_bytes: int, owners: int, *, whole: bool, turn: int = 0) -> Layout:
+    """Returns a layout with the same places of parameters, cut into shards for another number of owners.
+
+    Args:
+        layout: The layout as it is.
+        element_bytes: Bytes per element.
+        owners: Number of shards from now on.
+        whole: Whether shards must not cut through parameters.
+        turn: Owner of the first shard where shards are whole parameters. Buckets with few parameters should differ in
+            it, so that not all of them belong to the same owner.
+    """
+    if not whole:
+        return Layout(layout.elements, layout.slots, tuple(shards(layout.elements, element_bytes, owners)))
+    ends = [slot.first for slot in layout.slots[1:]] + [layout.elements]
+    cuts = [0]
+    for owner in range(1, owners):
+        wanted = layout.elements * owner / owners
+        nearest = min((0, *ends), key=lambda end: abs(end - wanted))
+        cuts.append(max(nearest, cuts[-1]))
+    cuts.append(layout.elements)
+    spans = [(0, 0)] * owners
+    for shard, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        spans[(shard + turn) % owners] = (begin, end - begin)
+    return Layout(layout.elements, layout.slots, tuple(spans))
 
 
 def plan(counts: Sequence[int], element_bytes: int, bucket_bytes: float, owners: int, *, whole: bool) -> list[Layout]:

@@ -1,5 +1,7 @@
 """Measures how much of what one rank sends is lost, from the reports of the others at every step."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +29,10 @@ class Losses:
         self._rank = rank
         self._chunks = chunks
         self._told = LossMeter(0.0, prior=0.0)
+
+    def inherit(self, before: Losses) -> None:
+        """Goes on from what was measured in an earlier view. Links may be others now; the broadcast is the same."""
+        self.broadcast, self._told = before.broadcast, before._told
 
     @property
     def at_most(self) -> float:

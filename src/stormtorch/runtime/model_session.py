@@ -10,12 +10,12 @@ from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
+from stormtorch.errors import Interrupted
 from stormtorch.policies.policy import RankPolicy
-from stormtorch.reliability import EXACT
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.runtime.gate import Gate
-from stormtorch.runtime.members import Epoch
+from stormtorch.runtime.objects import complete
 from stormtorch.runtime.replicated import ReplicatedSession
 from stormtorch.transport.waiting import doing
 
@@ -34,22 +34,25 @@ class ModelSession(ReplicatedSession):
             bucket.release_gradients()
         self._telling: Pending | None = None
         self._digest = 0
-        self._entering = False
         # Where the policy stands between two stages, nobody would begin the second one during forward.
         overlap = policy.overlap and self._averages.fused
-        self._gate = Gate(model, self.buckets, self._averages.finish, self._passed, overlap=overlap)
+        self._gate = Gate(
+            model, self.buckets, lambda bucket: self._averages.finish(bucket), self._passed, overlap=overlap
+        )
         # GradScaler skips a step by not calling it, and then the other ranks would wait for this rank's model. It calls
         # an optimizer that claims to unscale gradients itself in any case.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
+        if self.membership.newcomer:
+            self.change()
         self._calls = Calls(
             self._rounds.meeting(),
             steps=lambda: self.steps,
-            ready=lambda: self._gate.is_open and not self._entering,
-            serve=self._take_part,
+            ready=self.at_rest,
+            serve=lambda _call: self._take_part(),
+            due=lambda: self.at_rest() and self.membership.due(),
+            change=self.change,
         )
-        if self._rounds.members.restarted:
-            self.come_back()
 
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the parameters of a bucket."""
@@ -80,42 +83,37 @@ class ModelSession(ReplicatedSession):
         """Begins a round after every `every`-th step."""
         self.steps += 1
         self._buffers.remember()
-        if self.steps % self.policy.every:
-            return
+        if self.steps % self.policy.every == 0:
+            self._begin_round()
+        self.stepped()
+
+    def _begin_round(self) -> None:
         self._row.step = self.steps - 1
         for bucket in reversed(self.buckets):
             bucket.bring_home()
             self.begin(bucket)
         self._digest = self._rounds.hyperparameters.digest(anywhere=True)
         self._telling = self.tell(self.steps, self._digest)
-        epoch = self._rounds.members.look(self.steps)
-        if epoch is not None:
-            self._row.events.append(str(epoch))  # before the gate closes, which may complete the row
         self._gate.close()
-        if epoch is not None:
-            self._gate.open()
-            if self._rounds.members.epoch < epoch.number:  # it was cut off meanwhile, and has come back by a later one
-                self.enter(epoch)
 
     def _passed(self) -> None:
         """Completes a round: all parameters have arrived or are lost."""
         telling, self._telling = self._telling, None
         assert telling is not None
-        row = self._row
-        here = self.hear(telling, row, self.steps, self._digest)
-        self.note(row, self._gate.waited_s)
+        row, waited_s = self._row, self._gate.waited_s
+        self.complete(telling, row, self.steps, self._digest)
+        self.note(row, waited_s)
         self.sample(self.steps + 1)
-        if not here:
-            self.come_back()
 
-    def enter(self, epoch: Epoch) -> None:
-        """Begins an epoch. A rank that returns continues at the others' step."""
-        self._entering = True
-        self.steps = epoch.step
-        super().enter(epoch)
-        self._calls.meeting = self._rounds.meeting()
-        self._calls.forget()
-        self._entering = False
+    def _begin_view(self) -> None:
+        super()._begin_view()
+        if hasattr(self, "_calls"):
+            self._calls.meeting = self._rounds.meeting()
+            self._calls.forget()
+
+    def at_rest(self) -> bool:
+        """Whether no round is under way, and no view begins."""
+        return self._gate.is_open and not self._entering
 
     # --- for the user ------------------------------------------------------------------------------------------------
 
@@ -145,37 +143,37 @@ class ModelSession(ReplicatedSession):
         """Gives this rank the mean of all models, and of all ranks' floating-point buffers."""
         with doing(NAMES[call]):
             self._gate.open()
-        with self._calls.call(call) as (present, kept):
-            if kept is None:
-                self._take(self._means(present))
-                self._buffers.average(self._group_of(present), EXACT)
-            else:
-                taken: tuple[list[torch.Tensor], torch.Tensor | None] = kept  # type: ignore[assignment]  # `_take_part`'s
-                self._take(taken[0])
-                self._buffers.become(taken[1])
+        while True:
+            try:
+                with self._calls.call(call) as kept:
+                    if kept is None:
+                        self._take(self._means())
+                        self._buffers.average(self._calls.group)
+                    else:
+                        taken: tuple[list[torch.Tensor], torch.Tensor | None] = kept  # type: ignore[assignment]
+                        self._take(taken[0])
+                        self._buffers.become(taken[1])
+                return
+            except Interrupted:
+                self.change()
 
-    def _group_of(self, present: list[int]) -> Group:
-        """Returns the ranks that take part in a call: those that are missing can average nothing."""
-        everyone = len(present) == self.group.size
-        return self._calls.group if everyone else self._rounds.channel(f"exact/{present}", present)
-
-    def _means(self, present: list[int]) -> list[torch.Tensor]:
+    def _means(self) -> list[torch.Tensor]:
         for device in {bucket.device for bucket in self.buckets if bucket.on_gpu}:
             torch.cuda.synchronize(device)  # the step may be on another stream than this thread's
         means = [bucket.flat.detach().to("cpu", copy=True) for bucket in self.buckets]
-        group = self._group_of(present)
+        group = self._calls.group
         for values in means:
-            collectives.all_reduce(group, values, Op.AVG, reliability=EXACT).wait()
+            complete(collectives.all_reduce(group, values, Op.AVG), group)
         return means
 
     def _take(self, means: list[torch.Tensor]) -> None:
         for bucket, values in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(values)
 
-    def _take_part(self, _call: int, present: list[int]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _take_part(self) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Takes part in a call of other ranks. This rank keeps its own model."""
-        means = self._means(present)
-        return means, self._buffers.give(self._group_of(present), EXACT)
+        means = self._means()
+        return means, self._buffers.give(self._calls.group)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:

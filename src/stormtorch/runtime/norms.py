@@ -3,8 +3,8 @@
 After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `Gradient`: a
 tensor like any other, except that `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, is
 the norm of the averaged gradient over all ranks. So all ranks must compute it, as all must call `clip_grad_norm_`.
-An operation that changes a `Gradient` in place, as clipping does, also changes the optimizer's gradient, where that is
-in other memory.
+An operation that changes a `Gradient` in place, as clipping does, also changes the optimizer's gradient, which is in
+other memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
-from stormtorch.reliability import Reliability
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
 from stormtorch.transport.waiting import doing
@@ -78,7 +77,6 @@ class Norms:
 
     Args:
         group: Ranks that take part.
-        reliability: Reliability of the exchange.
         buckets: Buckets that hold the gradients.
         parameters: Number of parameters.
         complete: Called first; returns when gradients are averaged.
@@ -87,19 +85,20 @@ class Norms:
     def __init__(
         self,
         group: Group,
-        reliability: Reliability,
         buckets: Sequence[Bucket],
         parameters: int,
         complete: Callable[[], None],
     ) -> None:
         self.group = group
-        self._reliability = reliability
         self._buckets = buckets
         self._parameters = parameters
         self._complete = complete
         self._norms: list[torch.Tensor] = []
         self._order = math.nan
         self._served: set[int] = set()
+        self._by_parameter: dict[int, list[tuple[Bucket, Piece]]] = {}
+        self.writable: Callable[[Bucket], None] = lambda _bucket: None
+        """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
 
     def gradient(self, bucket: Bucket, place: int) -> Gradient:
         """Returns a parameter's gradient as a tensor that asks this object for its norm."""
@@ -122,10 +121,10 @@ class Norms:
     def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
         """Multiplies this rank's pieces of some parameters' gradients by a factor."""
         self.forget()
-        for bucket in self._buckets:
-            for piece in bucket.pieces():
-                if piece.parameter in parameters:
-                    bucket.within_own(piece, bucket.own_grads).mul_(factor)
+        for parameter in parameters:
+            for bucket, piece in self._pieces().get(parameter, ()):
+                self.writable(bucket)
+                bucket.within_own(piece, bucket.own_grads).mul_(factor)
 
     def change_own(
         self, gradient: Gradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -134,23 +133,33 @@ class Norms:
         self.forget()
         several = isinstance(args[0], list | tuple)
         place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
-        for bucket in self._buckets:
-            if bucket.masters is bucket.own:
-                continue  # the optimizer has the gradient itself, not a copy
-            for piece in bucket.pieces():
-                if piece.parameter != gradient.parameter:
-                    continue
+        for bucket, piece in self._pieces().get(gradient.parameter, ()):
 
-                def part(value: Any, piece: Piece = piece) -> Any:
-                    if several and isinstance(value, list | tuple):
-                        return [part(value[place])]
-                    if not isinstance(value, torch.Tensor) or value.shape != gradient.shape:
-                        return value
-                    return value.reshape(-1)[piece.offset : piece.offset + piece.count]
+            def part(value: Any, piece: Piece = piece) -> Any:
+                if several and isinstance(value, list | tuple):
+                    return [part(value[place])]
+                if not isinstance(value, torch.Tensor) or value.shape != gradient.shape:
+                    return value
+                return value.reshape(-1)[piece.offset : piece.offset + piece.count]
 
-                own = bucket.within_own(piece, bucket.own_grads)
-                rest = {name: part(value) for name, value in kwargs.items()}
-                func([own] if several else own, *(part(value) for value in args[1:]), **rest)
+            self.writable(bucket)
+            own = bucket.within_own(piece, bucket.own_grads)
+            rest = {name: part(value) for name, value in kwargs.items()}
+            func([own] if several else own, *(part(value) for value in args[1:]), **rest)
+
+    def _pieces(self) -> dict[int, list[tuple[Bucket, Piece]]]:
+        """Returns this rank's pieces of each parameter."""
+        if not self._by_parameter:
+            for bucket in self._buckets:
+                for piece in bucket.pieces():
+                    self._by_parameter.setdefault(piece.parameter, []).append((bucket, piece))
+        return self._by_parameter
+
+    def begin_view(self, group: Group) -> None:
+        """Goes on with other ranks, after shards were cut anew."""
+        self.group = group
+        self._by_parameter.clear()
+        self.forget()
 
     @torch.no_grad()
     def _ask(self, order: float) -> torch.Tensor:
@@ -165,7 +174,7 @@ class Norms:
         all_NP = [torch.zeros(self._parameters, device="cpu") for _ in range(group.size)]
         all_NP[group.rank].copy_(own_P)
         with doing("clip_grad_norm_()"):
-            collectives.all_gather(group, all_NP, all_NP[group.rank], reliability=self._reliability).wait()
+            collectives.all_gather(group, all_NP, all_NP[group.rank]).wait()
         together = torch.stack(all_NP).to(device)
         return together.sum(0) ** (1.0 / order) if finite else together.amax(0)
 

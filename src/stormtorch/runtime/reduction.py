@@ -77,6 +77,13 @@ class Reduction:
         self.effective_batch = copies / (n * chunks) if chunks else 1.0
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
 
+    def abandon(self) -> None:
+        """Gives up all exchanges that are under way. Their memory may be written afterwards."""
+        for begun in self._begun.values():
+            for pending in begun.result() if isinstance(begun, Future) else begun:
+                pending.cancel()
+        self._begun.clear()
+
     def finite(self, bucket: Bucket) -> bool:
         """Whether this rank's gradients are finite, also after conversion to the wire's number format."""
         grads = bucket.grads

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import nn
 
 from stormtorch.collectives import Group, Pending
+from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import RankPolicy, overrides
+from stormtorch.policies.policy import RankPolicy
+from stormtorch.runtime import objects
 from stormtorch.runtime.averages import Averages
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.drift_samples import apart
-from stormtorch.runtime.handover import hand_over
-from stormtorch.runtime.members import Epoch
+from stormtorch.runtime.layout import recut
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
-from stormtorch.runtime.session import Session
+from stormtorch.runtime.session import Left, Session
 from stormtorch.staging.order import Order
+
+_log = logging.getLogger("stormtorch")
 
 
 class ReplicatedSession(Session):
@@ -28,30 +33,40 @@ class ReplicatedSession(Session):
     Args: See `Session`.
     """
 
+    repeats = False
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
         self.policy = policy
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=False)
-        self._rounds = rounds = Rounds(
-            *(group, name, self.subgroup, optimizer, policy, buckets, len(self.parameters)),
-            every=policy.every,
-            without=_without(policy),
-        )
-        if not rounds.members.restarted:
-            self.agree(buckets)
-            rounds.agree()
-        self._averages = Averages(policy, buckets, self.exchanged, Order(), group)
-        self._groups = rounds.channels("mean")
-        chunks = [self._averages.chunks_of(owner) for owner in range(group.size)]
-        rounds.open(chunks, [0] * group.size)
-        self._order = torch.Generator(device="cpu").manual_seed(policy.seed)
-        self._orders: dict[int, list[int]] = {}
+        self._planned = [bucket.layout for bucket in buckets]
+        self._rounds = Rounds(self, optimizer, policy)
+        self._staging = Order()
         self._row = Row(0)
-        self._samples_S = rounds.drift.read()
         self._buffers = buffers_of(model)
+        self._entering = False
         self.ledger.attend(group.rank, self.wait)
+        if not self.membership.newcomer:
+            self.agree(buckets)
+            self._rounds.agree()
+            self._begin_view()
+
+    def _begin_view(self) -> None:
+        """Makes all that depends on the number of ranks."""
+        members = self.view.members
+        for bucket, layout in zip(self.buckets, self._planned, strict=True):
+            bucket.divide(recut(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
+        rounds = self._rounds
+        rounds.begin_view(self.buckets)
+        self._averages = Averages(self.policy, self.buckets, self.exchanged, self._staging, rounds.here)
+        self._groups = rounds.channels("mean")
+        chunks = [self._averages.chunks_of(owner) for owner in range(len(members))]
+        rounds.open(chunks, [0] * len(members))
+        self._order = torch.Generator(device="cpu").manual_seed(self.policy.seed + self.view.number - 1)
+        self._orders: dict[int, list[int]] = {}
+        self._samples_S = rounds.drift.read()
 
     @abstractmethod
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,23 +107,22 @@ class ReplicatedSession(Session):
         averages.clear()
         return telling
 
-    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
-        """Learns who is there and what was lost. Returns False if this rank is cut off from the others."""
+    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> None:
+        """Learns who is there and what was lost."""
         rounds, averages = self._rounds, self._averages
         reports = rounds.hear(telling, row, step, digest)
-        if reports is None:
-            return False
-        averages.present = self.group.size - len(row.missing)
+        averages.present = rounds.here.size
         rounds.losses.hear(reports, guarded=False, resent=(0, 0))
         averages.losses = [each.value for each in rounds.losses.gradients]
         row.loss = rounds.losses.broadcast.value
         row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
-        return True
 
     def note(self, row: Row, waited_s: float) -> None:
         """Completes the row of a round."""
         averages = self._averages
-        row.gradients, row.broadcast = averages.up.fractions(), averages.down.fractions()
+        labels = self.labels()
+        row.gradients = {labels[place]: each for place, each in averages.up.fractions().items()}
+        row.broadcast = {labels[place]: each for place, each in averages.down.fractions().items()}
         row.effective_batch, row.variance_inflation = averages.effective_batch, averages.variance_inflation
         row.broadcast_wait_s = waited_s
         row.bytes_sent = self.bytes_sent()
@@ -120,33 +134,74 @@ class ReplicatedSession(Session):
         self._rounds.drift.choose(number)
         self._samples_S = self._rounds.drift.read()
 
-    # --- ranks that return -------------------------------------------------------------------------------------------
+    # --- ranks that come and go --------------------------------------------------------------------------------------
 
-    def come_back(self) -> None:
-        """Asks to be let in, and begins the first epoch that includes this rank."""
-        epoch = self._rounds.members.ask_in()
-        self._row.events.append(str(epoch))
-        self.enter(epoch)
+    def complete(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
+        """Completes a round, and begins the view that follows it, if there is one.
+
+        Returns False if this rank was cut off: what it has got is nobody else's. It is back then, in another view.
+        """
+        try:
+            self.hear(telling, row, step, digest)
+            done = self.membership.complete()
+        except Interrupted:
+            done = False
+            telling.cancel()
+        if not done or self.membership.due():
+            self.change()
+        return done
 
     @torch.no_grad()
-    def enter(self, epoch: Epoch) -> None:
-        """Begins an epoch together with the ranks that return. New processes get another rank's model."""
-        rounds = self._rounds
-        rounds.enter(epoch)
-        self._groups = rounds.channels("mean")
-        self._order.manual_seed(self.policy.seed + epoch.number)
-        self._orders.clear()
-        self._averages.clear()
-        self._averages.present = len(epoch.members)
-        new = [peer for peer, restarted in epoch.joins.items() if restarted]
-        if new:
-            hand_over(self, self.buckets, epoch, new, rounds.certain, whole=True)
-            rounds.hand_settings(epoch, new)
-        self.sample(epoch.step)
+    def change(self) -> None:
+        """Begins the latest view. Every rank has a model of its own; newcomers get another rank's."""
+        self._entering = True
+        try:
+            while not self._enter(self.membership.await_view()):
+                pass
+        finally:
+            self._entering = False
 
+    def _enter(self, latest: Any) -> bool:
+        """Begins a view. Returns False if yet another one has come meanwhile."""
+        membership, group = self.membership, self.moving(latest)
+        base, round_ = membership.base(latest)
+        members = membership.members_of(latest)
+        before = membership.view.members
+        own = {"holds": membership.settled >= base, "steps": self.steps, "carried": self.given()}
+        try:
+            told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+            if group.transport.rank not in members:
+                raise Left
+            there = [rank for rank in members if told[rank]["holds"]]
+            if not there:
+                raise StormError(
+                    f"rank {group.transport.rank}: no rank of {members} has been in the job for long enough"
+                )
+            root, newcomers = min(there), [rank for rank in members if rank not in there]
+            self.steps = max(int(told[rank]["steps"]) for rank in there)
+            membership.enter(latest, self.steps)
+            if newcomers:
+                self._hand_over(members.index(root), new=group.transport.rank in newcomers)
+            self._begin_view()
+            objects.gather(True, self.channel("settle", interruptible=True))
+        except Interrupted:
+            return False
+        membership.settle(round_)
+        self.forget_channels()
+        words = self.told_of(before, members, newcomers)
+        self._row.events.append(words)
+        _log.warning("rank %d: %s", self.label(group.transport.rank), words)
+        self.taken({rank: told[rank]["carried"] for rank in members})
+        return True
 
-def _without(policy: RankPolicy) -> str:
-    """Says what training goes on without where a rank is missing."""
-    if overrides(policy, "order"):
-        return f"its {policy.sends}"
-    return f"its {policy.sends}, and the blocks that it owns are not averaged until it returns"
+    def _hand_over(self, root: int, *, new: bool) -> None:
+        """Gives newcomers the whole model of the root, and its settings."""
+        group = self.channel("handover", interruptible=True)
+        for bucket in self.buckets:
+            message = bucket.flat.detach().to("cpu", copy=True)
+            self.hand(group, message, root)
+            if new:
+                bucket.flat.copy_(message)
+                bucket.adopt()
+        self.hand_rest(group, self.buckets, root, take=new)
+        self._rounds.hyperparameters.take(group, root, new=new)

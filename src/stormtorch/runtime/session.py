@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
+from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
+from stormtorch.runtime.membership import Membership, View
+from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
+
+
+class Left(SystemExit):
+    """Ends the program of a rank that has handed over what it owned, after a wish to leave."""
 
 
 class Session(ABC):
@@ -37,6 +45,9 @@ class Session(ABC):
         policy: The user's policy.
     """
 
+    repeats: ClassVar[bool]
+    """Whether a round that a change of the view interrupts is repeated in the new view."""
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
     ) -> None:
@@ -47,6 +58,9 @@ class Session(ABC):
         self.ledger = Ledger()
         self.steps = 0
         """Optimizer steps so far."""
+        self.membership = Membership(group, name, policy.give_up_s, repeats=self.repeats)
+        self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
+        self._on_step: list[Callable[[int], None]] = []
         self._bytes_sent = 0
         # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
         self._channels_used: set[str] = set()
@@ -141,6 +155,40 @@ class Session(ABC):
         for bucket in self.buckets:
             bucket.bring_home(arriving=arriving)
 
+    # --- for users who count on changes of the membership -------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """The ranks that train together now."""
+        return self.membership.view
+
+    def carry(self, name: str, give: Callable[[], bytes], take: Callable[[dict[int, bytes]], None]) -> None:
+        """Has something travel along whenever a view begins.
+
+        Args:
+            name: Name of it, the same on all ranks.
+            give: Returns what this rank tells the others; also asked of ranks that are new.
+            take: Called with what each member, by rank, has told, once the view has begun.
+        """
+        self._carried[name] = give, take
+
+    def on_step(self, callback: Callable[[int], None]) -> None:
+        """Has a function called after every complete optimizer step, with the number of steps so far."""
+        self._on_step.append(callback)
+
+    def stepped(self) -> None:
+        """Called by subclasses when a step is complete."""
+        for callback in self._on_step:
+            callback(self.steps)
+
+    @abstractmethod
+    def change(self) -> None:
+        """Begins the latest view, together with all its members. This rank is at rest, between two steps."""
+
+    @abstractmethod
+    def at_rest(self) -> bool:
+        """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
+
     # --- for subclasses ---------------------------------------------------------------------------------------------
 
     def bytes_sent(self) -> int:
@@ -148,10 +196,59 @@ class Session(ABC):
         before, self._bytes_sent = self._bytes_sent, int(self.group.transport.health()["bytes_sent"])
         return self._bytes_sent - before
 
-    def subgroup(self, name: str) -> Group:
-        """Returns a group of the same ranks whose exchanges have a sequence of their own."""
-        self._channels_used.add(f"{self.name}/{name}")
-        return Group(self.group.transport, self.group.ranks, name=f"{self.name}/{name}")
+    def channel(self, name: str, *, interruptible: bool = False) -> Group:
+        """Returns the members of the view with a sequence of exchanges of its own, which ends with the view.
+
+        Args:
+            name: Name of the sequence.
+            interruptible: Whether a wait in it ends with `Interrupted` when another view begins for this rank.
+        """
+        name = f"{self.name}/{self.view.number}/{name}"
+        self._channels_used.add(name)
+        return self.membership.group(name, interruptible=interruptible)
+
+    def label(self, rank: int) -> int:
+        """Returns the number of a rank in messages and in the ledger: its rank in the group that was prepared."""
+        return self.group.ranks.index(rank) if rank in self.group.ranks else rank
+
+    def labels(self) -> list[int]:
+        """Returns the numbers of the members, by their places."""
+        return [self.label(rank) for rank in self.view.members]
+
+    def told_of(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
+        """Says in words who has come and gone with the view that the session has begun."""
+        gone = [self.label(rank) for rank in before if rank not in after]
+        come = [self.label(rank) for rank in after if rank not in before]
+        back = [self.label(rank) for rank in newcomers if rank in before]
+        words = f"view {self.view.number} begins at step {self.steps} with {len(after)} ranks"
+        for what, ranks in (("gone", gone), ("new", come), ("back", back)):
+            if ranks and before:
+                words += f"; rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {what}"
+        return words
+
+    def moving(self, latest: Any) -> Group:
+        """Returns all ranks that take part in the beginning of a view, with those that leave."""
+        name = f"{self.name}/{latest.number}/moving"
+        self._channels_used.add(name)
+        ranks = self.membership.takes_part(latest)
+        stop = functools.partial(self.membership.superseded, latest.number)
+        return Group(self.group.transport, ranks, name=name, view=latest.number, interrupted=stop)
+
+    def forget_channels(self) -> None:
+        """Forgets the channels of earlier views."""
+        now = f"{self.name}/{self.view.number}/"
+        gone = {name for name in self._channels_used if not name.startswith(now)}
+        self.group.transport.channels.forget(gone)
+        self._channels_used -= gone
+
+    def given(self) -> dict[str, bytes]:
+        """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
+        return {name: give() for name, (give, _) in self._carried.items()}
+
+    def taken(self, told: dict[int, dict[str, bytes]]) -> None:
+        """Passes on what members have told when a view began."""
+        for name, (_, take) in self._carried.items():
+            take({rank: each[name] for rank, each in told.items() if name in each})
 
     def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
         """Moves the parameters that require a gradient into buckets, each of one dtype and device.
@@ -169,32 +266,66 @@ class Session(ABC):
         layouts: list[Layout] = []
         for (dtype, _), numbers in kinds.items():
             counts = [self.parameters[number].numel() for number in numbers]
-            for each in plan(counts, dtype.itemsize, bucket_mb * 1e6, self.group.size, whole=whole):
+            # For as many owners as there were at the start: newcomers must put parameters in the same places.
+            for each in plan(counts, dtype.itemsize, bucket_mb * 1e6, self.owners_at_start, whole=whole):
                 slots = tuple(Slot(numbers[slot.parameter], slot.first, slot.count) for slot in each.slots)
                 layouts.append(Layout(each.elements, slots, each.spans))
-        return [Bucket(index, layout, self.parameters, self.group.rank) for index, layout in enumerate(layouts)]
+        place = self.group.rank if self.group.rank < self.owners_at_start else 0
+        return [Bucket(index, layout, self.parameters, place) for index, layout in enumerate(layouts)]
+
+    @property
+    def owners_at_start(self) -> int:
+        """Number of ranks with which the job of this session's ranks began."""
+        return min(self.group.size, self.group.transport.world)
 
     def agree(self, buckets: Sequence[Bucket]) -> None:
-        """Gives every rank the parameters and buffers of rank 0.
+        """Gives every rank the parameters and buffers of the lowest rank.
 
         Raises:
-            ValueError: A rank was given another model, optimizer or policy than rank 0. Much of that would otherwise go
-                unnoticed.
+            ValueError: A rank was given another model, optimizer or policy than the lowest one. Much of that would
+                otherwise go unnoticed.
+            StormError: A rank was lost meanwhile.
         """
-        group = self.subgroup("begin")
-        self._compare(group)
-        for bucket in buckets:
-            collectives.broadcast(group, bucket.host_flat, 0).wait()
-            if bucket.on_gpu:
-                bucket.flat.copy_(bucket.host_flat)
-            if bucket.masters is not bucket.own:
-                bucket.masters.copy_(bucket.own)
+        group = self.channel("begin", interruptible=True)
+        try:
+            self._compare(group)
+            for bucket in buckets:
+                self.hand(group, bucket.host_flat, 0)
+                if bucket.on_gpu:
+                    bucket.flat.copy_(bucket.host_flat)
+                if bucket.masters is not bucket.own:
+                    bucket.masters.copy_(bucket.own)
+            self.hand_rest(group, buckets, 0, take=True)
+        except Interrupted as error:
+            raise StormError(
+                f"rank {group.transport.rank}: a rank was lost before all had prepared their models: start the job again"
+            ) from error
+
+    @staticmethod
+    def hand(group: Group, values: torch.Tensor, root: int) -> None:
+        """Gives all ranks the root's values.
+
+        Raises:
+            Interrupted: A rank is gone, and another view begins without it.
+        """
+        complete(collectives.broadcast(group, values, root), group)
+
+    @torch.no_grad()
+    def hand_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
+        """Gives ranks the root's buffers, and its parameters that are not trained.
+
+        Args:
+            group: Ranks that take part.
+            buckets: Buckets that hold the parameters that are trained.
+            root: Place of the rank that gives.
+            take: Whether this rank takes them.
+        """
         homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-        with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                if id(tensor) not in homes and tensor.numel():
-                    values = tensor.detach().to("cpu").contiguous()
-                    collectives.broadcast(group, values, 0).wait()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if id(tensor) not in homes and tensor.numel():
+                values = tensor.detach().to("cpu", copy=True).contiguous()
+                self.hand(group, values, root)
+                if take:
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:
@@ -204,7 +335,10 @@ class Session(ABC):
         for what, first, *others in zip(self._given, *(each.tolist() for each in all_N), strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
-                    raise ValueError(f"rank {peer} has prepared another {what} than rank 0: give all ranks the same")
+                    raise ValueError(
+                        f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: give all "
+                        "ranks the same"
+                    )
 
 
 def register(session: Session) -> None:

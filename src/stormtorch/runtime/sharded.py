@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from stormtorch.collectives import Group
-from stormtorch.errors import PeerLeft
+from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.reliability import REPAIRED
+from stormtorch.runtime import objects
 from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
@@ -21,16 +24,24 @@ from stormtorch.runtime.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
 from stormtorch.runtime.feedback import Feedback
 from stormtorch.runtime.gate import Gate
 from stormtorch.runtime.gradients import GradientCollector
-from stormtorch.runtime.handover import hand_over
-from stormtorch.runtime.members import Epoch
+from stormtorch.runtime.holdings import Holding
+from stormtorch.runtime.layout import recut
+from stormtorch.runtime.meeting import Meeting
+from stormtorch.runtime.moves import Cut
 from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
+from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.rounds import Rounds
-from stormtorch.runtime.session import Session
+from stormtorch.runtime.session import Left, Session
 from stormtorch.runtime.shards import Shards, owns_whole
+from stormtorch.runtime.standby import Standby
+from stormtorch.runtime.transition import Held, Hello, greet, move
 from stormtorch.staging.order import Order
-from stormtorch.transport.waiting import doing, is_elsewhere
+from stormtorch.transport.waiting import BACKWARD, doing, is_elsewhere
+
+_log = logging.getLogger("stormtorch")
+T = TypeVar("T")
 
 
 class ShardedSession(Session):
@@ -39,49 +50,120 @@ class ShardedSession(Session):
     Args: See `Session`.
     """
 
+    repeats = True
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: OwnerPolicy
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
         self.policy = policy
-        whole = owns_whole(optimizer, policy.ownership)
-        self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=whole)
-        self._rounds = rounds = Rounds(group, name, self.subgroup, optimizer, policy, buckets, len(self.parameters))
-        if not rounds.members.restarted:
-            self.agree(buckets)
-            rounds.agree()
-        order = Order()
-        self._reduction = Reduction(rounds.channels("gradients"), policy, buckets, order)
-        self._broadcast = Broadcast(rounds.channels("broadcast"), policy, buckets, order)
-        self._shards = Shards(optimizer, self.parameters, buckets, whole=whole)
-        chunks = [self._broadcast.chunks_of(owner) for owner in range(group.size)]
-        rounds.open(chunks, chunks if policy.max_lag else [0] * group.size)
-        self._feedback = Feedback(policy, rounds, self._reduction, self._broadcast, group.rank, group.size)
+        self._whole = owns_whole(optimizer, policy.ownership)
+        self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=self._whole)
+        self._planned = [bucket.layout for bucket in buckets]
+        self._order = Order()
         self._lead = 0.0
         self._buffers = buffers_of(model)
         self._row = Row(0)
-        self._norms = Norms(
-            rounds.channel("norms"), rounds.certain, buckets, len(self.parameters), lambda: self._gradients.complete()
-        )
+        self._entering = self._exchanging = self._unstepped = False
+        self._calls_made = False
+        self._held: dict[int, Held] = {}
+        """What this rank had in the last settled view, and has got for later ones, while a view begins."""
+        self._standby: Standby | None = None
+        self._used: list[bool] = []
+        self._exchanged = -1
+        """Number of the step whose gradients were last exchanged, or are exchanged now."""
+        self._rounds = rounds = Rounds(self, optimizer, policy)
+        newcomer = self.membership.newcomer
+        if not newcomer:
+            self._recut(self.cut_for(self.view.members))
+            self.agree(buckets)
+            rounds.agree()
+        self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole)
+        self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
+        self._norms.writable = self._own_gradients_change
         self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
         self._gradients.end = self.backward_ended
         self._gradients.wanted = self.wants_exchange
-        self._gate = Gate(model, buckets, self._broadcast.receive, self._passed, overlap=policy.overlap)
+        self._gate = Gate(model, buckets, self._receive, self._passed, overlap=policy.overlap)
         self.ledger.attend(group.rank, self.wait)
-        self._entering = False
-        self._exchanged = -1
-        """Number of the step whose gradients were last exchanged, or are exchanged now."""
-        self._owned = Owned(group, optimizer, buckets, self._shards, self._broadcast, self._buffers, rounds)
-        self._calls = Calls(
-            rounds.meeting(),
+        if newcomer:
+            self.change()
+            return
+        self._begin_view(self._first_followed())
+
+    def cut_for(self, members: Sequence[int]) -> Cut:
+        """Returns how the members of a view divide the parameters."""
+        count = len(members)
+        layouts = self._planned
+        if count != self.owners_at_start:
+            layouts = [
+                recut(layout, bucket.dtype.itemsize, count, whole=self._whole, turn=bucket.index % count)
+                for layout, bucket in zip(self._planned, self.buckets, strict=True)
+            ]
+        return Cut(tuple(members), layouts, self.policy.standby)
+
+    def _recut(self, cut: Cut, masters: Sequence[torch.Tensor] | None = None) -> None:
+        """Gives every bucket its shards in a view; `masters` are the float32 values of this rank's."""
+        place = cut.members.index(self.group.transport.rank)
+        for bucket, layout in zip(self.buckets, cut.layouts, strict=True):
+            values = torch.empty(0) if masters is None else masters[bucket.index]
+            if values.numel():
+                bucket.flat.narrow(0, *layout.spans[place]).copy_(values)
+            bucket.recut(layout, place, values)
+
+    def _begin_view(self, followed: Holding | None) -> None:
+        """Makes all that depends on the number of ranks. Buckets have their shards already."""
+        rounds, policy, buckets = self._rounds, self.policy, self.buckets
+        rounds.begin_view(buckets)
+        here = rounds.here
+        self._reduction = Reduction(rounds.channels("gradients", interruptible=True), policy, buckets, self._order)
+        self._broadcast = Broadcast(rounds.channels("broadcast"), policy, buckets, self._order)
+        chunks = [self._broadcast.chunks_of(owner) for owner in range(here.size)]
+        rounds.open(chunks, chunks if policy.max_lag else [0] * here.size)
+        self._feedback = Feedback(policy, rounds, self._reduction, self._broadcast, here.rank, here.size)
+        self._norms.begin_view(self.channel("norms"))
+        self._owned = Owned(here, self.optimizer, buckets, self._shards, self._broadcast, self._buffers)
+        self._standby = None
+        if followed is not None:
+            self._standby = Standby(
+                self.optimizer,
+                self._shards.groups,
+                buckets,
+                followed,
+                whole=self._whole,
+                shapes=[each.shape for each in self.parameters],
+                channel=self.channel("standby"),
+            )
+        self._make_calls(rounds.meeting())
+
+    def _make_calls(self, meeting: Meeting) -> None:
+        if self._calls_made:
+            self._calls.meeting = meeting
+            self._calls.forget()
+            return
+        self._calls_made = True
+        self._calls: Calls = Calls(
+            meeting,
             steps=lambda: self.steps,
             ready=lambda: self._shards.settled and not self._entering,
             # From its exchange of gradients to its end, this rank waits for others within the step.
             going_on=lambda: self._exchanged == self.steps and not is_elsewhere(),
-            serve=lambda call, present: self._owned.take_part(call, present, self._calls.group),
+            serve=lambda call: self._owned.take_part(call, self._calls.group),
+            due=lambda: self.at_rest() and self.membership.due(),
+            change=self.change,
         )
-        if rounds.members.restarted:
-            self._return()
+
+    def _first_followed(self) -> Holding | None:
+        """Returns the shard that this rank follows from the start, when all ranks have the same parameters."""
+        cut, states = self.cut_for(self.view.members), self._shards.state_at_start
+        for shard in range(len(cut.members)):
+            if cut.standby(shard) == self.group.transport.rank:
+                masters = [
+                    bucket.flat.narrow(0, *layout.spans[shard]).detach().to(torch.float32, copy=True)
+                    for bucket, layout in zip(self.buckets, cut.layouts, strict=True)
+                ]
+                return Holding(shard, cut.layouts, masters, lambda _bucket, piece: states(piece))
+        return None
 
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
@@ -89,22 +171,32 @@ class ShardedSession(Session):
         if self._gradients.came(bucket):
             self._gate.used(bucket.index)
         self._gate.open([bucket.index])  # no module may have waited for these parameters
+        self._own_gradients_change(bucket)
         self._reduction.start(bucket)
+
+    def _own_gradients_change(self, bucket: Bucket) -> None:
+        if self._standby is not None:
+            with doing(BACKWARD):
+                self._standby.sent(bucket)
 
     def _finish(self) -> None:
         self._gate.open()
         began = time.perf_counter()
-        # Keep events: an earlier backward of this step, or a return, may have left some.
+        # Keep events: an earlier backward of this step, or the beginning of a view, may have left some.
         self._row = Row(self.steps, events=self._row.events)
-        while not self._exchange(self._row):
-            # This rank itself was cut off: it returns to the others, and sends the gradients that it has.
-            self._return()
-            for bucket in self.buckets:
-                self._reduction.start(bucket)
+        self._exchanging = True
+        try:
+            while not self._round(self._row):
+                self.change()
+                for bucket in self.buckets:
+                    self._reduction.start(bucket)
+        finally:
+            self._exchanging = False
+        self._unstepped = True
         self._row.gradient_wait_s = time.perf_counter() - began
 
-    def _exchange(self, row: Row) -> bool:
-        """Ends the exchange of gradients and reports. Returns False if this rank is cut off from the others."""
+    def _round(self, row: Row) -> bool:
+        """Ends the exchange of gradients and reports. Returns False if another view begins with it."""
         self._exchanged = self.steps
         rounds = self._rounds
         samples_S = rounds.drift.read()
@@ -114,14 +206,22 @@ class ShardedSession(Session):
         digest = rounds.hyperparameters.digest()
         feedback = self._feedback
         telling = rounds.tell(self.steps, lambda peer: feedback.report_to(peer, samples_S, used_P, not_finite, digest))
-        self._reduction.finish()
-        self._norms.forget()
-        reports = rounds.hear(telling, row, self.steps, digest)
-        if reports is None:
+        try:
+            self._reduction.finish()
+            self._norms.forget()
+            reports = rounds.hear(telling, row, self.steps, digest)
+            complete = self.membership.complete()
+        except Interrupted:
+            complete = False
+        if not complete:
+            telling.cancel()
+            self._reduction.abandon()
             return False
-        self._reduction.present = self.group.size - len(row.missing)
+        if self._standby is not None:
+            self._standby.follow()
+        self._reduction.present = rounds.here.size
         feedback.learn(reports, row, samples_S, self._lead, self.steps)
-        row.gradients = self._reduction.links.fractions()
+        row.gradients = self._labelled(self._reduction.links.fractions())
         row.effective_batch = self._reduction.effective_batch
         row.variance_inflation = self._reduction.variance_inflation
         for report in reports.values():
@@ -130,11 +230,16 @@ class ShardedSession(Session):
         self._give(used_P, not_finite)
         return True
 
+    def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
+        labels = self.labels()
+        return {labels[place]: fraction for place, fraction in fractions.items()}
+
     def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
         """Gives gradients to the optimizer, and to parameters that only other ranks have used."""
         # If one rank's gradients are not finite, every rank must see that, so that GradScaler skips the step on all.
-        self._shards.give_gradients(used_P.tolist(), finite=not not_finite)
-        self._gradients.show(used_P.tolist())
+        self._used = used_P.tolist()
+        self._shards.give_gradients(self._used, finite=not not_finite)
+        self._gradients.show(self._used)
 
     # --- the step, and stage 2 --------------------------------------------------------------------------------------
 
@@ -153,6 +258,8 @@ class ShardedSession(Session):
             for bucket in self.buckets:
                 bucket.follow()
         self._shards.begin_step()
+        if self._standby is not None and not closure:
+            self._standby.before_step(self._used)
         exact = self._feedback.guarded or self.policy.down.exact
         loss = self._rounds.losses.broadcast.value
         self._lead = 0.0 if exact else self.policy.ahead(loss)
@@ -166,6 +273,9 @@ class ShardedSession(Session):
     def after_step(self) -> None:
         """Begins the broadcast, with the buckets first that forward needs first."""
         self._shards.end_step()
+        self._unstepped = False
+        if self._standby is not None and not self._standby.told:
+            self._standby.before_step(self._used)  # a closure has computed the gradients within the step
         row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
         reliability = REPAIRED if guarded and not self.policy.down.exact else self.policy.down
         self._feedback.broadcast_begins(exact=guarded or reliability.exact)
@@ -176,7 +286,7 @@ class ShardedSession(Session):
                 bucket,
                 self._lead,
                 reliability,
-                self.steps * self.group.size + self.group.rank,
+                self.steps * self._rounds.here.size + self._rounds.here.rank,
                 [None if each is None else each[bucket.index] for each in serve],
                 [None if each is None else each[bucket.index] for each in fetch],
             )
@@ -184,17 +294,16 @@ class ShardedSession(Session):
         row.step, row.lead, row.guarded = self.steps, self._lead, guarded
         self.steps += 1
         self._buffers.remember()
-        epoch = self._rounds.members.look(self.steps)
-        if epoch is not None:
-            row.events.append(str(epoch))  # before the gate closes, which may complete the row
         self._gate.close()
-        if epoch is not None:
-            self._enter(epoch)
+        self.stepped()
+
+    def _receive(self, bucket: Bucket) -> None:
+        self._broadcast.receive(bucket)
 
     def _passed(self) -> None:
         """Completes the row of a step: all its parameters have arrived or are lost."""
         row, self._row = self._row, Row(self.steps)
-        row.broadcast = self._broadcast.links.fractions()
+        row.broadcast = self._labelled(self._broadcast.links.fractions())
         row.broadcast_wait_s = self._gate.waited_s
         row.bytes_sent = self.bytes_sent()
         row.lag = self._broadcast.lag()
@@ -202,37 +311,94 @@ class ShardedSession(Session):
         self._feedback.watch(row)
         self.ledger.add(row)
 
-    # --- ranks that return ------------------------------------------------------------------------------------------
+    # --- ranks that come and go --------------------------------------------------------------------------------------
 
-    def _return(self) -> None:
-        """Asks to be let in, and begins the first epoch that includes this rank."""
-        epoch = self._rounds.members.ask_in()
-        self._row.events.append(str(epoch))
-        self._enter(epoch)
+    def at_rest(self) -> bool:
+        """Whether this rank is between two steps, and neither exchanges gradients nor begins a view."""
+        return not (self._exchanging or self._entering or self._unstepped)
 
     @torch.no_grad()
-    def _enter(self, epoch: Epoch) -> None:
-        """Begins an epoch together with the ranks that return. All ranks are at this point."""
+    def change(self) -> None:
+        """Begins the latest view, together with all its members."""
         self._entering = True
-        self._gate.open()
-        rounds = self._rounds
-        rounds.enter(epoch)
-        self.steps = epoch.step
-        rounds.drift.choose(self.steps)
-        self._reduction.groups = rounds.channels("gradients")
-        self._broadcast.groups = rounds.channels("broadcast")
-        self._norms.group = rounds.channel("norms")
-        self._calls.meeting = rounds.meeting()
-        self._calls.forget()
-        self._feedback.epoch_begins()
-        self._reduction.present = len(epoch.members)
-        new = [peer for peer, restarted in epoch.joins.items() if restarted]
-        if new:
-            hand_over(self, self.buckets, epoch, new, rounds.certain)
-            rounds.hand_settings(epoch, new)
+        try:
+            if not self.membership.newcomer:
+                self._gate.open()
+                if self._standby is not None:
+                    self._standby.follow()
+                if self.membership.settled not in self._held:
+                    self._held = {self.membership.settled: self._holds()}
+            began = time.perf_counter()
+            while not self._enter(self.membership.await_view()):
+                pass
+            self._row.view_wait_s += time.perf_counter() - began
+        finally:
+            self._entering = False
+
+    def _holds(self) -> Held:
+        standby = self._standby
+        followed = None if standby is None else standby.holding()
+        cut = self.cut_for(self.view.members)
+        ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
+        return Held(cut, self._shards.holding(), followed, ages, standby is not None and standby.behind > 0)
+
+    def _enter(self, latest: Any) -> bool:
+        """Moves shards to where they belong in a view. Returns False if yet another view has come meanwhile."""
+        membership, group = self.membership, self.moving(latest)
+        base, round_ = membership.base(latest)
+        held = self._held.get(base)
+        members = membership.members_of(latest)
+        try:
+            hello = greet(group, held, self.steps, self.given())
+            before = self.cut_for(hello.there[hello.root]["members"])
+            after = self.cut_for(members)
+            moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
+            if group.transport.rank not in members:
+                objects.gather(True, group)
+                raise Left
+            self.steps = hello.steps
+            membership.enter(latest, self.steps)
+            self._recut(after, moved.masters)
+            self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
+            self._begin_view(moved.followed)
+            self._held[latest.number] = self._holds()
+            self._share_all(hello, members)
+            objects.gather(True, group)
+        except Interrupted:
+            return False
+        membership.settle(round_)
+        self._held.clear()
+        self.forget_channels()
+        self._tell(before, after, moved.lost, hello)
+        self.taken({rank: told["carried"] for rank, told in hello.told.items() if rank in members})
+        return True
+
+    def _share_all(self, hello: Hello, members: Sequence[int]) -> None:
+        """Gives every member all parameters, and newcomers what else they need."""
+        self._gradients.recut()
         with self._calls.occupied():
-            self._owned.share(self._calls.group)
-        self._entering = False
+            self._owned.share(self.channel("share", interruptible=True))
+        newcomers = hello.newcomers(members)
+        if newcomers:
+            group = self.channel("handover", interruptible=True)
+            root, new = members.index(hello.root), group.transport.rank in newcomers
+            self.hand_rest(group, self.buckets, root, take=new)
+            self._rounds.hyperparameters.take(group, root, new=new)
+        self._buffers.remember()
+
+    def _tell(self, before: Cut, after: Cut, lost: Sequence[int], hello: Hello) -> None:
+        """Notes in the ledger, and logs, who has come and gone."""
+        words = self.told_of(before.members, after.members, hello.newcomers(after.members))
+        self._row.events.append(words)
+        _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
+        for shard in lost:
+            owner = self.label(before.members[shard])
+            words = (
+                f"the shard of rank {owner} had no standby left: its parameters are the freshest copy, and the "
+                "optimizer's state of it begins anew"
+            )
+            self._row.events.append(words)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
     # --- for the user -----------------------------------------------------------------------------------------------
 
@@ -258,18 +424,36 @@ class ShardedSession(Session):
         """Gives this rank the owners' parameters and the mean of all ranks' floating-point buffers."""
         with doing(NAMES[call]):
             self._gate.open()
-        try:
-            with self._calls.call(call) as (present, kept):
-                if kept is None:
-                    self._owned.share(self._calls.group)
-                else:
-                    self._owned.follow(kept, self._calls.group)
-        except PeerLeft as error:
-            known = error.culprit is not None and error.culprit != self.group.transport.rank
-            present = [peer for peer, rank in enumerate(self.group.ranks) if known and rank != error.culprit]
-        missing = set(range(self.group.size)) - set(present) - {self.group.rank}
-        if missing:
-            self._owned.tell_age(sorted(missing))
+
+        def share(kept: object) -> None:
+            if kept is None:
+                self._owned.share(self._calls.group)
+            else:
+                self._owned.follow(kept, self._calls.group)
+
+        self._call(call, share)
+
+    def _call(self, call: int, work: Callable[[object], T]) -> T:
+        """Makes a call together with all members, again from the start whenever another view begins meanwhile.
+
+        Args:
+            call: Number of the call.
+            work: Does it, given the result if this rank has already taken part in it.
+
+        Raises:
+            StormError: A view begins between backward and step, when nobody could hand over averaged gradients.
+        """
+        while True:
+            try:
+                with self._calls.call(call) as kept:
+                    return work(kept)
+            except Interrupted as error:
+                if self._unstepped:
+                    raise StormError(
+                        f"rank {self.label(self.group.transport.rank)}: a rank is gone, and {NAMES[call]} cannot end "
+                        "between backward() and step(): call it after step()"
+                    ) from error
+            self.change()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -278,12 +462,19 @@ class ShardedSession(Session):
         self._calls.forget()
         for bucket in self.buckets:
             bucket.adopt()
+        if self._standby is not None:
+            self._standby.load(None, self.buckets)
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """Returns the state dict of the whole optimizer, gathered from all owners."""
-        with self._calls.call(OPTIMIZER_STATE) as (present, kept):
-            return self._owned.optimizer_state(local, present, kept, self._calls.group)
+
+        def gather(kept: object) -> dict[str, Any]:
+            # Asked anew: the beginning of a view gives this rank another part.
+            plain: dict[str, Any] = super(Prepared, self.optimizer).state_dict()  # type: ignore[misc]
+            return self._owned.optimizer_state(plain, kept, self._calls.group)
+
+        return self._call(OPTIMIZER_STATE, gather)
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer."""
@@ -291,4 +482,6 @@ class ShardedSession(Session):
         local = self._shards.scatter(whole)
         for bucket in self.buckets:
             bucket.settle()
+        if self._standby is not None:
+            self._standby.load(lambda piece: self._shards.cut_of(whole, piece), self.buckets)
         return local

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from stormtorch import collectives
 from stormtorch.collectives import Group
+from stormtorch.runtime import objects
 from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.holdings import Holding, State
 from stormtorch.runtime.layout import Piece
 
 MASTER = "master"
 """Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
-_BY_ELEMENTS = (
+LEAVES_GRADIENTS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
 )
+"""Torch's optimizers, which treat each element by itself and do not write into gradients."""
 
 
 def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
@@ -39,7 +40,7 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
         )
     if ownership != "auto":
         return ownership == "parameters"
-    return type(optimizer) not in _BY_ELEMENTS
+    return type(optimizer) not in LEAVES_GRADIENTS
 
 
 class Shards:
@@ -62,35 +63,61 @@ class Shards:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
-        self._groups: list[list[int]] = []
+        self._buckets = buckets
         self._whole = whole
         self.pieces: list[tuple[Bucket, Piece, nn.Parameter]] = []
-        by_parameter: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
-        for bucket in buckets:
-            for piece in bucket.pieces():
-                values = bucket.within_own(piece, bucket.masters)
-                shape = parameters[piece.parameter].shape
-                stand_in = nn.Parameter(values.view(shape) if whole else values)
-                self.pieces.append((bucket, piece, stand_in))
-                by_parameter.setdefault(piece.parameter, []).append((piece, stand_in))
         # GradScaler looks whether all gradients are finite. A rank that owns none must know it too, so that all ranks
         # skip the same steps: it learns it from this parameter's gradient, which no step ever uses.
         self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
         self._stepping = False
         self._versions: list[int] = []
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        state = dict(optimizer.state)
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            members = [numbers[id(parameter)] for parameter in group["params"]]
-            self._groups.append(members)
-            group["params"] = [stand_in for number in members for _, stand_in in by_parameter.get(number, [])]
-        optimizer.param_groups[0]["params"].append(self._spare)
-        for number, pieces in by_parameter.items():
-            for piece, stand_in in pieces:
-                if parameters[number] in state:
-                    cut = self._cut(state[parameters[number]], piece)
-                    optimizer.state[stand_in] = {name: _widened(value, stand_in) for name, value in cut.items()}
+        self.groups = [[numbers[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        """Numbers of the parameters in each of the optimizer's groups."""
+        before = dict(optimizer.state)
+
+        def state_at_start(piece: Piece) -> State:
+            return self._cut(before.get(parameters[piece.parameter], {}), piece)
+
+        self.state_at_start: Callable[[Piece], State] = state_at_start
+        """Returns the state that the optimizer had of a piece, owned by whomever, before it was prepared."""
+        self.recut(lambda _bucket, piece: state_at_start(piece))
+
+    def recut(self, state_of: Callable[[int, Piece], State]) -> None:
+        """Makes the optimizer work on the pieces that this rank's buckets have now.
+
+        Args:
+            state_of: Returns the optimizer's state of a piece, given its bucket.
+        """
+        self.pieces = [
+            (bucket, piece, self._stand_in(bucket, piece)) for bucket in self._buckets for piece in bucket.pieces()
+        ]
+        by_parameter: dict[int, list[nn.Parameter]] = {}
+        state: dict[torch.Tensor, State] = {}
+        for bucket, piece, stand_in in self.pieces:
+            by_parameter.setdefault(piece.parameter, []).append(stand_in)
+            given = state_of(bucket.index, piece)
+            if given:
+                state[stand_in] = {name: _widened(value, stand_in) for name, value in given.items()}
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+        for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [stand_in for number in members for stand_in in by_parameter.get(number, [])]
+        self._optimizer.param_groups[0]["params"].append(self._spare)
+
+    def _stand_in(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
+        values = bucket.within_own(piece, bucket.masters)
+        return nn.Parameter(values.view(self._parameters[piece.parameter].shape) if self._whole else values)
+
+    def holding(self) -> Holding:
+        """Returns what this rank holds as the owner of its shard. It stays valid until the optimizer's next step."""
+        states = {
+            (bucket.index, piece): dict(self._optimizer.state.get(stand_in, {}))
+            for bucket, piece, stand_in in self.pieces
+        }
+        layouts = [bucket.layout for bucket in self._buckets]
+        masters = [bucket.masters for bucket in self._buckets]
+        return Holding(self._buckets[0].rank, layouts, masters, lambda bucket, piece: states[bucket, piece])
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -151,25 +178,25 @@ class Shards:
                 state[MASTER] = stand_in.detach().clone()
             own.append((piece.parameter, piece.offset, piece.count, state))
         state_of: dict[int, dict[str, Any]] = {}
-        for pieces in _gather_objects(own, group):
+        for pieces in objects.gather(own, group):
             for number, offset, count, state in pieces:
                 self._join(state_of.setdefault(number, {}), state, number, offset, count)
         return {
             **local,
             "state": {number: state for number, state in sorted(state_of.items()) if state},
             "param_groups": [
-                {**each, "params": members} for each, members in zip(local["param_groups"], self._groups, strict=True)
+                {**each, "params": members} for each, members in zip(local["param_groups"], self.groups, strict=True)
             ],
         }
 
     def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
         groups = whole["param_groups"]
-        if [len(each["params"]) for each in groups] != [len(members) for members in self._groups]:
+        if [len(each["params"]) for each in groups] != [len(members) for members in self.groups]:
             raise ValueError("the state dict has other parameter groups than the optimizer")
         number_of = {
             saved: number
-            for each, members in zip(groups, self._groups, strict=True)
+            for each, members in zip(groups, self.groups, strict=True)
             for saved, number in zip(each["params"], members, strict=True)
         }
         saved_of = {number: saved for saved, number in number_of.items()}
@@ -196,6 +223,12 @@ class Shards:
             "state": local,
             "param_groups": [{**each, "params": ids} for each, ids in zip(groups, params, strict=True)],
         }
+
+    def cut_of(self, whole: dict[str, Any], piece: Piece) -> State:
+        """Returns the part of a state dict of the whole optimizer that belongs to a piece, owned by whomever."""
+        numbers = [number for members in self.groups for number in members]
+        saved = [each for group in whole["param_groups"] for each in group["params"]]
+        return self._cut(whole["state"].get(dict(zip(numbers, saved, strict=True))[piece.parameter], {}), piece)
 
     def _cut(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
         """Returns a piece's part of a parameter's state. A value of another shape belongs to every piece."""
@@ -226,17 +259,3 @@ def _widened(value: Any, stand_in: nn.Parameter) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
         return value.to(stand_in.dtype)
     return value
-
-
-def _gather_objects(own: object, group: Group) -> list[Any]:
-    """Gathers an object of every rank. Objects are read as data, never as code."""
-    buffer = io.BytesIO()
-    torch.save(own, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
-    sizes[group.rank].fill_(mine.numel())
-    collectives.all_gather(group, sizes, sizes[group.rank]).wait()
-    memory = [bytearray(int(size)) for size in sizes]
-    parts = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
-    collectives.all_gather(group, parts, mine).wait()
-    return [torch.load(io.BytesIO(each), weights_only=True) for each in memory]

@@ -1,0 +1,124 @@
+"""What a rank holds of the optimizer for one shard: float32 values, and the state of each piece.
+
+The owner of a shard has one, and so has its standby. When ranks come or go, shards are cut anew, and parts of holdings
+travel as records: the values and the state of some elements of one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from stormtorch.runtime.layout import Layout, Piece
+
+State = dict[str, Any]
+"""The optimizer's state of one piece, by name."""
+
+
+class Record(NamedTuple):
+    """Some elements of one parameter: their float32 values and the optimizer's state of them."""
+
+    parameter: int
+    offset: int
+    elements: int
+    values: torch.Tensor
+    state: State
+
+
+@dataclass
+class Holding:
+    """One shard of all buckets."""
+
+    shard: int
+    """Number of the shard, which is the place of its owner among the members."""
+    layouts: Sequence[Layout]
+    masters: list[torch.Tensor]
+    """Float32 values of the shard, by bucket."""
+    state_of: Callable[[int, Piece], State]
+    """Returns the optimizer's state of a piece, given its bucket."""
+
+    def cut(self, bucket: int, first: int, count: int, *, whole: bool) -> list[Record]:
+        """Returns what it holds of a range of a bucket.
+
+        Args:
+            bucket: Number of the bucket.
+            first: First element of the range, counted in the bucket.
+            count: Number of elements.
+            whole: Whether pieces are whole parameters, so that the range ends at their borders.
+        """
+        begin, _ = self.layouts[bucket].spans[self.shard]
+        records = []
+        for piece in self.layouts[bucket].pieces(self.shard):
+            low, high = max(piece.first, first), min(piece.first + piece.count, first + count)
+            if low >= high:
+                continue
+            values = self.masters[bucket][low - begin : high - begin]
+            state = self.state_of(bucket, piece)
+            if not whole:
+                state = _cut(state, piece.count, low - piece.first, high - low)
+            records.append(Record(piece.parameter, piece.offset + low - piece.first, high - low, values, state))
+        return records
+
+
+def _cut(state: State, count: int, offset: int, length: int) -> State:
+    """Returns the part of a piece's state that belongs to some of its elements."""
+    return {
+        name: value[offset : offset + length] if _by_element(name, value, count) else value
+        for name, value in state.items()
+    }
+
+
+def _by_element(name: str, value: Any, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (count,) and name != "step"
+
+
+def assemble(
+    piece: Piece,
+    records: Sequence[Record],
+    values: torch.Tensor,
+    *,
+    whole: bool,
+    device: torch.device,
+    counters: torch.device,
+) -> State:
+    """Writes the values of a piece, and returns its state, from records that overlap it.
+
+    State that no record has is absent, or zero where other records of the piece have it.
+
+    Args:
+        piece: The piece.
+        records: Records, perhaps of other parameters too.
+        values: Memory for the float32 values of the piece.
+        whole: Whether pieces are whole parameters, so that one record has all of it.
+        device: Device of the state.
+        counters: Device of single numbers of the state, such as the number of steps.
+    """
+    state: State = {}
+    for record in records:
+        if record.parameter != piece.parameter:
+            continue
+        low = max(piece.offset, record.offset)
+        high = min(piece.offset + piece.count, record.offset + record.elements)
+        if low >= high:
+            continue
+        here, there = slice(low - piece.offset, high - piece.offset), slice(low - record.offset, high - record.offset)
+        values[here].copy_(record.values.reshape(-1)[there])
+        for name, value in record.state.items():
+            if whole or not _by_element(name, value, record.elements):
+                kept = state.get(name)
+                if kept is None or (name == "step" and float(value) > float(kept)):
+                    state[name] = _copied(value, device, counters)
+            else:
+                if name not in state:
+                    state[name] = torch.zeros(piece.count, dtype=value.dtype, device=device)
+                state[name][here].copy_(value[there])
+    return state
+
+
+def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(counters if value.dim() == 0 else device, copy=True)

@@ -1,0 +1,199 @@
+"""A session's place in the views of its transport: who trains with whom, and from which round on.
+
+The engines of all ranks agree on views, numbered lists of members; docs/membership.md tells how. A session counts
+*rounds*: exchanges after which every rank is at the same point of its training. A view says at which round each session
+begins in it. A rank that is behind first ends its earlier rounds in the old view, in which ranks that are gone count as
+lost. A rank that is not in the latest view must not act: it waits until a view has it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stormtorch.collectives import Group
+from stormtorch.errors import StormError
+
+_log = logging.getLogger("stormtorch")
+_SLICE_S = 0.2
+_ANNOUNCE_AFTER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The ranks that train together since some step."""
+
+    number: int
+    """Number of the view: the first one is 1, and later ones have higher numbers."""
+    members: tuple[int, ...]
+    """Ranks of the transport, in rising order."""
+    step: int
+    """Number of optimizer steps at which it began on this rank."""
+
+
+class Membership:
+    """The views of one session.
+
+    Args:
+        group: The ranks with which the session began.
+        name: Name of the session, the same on all ranks.
+        give_up_s: Seconds after which a rank that waits for a majority, or to be let in, raises an error.
+        repeats: Whether a round that a change of the view interrupts is repeated in the new view. Otherwise it ends in
+            the old one.
+    """
+
+    def __init__(self, group: Group, name: str, give_up_s: float, *, repeats: bool) -> None:
+        self.round = 0
+        """Number of rounds that are complete."""
+        self.leaving = False
+        """Whether this rank hands over what it owns, and then leaves."""
+        self._transport: Any = group.transport
+        self._rank = group.transport.rank
+        self._id = zlib.crc32(name.encode())
+        # Ranks that join a job belong to the sessions of all ranks, not to those of some.
+        self._scope = None if group.size == group.transport.world else frozenset(group.ranks)
+        self._give_up_s = give_up_s
+        self._repeats = repeats
+        self._transport.watch()
+        self.newcomer = bool(self._transport.incarnation(self._rank))
+        """Whether this process came into a job that was running, and has no parameters yet."""
+        if self.newcomer:
+            self.view, self.settled = View(0, (), 0), 0
+        else:
+            latest = self._transport.view()
+            self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
+        self._enroll()
+        weakref.finalize(self, self._transport.withdraw, self._id).atexit = False
+
+    @property
+    def index(self) -> int:
+        """Place of this rank among the members."""
+        return self.view.members.index(self._rank)
+
+    def group(self, name: str, *, interruptible: bool = False) -> Group:
+        """Returns the members as a group whose exchanges belong to the view.
+
+        Args:
+            name: Name of its sequence of exchanges.
+            interruptible: Whether a wait ends with `Interrupted` when another view begins for this rank.
+        """
+        stop = self.due if interruptible else None
+        return Group(self._transport, self.view.members, name=name, view=self.view.number, interrupted=stop)
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Whether another view begins now for this rank, or has begun without it."""
+        latest = self._transport.view()
+        return latest is not None and self._due(latest)
+
+    def complete(self) -> bool:
+        """Completes a round. Returns False if it must be repeated, as another view begins with it."""
+        began = time.monotonic()
+        announced = 0.0
+        while True:
+            latest = self._transport.view()
+            if self._due(latest):
+                return False
+            if self._transport.advance(self._id, self.round + 1, self.settled, latest.number):
+                self.round += 1
+                return True
+            # Some rank has proposed a view, and this rank has promised to complete no round before it is agreed on.
+            self._transport.wait_view(latest.number, _SLICE_S)
+            announced = self._announce(began, announced, "until the ranks have agreed who is there")
+
+    def await_view(self) -> Any:
+        """Waits until the latest view has this rank, and returns it.
+
+        Raises:
+            StormError: It did not happen within `give_up_s`.
+        """
+        began = time.monotonic()
+        announced = 0.0
+        while True:
+            latest = self._transport.view()
+            if latest is not None and self._transport.inside() and latest.number > self.view.number:
+                self._transport.install(latest)
+                return latest
+            self._transport.wait_view(latest.number if latest else 0, _SLICE_S)
+            announced = self._announce(began, announced, "to be let in again by a majority of the ranks")
+
+    def base(self, latest: Any) -> tuple[int, int]:
+        """Returns the view from which all members go on to another one, and the round at which that begins."""
+        for session, rounds, base in latest.starts:
+            if session == self._id:
+                return base, rounds if self._repeats else rounds + 1
+        return 0, self.round
+
+    def takes_part(self, latest: Any) -> list[int]:
+        """Returns the members of a view and the ranks that leave with it: all who move shards."""
+        return sorted({*self._members(latest), *self._within([rank for rank, _ in latest.leaving])})
+
+    def members_of(self, latest: Any) -> tuple[int, ...]:
+        """Returns the members of one of the engine's views, as far as they belong to this session."""
+        return self._members(latest)
+
+    def enter(self, latest: Any, step: int) -> None:
+        """Goes on to a view. It is settled once every member is known to have what it needs for it."""
+        self.view = View(latest.number, self._members(latest), step)
+
+    def settle(self, rounds: int) -> None:
+        """Begins the view that was entered, at the given round: every member has what it needs for it."""
+        self.settled, self.round, self.newcomer = self.view.number, rounds, False
+        self._enroll()
+
+    def superseded(self, number: int) -> bool:
+        """Whether there is a later view than that one."""
+        return bool(self._transport.view().number > number)
+
+    def _enroll(self) -> None:
+        self._transport.enroll(self._id, self.round, self.settled)
+
+    def _due(self, latest: Any) -> bool:
+        if latest.number <= self.view.number:
+            return False
+        return not self._transport.inside() or self.base(latest)[1] <= self.round
+
+    def _members(self, latest: Any) -> tuple[int, ...]:
+        return tuple(self._within([rank for rank, _ in latest.members]))
+
+    def _within(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if self._scope is None or rank in self._scope]
+
+    # --- words --------------------------------------------------------------------------------------------------------
+
+    def _announce(self, began: float, announced: float, what: str) -> float:
+        """Says after a while for what this rank waits. Returns when it last did.
+
+        Raises:
+            StormError: It has waited for `give_up_s`.
+        """
+        waited = time.monotonic() - began
+        if waited > self._give_up_s:
+            raise StormError(
+                f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the ranks "
+                "that are gone, or raise give_up_s"
+            )
+        if waited < max(_ANNOUNCE_AFTER_S, 2 * announced):
+            return announced
+        _log.warning("rank %d: waits %s, for %.0f s so far; %s", self._rank, what, waited, self.standing())
+        return waited
+
+    def standing(self) -> str:
+        """Says in words whom this rank hears."""
+        standing = self._transport.standing()
+        silence_s = self._transport.silence_s
+        latest = self._transport.view()
+        others = [rank for rank, _ in latest.members if rank != self._rank] if latest is not None else []
+        heard = standing["heard_s"]
+        silent = [rank for rank in others if heard.get(rank) is None or heard[rank] > silence_s]
+        if not silent:
+            return "it hears all members"
+        since = max((heard[rank] for rank in silent if heard.get(rank) is not None), default=0.0)
+        majority = "" if standing["quorum"] else ", which leaves it without a majority"
+        return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"

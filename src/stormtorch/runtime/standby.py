@@ -1,0 +1,206 @@
+"""A standby: a rank that follows the owner of another shard step by step, so that nothing is lost if the owner dies.
+
+The owner sends its averaged gradient exactly, as its optimizer is about to use it. The standby runs the same optimizer
+on the same values, one step later: the gradient travels while parameters and the next gradients do. So a standby costs
+1/(2(n-1)) more traffic at n ranks, the memory of one more shard, and the time of its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Pending
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.holdings import Holding, State
+from stormtorch.runtime.layout import Piece
+from stormtorch.runtime.shards import LEAVES_GRADIENTS, MASTER
+
+
+def standby_of(shard: int, members: int, standbys: int) -> int | None:
+    """Returns the place, among the members, of the standby of a shard; None if it has none.
+
+    Two ranks have none: each would hold everything.
+    """
+    return (shard + 1) % members if standbys and members >= 3 else None
+
+
+class Standby:
+    """Follows the owner before this rank in the list of members, and lets the one after it follow this rank.
+
+    Args:
+        optimizer: The user's optimizer, prepared.
+        groups: Numbers of the parameters in each of its groups.
+        buckets: Buckets of this rank.
+        holding: The shard of the owner that this rank follows, as it is now.
+        whole: Whether pieces are whole parameters, with their shape.
+        shapes: Shape of each parameter.
+        channel: Group of the members, for this purpose alone.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[Sequence[int]],
+        buckets: Sequence[Bucket],
+        holding: Holding,
+        *,
+        whole: bool,
+        shapes: Sequence[torch.Size],
+        channel: Group,
+    ) -> None:
+        self._optimizer = optimizer
+        self._buckets = buckets
+        self._channel = channel
+        self._layouts, self._masters = holding.layouts, holding.masters
+        self.shard = holding.shard
+        """Number of the shard that this rank follows."""
+        self._grads = [torch.zeros_like(each) for each in holding.masters]
+        self._rooms = [
+            torch.empty(each.shape, pin_memory=True, device="cpu") if each.is_cuda else each for each in self._grads
+        ]
+        self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
+        self._state: defaultdict[Any, State] = defaultdict(dict)
+        by_parameter: dict[int, list[nn.Parameter]] = {}
+        for bucket, layout in enumerate(holding.layouts):
+            begin, _ = layout.spans[self.shard]
+            for piece in layout.pieces(self.shard):
+                values = holding.masters[bucket].narrow(0, piece.first - begin, piece.count)
+                stand_in = nn.Parameter(values.view(shapes[piece.parameter]) if whole else values)
+                self._pieces.append((bucket, piece, stand_in))
+                by_parameter.setdefault(piece.parameter, []).append(stand_in)
+                given = holding.state_of(bucket, piece)
+                if given:
+                    self._state[stand_in] = given
+        self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
+        self._settings: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+        self._used: Sequence[bool] = ()
+        self._sending: dict[int, Pending] = {}
+        self._receiving: list[Pending] = []
+        self._copies = not _leaves_gradients(optimizer)
+        self.behind = 0
+        """Updates of the owner that did not arrive here, as it died while it sent them."""
+
+    def before_step(self, used: Sequence[bool]) -> None:
+        """Sends this rank's gradients to its own standby, and begins to receive those of the owner it follows.
+
+        Args:
+            used: Whether each parameter has a gradient on any rank.
+        """
+        self._used = used
+        # A scheduler changes them before the gradient has come.
+        self._settings = [dict(group) for group in self._optimizer.param_groups]
+        self._extra = {
+            name: self._optimizer.__dict__[name]
+            for name in ("grad_scale", "found_inf")
+            if name in self._optimizer.__dict__
+        }
+        after = (self._channel.rank + 1) % self._channel.size
+        for bucket in self._buckets:
+            message = bucket.own_grads.to("cpu") if bucket.on_gpu else bucket.own_grads
+            if self._copies and not bucket.on_gpu:
+                message = message.clone()  # the optimizer may write into its gradients
+            if message.numel():
+                self._sending[bucket.index] = collectives.send(self._channel, message, after, tag=bucket.index)
+            if self._rooms[bucket.index].numel():
+                self._receiving.append(
+                    collectives.receive(self._channel, self._rooms[bucket.index], self.shard, tag=bucket.index)
+                )
+
+    @property
+    def told(self) -> bool:
+        """Whether the gradients of the present step are on their way."""
+        return bool(self._settings)
+
+    @torch.no_grad()
+    def load(self, state_of: Callable[[Piece], State] | None, buckets: Sequence[Bucket]) -> None:
+        """Takes over loaded parameters, and the optimizer's state if that was loaded. All ranks load the same.
+
+        Args:
+            state_of: Returns the loaded state of a piece; None if only parameters were loaded.
+            buckets: Buckets that hold the loaded parameters.
+        """
+        self.follow()
+        for bucket, piece, stand_in in self._pieces:
+            given = {} if state_of is None else state_of(piece)
+            master = given.pop(MASTER, None)
+            loaded = buckets[bucket].flat.narrow(0, piece.first, piece.count).float()
+            if master is not None:
+                loaded = master.to(loaded.device).reshape(-1)
+            elif buckets[bucket].dtype != torch.float32:
+                # As the owner does: keep the extra bits where the loaded value is the rounded one.
+                own = stand_in.detach().reshape(-1)
+                loaded = torch.where(own.to(buckets[bucket].dtype) == loaded.to(buckets[bucket].dtype), own, loaded)
+            stand_in.copy_(loaded.view(stand_in.shape))
+            if state_of is not None:
+                self._state[stand_in] = {
+                    name: value.to(stand_in.device, torch.float32)
+                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape
+                    else value
+                    for name, value in given.items()
+                }
+
+    def sent(self, bucket: Bucket) -> None:
+        """Waits until a bucket's gradients have been sent, as their memory is about to be written."""
+        sending = self._sending.pop(bucket.index, None)
+        if sending is not None:
+            sending.wait()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Repeats the last step of the owner, unless that has been done."""
+        for bucket in self._buckets:
+            self.sent(bucket)
+        if not self._settings:
+            return
+        settings, self._settings = self._settings, []
+        receiving, self._receiving = self._receiving, []
+        arrivals = [arrival for each in receiving for arrival in each.wait()]
+        if any(arrival.arrived < 1.0 for arrival in arrivals):
+            self.behind += 1
+            return
+        for grads, room in zip(self._grads, self._rooms, strict=True):
+            if room is not grads:
+                grads.copy_(room)
+        for home, piece, stand_in in self._pieces:
+            begin, _ = self._layouts[home].spans[self.shard]
+            view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(stand_in.shape)
+            stand_in.grad = view if self._used[piece.parameter] else None
+        self._step(settings)
+
+    def _step(self, settings: list[dict[str, Any]]) -> None:
+        optimizer = self._optimizer
+        kept = dict(optimizer.__dict__)
+        groups = [{**each, "params": params} for each, params in zip(settings, self._groups, strict=True)]
+        optimizer.__dict__.update(param_groups=groups, state=self._state, **self._extra)
+        try:
+            _plain_step(optimizer)()
+        finally:
+            for name in self._extra:
+                optimizer.__dict__.pop(name, None)
+            optimizer.__dict__.update(kept)
+
+    def holding(self) -> Holding:
+        """Returns what this rank holds of the shard that it follows. It stays valid until the next `follow`."""
+        states = {(bucket, piece): dict(self._state.get(stand_in, {})) for bucket, piece, stand_in in self._pieces}
+        return Holding(self.shard, self._layouts, self._masters, lambda bucket, piece: states[bucket, piece])
+
+
+def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Returns the step of the user's optimizer without the hooks that belong to its own parameters."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it when it makes the optimizer
+    return lambda: step(optimizer)
+
+
+def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step is known not to write into gradients."""
+    scaled = "grad_scale" in optimizer.__dict__
+    return not scaled and next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind)) in LEAVES_GRADIENTS

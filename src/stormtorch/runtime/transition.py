@@ -1,0 +1,208 @@
+"""The beginning of a view under an `OwnerPolicy`: shards are cut anew, and move with the optimizer's state.
+
+All members take part, and ranks that leave. Until every member is known to have what it needs, each keeps what it had
+before: if yet another view comes meanwhile, all go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stormtorch.collectives import Group
+from stormtorch.errors import StormError
+from stormtorch.runtime import objects
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.holdings import Holding, Record, State, assemble
+from stormtorch.runtime.layout import Layout, Piece
+from stormtorch.runtime.moves import Cut, Move, Source, orphans, plan_moves
+
+
+@dataclass
+class Held:
+    """What a rank has in one view: its own shard, and the one that it follows as a standby."""
+
+    cut: Cut
+    own: Holding | None
+    """None on a rank that holds nothing, such as one that leaves."""
+    followed: Holding | None
+    ages: Sequence[int]
+    """Age of the oldest copy that it has of each shard."""
+    behind: bool = False
+    """Whether it lacks an update of the owner that it follows."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What the ranks have told each other when a view begins."""
+
+    there: dict[int, dict[str, Any]]
+    """What each rank has told, by rank, of those that hold a part of the base."""
+    told: dict[int, dict[str, Any]]
+    """What each rank has told, by rank."""
+
+    @property
+    def root(self) -> int:
+        """The lowest rank that holds a part: newcomers get settings and buffers from it."""
+        return min(self.there)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return max(int(each["steps"]) for each in self.there.values())
+
+    def newcomers(self, members: Sequence[int]) -> list[int]:
+        """Returns the members that hold nothing yet."""
+        return [rank for rank in members if rank not in self.there]
+
+
+def greet(group: Group, held: Held | None, steps: int, carried: dict[str, bytes]) -> Hello:
+    """Tells all ranks what this one holds, and learns what they hold.
+
+    Args:
+        group: All ranks that take part.
+        held: What this rank has of the view that all come from; None if it has nothing of it.
+        steps: Optimizer steps of this rank so far.
+        carried: What else this rank has to tell.
+
+    Raises:
+        Interrupted: A rank is gone, and another view begins without it.
+        StormError: No rank has anything.
+    """
+    own = {
+        "holds": held is not None,
+        "behind": held is not None and held.behind,
+        "members": [] if held is None else list(held.cut.members),
+        "steps": steps,
+        "ages": [] if held is None else list(held.ages),
+        "carried": carried,
+    }
+    told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+    there = {rank: each for rank, each in told.items() if each["holds"]}
+    if not there:
+        raise StormError(
+            f"rank {group.transport.rank}: no rank of {', '.join(map(str, group.ranks))} has the parameters any more: "
+            "start the job again from a checkpoint"
+        )
+    return Hello(there, told)
+
+
+@dataclass
+class Moved:
+    """What a rank has got for a view, before it is in use."""
+
+    masters: list[torch.Tensor]
+    """Float32 values of its shard, by bucket."""
+    states: dict[tuple[int, Piece], State]
+    followed: Holding | None
+    lost: list[int]
+    """Shards of the earlier view whose optimizer state is gone."""
+
+
+def move(
+    group: Group, hello: Hello, before: Cut, after: Cut, held: Held | None, buckets: Sequence[Bucket], *, whole: bool
+) -> Moved:
+    """Moves shards from one view to another. All ranks take part.
+
+    Args:
+        group: All ranks that take part.
+        hello: What they have told each other.
+        before: The cut of the view that they come from.
+        after: The cut of the view that begins.
+        held: What this rank has of the former.
+        buckets: Buckets that hold the parameters.
+        whole: Whether pieces are whole parameters.
+
+    Raises:
+        Interrupted: A rank is gone, and another view begins without it.
+    """
+    rank = group.transport.rank
+    lost = orphans(before, hello.there)
+    freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
+    behind = [each for each, told in hello.there.items() if told["behind"]]
+    moves = plan_moves(before, after, hello.there, behind, freshest)
+    mine: dict[bool, list[Record]] = {False: [], True: []}
+    for each in moves:
+        if each.giver == rank and each.taker == rank:
+            mine[each.stands_by] += _records(each, held, buckets, whole=whole)
+    messages = []
+    for peer in group.ranks:
+        given = [
+            (each.stands_by, [_packed(record) for record in _records(each, held, buckets, whole=whole)])
+            for each in moves
+            if each.giver == rank and each.taker == peer != rank
+        ]
+        messages.append(objects.pack(given) if given else torch.empty(0, dtype=torch.uint8))
+    for message in objects.exchange(messages, group):
+        for stands_by, records in objects.unpack(message) if message.numel() else ():
+            mine[bool(stands_by)] += [Record(*each) for each in records]
+    if rank not in after.members:
+        return Moved([], {}, None, lost)
+    place = after.members.index(rank)
+    masters, states = _build(place, after.layouts, mine[False], buckets, whole=whole)
+    followed = None
+    for shard in range(len(after.members)):
+        if after.standby(shard) == rank:
+            followed = _holding(shard, after.layouts, *_build(shard, after.layouts, mine[True], buckets, whole=whole))
+    return Moved(masters, states, followed, lost)
+
+
+def _holding(
+    shard: int, layouts: Sequence[Layout], masters: list[torch.Tensor], states: dict[tuple[int, Piece], State]
+) -> Holding:
+    return Holding(shard, layouts, masters, lambda bucket, piece: states[bucket, piece])
+
+
+def _records(move: Move, held: Held | None, buckets: Sequence[Bucket], *, whole: bool) -> list[Record]:
+    where = move.bucket, move.first, move.count
+    if move.source is Source.COPY:
+        layout = buckets[move.bucket].layout
+        return [
+            Record(slot.parameter, low - slot.first, high - low, buckets[move.bucket].flat[low:high].float(), {})
+            for slot in layout.slots
+            if (low := max(slot.first, move.first)) < (high := min(slot.first + slot.count, move.first + move.count))
+        ]
+    assert held is not None
+    holding = held.own if move.source is Source.OWNER else held.followed
+    assert holding is not None
+    return holding.cut(*where, whole=whole)
+
+
+def _packed(record: Record) -> tuple[int, int, int, torch.Tensor, State]:
+    # Copied: of a part of a tensor, torch would save the whole.
+    state = {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for name, value in record.state.items()
+    }
+    return record.parameter, record.offset, record.elements, record.values.detach().to("cpu", copy=True), state
+
+
+def _build(
+    shard: int, layouts: Sequence[Layout], records: Sequence[Record], buckets: Sequence[Bucket], *, whole: bool
+) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
+    """Returns the float32 values of a shard and the state of its pieces, from records of it."""
+    by_parameter: dict[int, list[Record]] = {}
+    on_device = False
+    for record in records:
+        by_parameter.setdefault(record.parameter, []).append(record)
+        on_device = on_device or any(
+            isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cuda for value in record.state.values()
+        )
+    masters, states = [], {}
+    for bucket, layout in zip(buckets, layouts, strict=True):
+        begin, count = layout.spans[shard]
+        values = torch.zeros(count, device=bucket.device)
+        for piece in layout.pieces(shard):
+            states[bucket.index, piece] = assemble(
+                piece,
+                by_parameter.get(piece.parameter, ()),
+                values.narrow(0, piece.first - begin, piece.count),
+                whole=whole,
+                device=bucket.device,
+                counters=bucket.device if on_device else torch.device("cpu"),
+            )
+        masters.append(values)
+    return masters, states
