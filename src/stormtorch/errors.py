@@ -37,7 +37,7 @@ class SizeMismatch(StormError):
 
 
 class Interrupted(StormError):
-    """Another view of the membership begins, so that an exchange of the present one is given up."""
+    """A wait was given up because the members of the job are changing. Never reaches the user."""
 
 
 class Closed(StormError):

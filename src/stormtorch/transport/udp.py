@@ -15,7 +15,8 @@ from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
-from stormtorch.transport.waiting import FIRST_SLICE_S, SLICE_S, Patience, Servers, attends
+from stormtorch.transport.views import EndpointMembership
+from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, attends
 
 
 class UdpExchange:
@@ -68,7 +69,7 @@ class UdpExchange:
         return self._endpoint is not self._transport.endpoint
 
 
-class UdpTransport:
+class UdpTransport(EndpointMembership):
     """A rank's endpoint on a real network. Made by `stormtorch.connect`."""
 
     def __init__(
@@ -155,17 +156,22 @@ class UdpTransport:
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
 
-        if not attends():
+        if not attends() and plan.interrupted is None:
             return wait(timeout_s)
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         outcome = wait(max(min(FIRST_SLICE_S, give_up_at - time.monotonic()), 0.0))
         if outcome is not None or time.monotonic() >= give_up_at:
             return outcome
+        slice_s = SLICE_S if plan.interrupted is None else INTERRUPT_SLICE_S
         patience = Patience(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
         try:
             while outcome is None and time.monotonic() < give_up_at:
+                if plan.interrupted is not None and plan.interrupted():
+                    plan.stopped = True
+                    self.endpoint.cancel(exchange_id)
+                    return wait(None)
                 patience.look()
-                outcome = wait(max(min(SLICE_S, give_up_at - time.monotonic()), 0.0))
+                outcome = wait(max(min(slice_s, give_up_at - time.monotonic()), 0.0))
         finally:
             patience.end()
         return outcome
