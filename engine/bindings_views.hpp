@@ -89,10 +89,14 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         where..., nb::arg("session"), nb::arg("steps"), nb::arg("settled"));
     type.def(
         advance,
-        [reach](Self& self, Where... at, std::uint32_t session, std::uint64_t steps, std::uint32_t settled) {
-            return reach(self, at..., [&](Views& v, Nanos) { return v.advance({session, steps, settled}); });
+        [reach](Self& self, Where... at, std::uint32_t session, std::uint64_t steps, std::uint32_t settled,
+                std::uint32_t view) {
+            return reach(self, at..., [&](Views& v, Nanos) {
+                const View* latest = v.view();
+                return latest != nullptr && latest->number == view && v.advance({session, steps, settled});
+            });
         },
-        where..., nb::arg("session"), nb::arg("steps"), nb::arg("settled"));
+        where..., nb::arg("session"), nb::arg("steps"), nb::arg("settled"), nb::arg("view"));
     type.def(
         "withdraw",
         [reach](Self& self, Where... at, std::uint32_t session) {

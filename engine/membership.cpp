@@ -57,7 +57,10 @@ void Core::heed_views(Nanos now) {
 void Core::drop_absent(Exchange& exchange) {
     if (!exchange.patient() || exchange.view >= view_number_) return;
     const View* view = views_->view();
+    // Where this process itself is out, the others go on without it.
+    const bool here = views_->inside();
     const auto there = [&](std::uint16_t rank) {
+        if (!here) return false;
         const Member who = member(rank);
         return view->has(who) || std::find(view->leaving.begin(), view->leaving.end(), who) != view->leaving.end();
     };

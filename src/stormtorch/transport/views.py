@@ -40,8 +40,8 @@ class Membership(Protocol):
         """Removes a session."""
         ...
 
-    def advance(self, session: int, steps: int, settled: int) -> bool:
-        """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
+    def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
+        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         ...
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
@@ -95,9 +95,9 @@ class EndpointMembership:
         """Removes a session."""
         self._ask("withdraw", lambda: self.endpoint.withdraw(session))
 
-    def advance(self, session: int, steps: int, settled: int) -> bool:
-        """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
-        return self._ask("advance", lambda: self.endpoint.advance(session, steps, settled))
+    def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
+        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
+        return self._ask("advance", lambda: self.endpoint.advance(session, steps, settled, view))
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
