@@ -46,6 +46,14 @@ void Core::heed_views(Nanos now) {
     }
     const View* view = views_->view();
     if (view == nullptr || view->number == view_number_) return;
+    // Whoever was away, even for one view, has given up the exchanges of the views before. A process that was not away
+    // knows each view, as it took part in deciding the next one.
+    since_.resize(config_.world);
+    for (const Member who : view->members) {
+        if (view_number_ != 0 && (view->takes_in(who) || !there_[who.rank])) since_[who.rank] = view->number;
+    }
+    there_.assign(config_.world, false);
+    for (const Member who : view->members) there_[who.rank] = true;
     view_number_ = view->number;
     exchanges_.each([&](Exchange& exchange) {
         drop_absent(exchange);
@@ -60,9 +68,9 @@ void Core::drop_absent(Exchange& exchange) {
     // Where this process itself is out, the others go on without it.
     const bool here = views_->inside();
     const auto there = [&](std::uint16_t rank) {
-        if (!here) return false;
         const Member who = member(rank);
-        return view->has(who) || std::find(view->leaving.begin(), view->leaving.end(), who) != view->leaving.end();
+        return here && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
+               (view->has(who) || view->lets_go(who));
     };
     for (const Outgoing& message : exchange.sends) {
         if (!message.released && !there(message.peer)) drop_peer(exchange, message.peer);

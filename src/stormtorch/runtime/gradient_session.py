@@ -46,7 +46,7 @@ class GradientSession(ReplicatedSession):
         self._exchanging = True
         try:
             while not self._exchange():
-                # This rank was cut off, and is back: it sends the gradients that it has.
+                # This rank was cut off. Once it is back, it sends the gradients that it has.
                 for bucket in self.buckets:
                     self.begin(bucket)
         finally:

@@ -2,7 +2,7 @@
 
 The engines of all ranks agree on views, numbered lists of members; docs/membership.md tells how. A session counts
 *rounds*: exchanges after which every rank is at the same point of its training. A view says at which round each session
-begins in it. A rank that is behind first ends its earlier rounds in the old view, in which ranks that are gone count as
+begins in it. A rank that is behind first makes its earlier rounds in the old view, in which ranks that are gone count as
 lost. A rank that is not in the latest view must not act: it waits until a view has it again.
 """
 
@@ -43,13 +43,11 @@ class Membership:
         group: The ranks with which the session began.
         name: Name of the session, the same on all ranks.
         give_up_s: Seconds after which a rank that waits for a majority, or to be let in, raises an error.
-        repeats: Whether a round that a change of the view interrupts is repeated in the new view. Otherwise it ends in
-            the old one.
     """
 
-    def __init__(self, group: Group, name: str, give_up_s: float, *, repeats: bool) -> None:
+    def __init__(self, group: Group, name: str, give_up_s: float) -> None:
         self.round = 0
-        """Number of rounds that are complete."""
+        """Number of rounds that this rank has completed, or begun where a round that has begun is never repeated."""
         self.leaving = False
         """Whether this rank hands over what it owns, and then leaves."""
         self._transport: Any = group.transport
@@ -58,7 +56,6 @@ class Membership:
         # Ranks that join a job belong to the sessions of all ranks, not to those of some.
         self._scope = None if group.size == group.transport.world else frozenset(group.ranks)
         self._give_up_s = give_up_s
-        self._repeats = repeats
         self._transport.watch()
         self.newcomer = bool(self._transport.incarnation(self._rank))
         """Whether this process came into a job that was running, and has no parameters yet."""
@@ -67,7 +64,7 @@ class Membership:
         else:
             latest = self._transport.view()
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
-        self._enroll()
+        self._transport.enroll(self._id, 0, self.settled)
         weakref.finalize(self, self._transport.withdraw, self._id).atexit = False
 
     @property
@@ -92,8 +89,15 @@ class Membership:
         latest = self._transport.view()
         return latest is not None and self._due(latest)
 
+    def cut_off(self) -> bool:
+        """Whether the others have gone on without this rank."""
+        latest = self._transport.view()
+        if latest.number <= self.view.number:
+            return False
+        return not self._transport.inside() or self.base(latest)[0] > self.settled
+
     def complete(self) -> bool:
-        """Completes a round. Returns False if it must be repeated, as another view begins with it."""
+        """Goes on to the next round. Returns False if another view begins first, or has begun without this rank."""
         began = time.monotonic()
         announced = 0.0
         while True:
@@ -127,7 +131,7 @@ class Membership:
         """Returns the view from which all members go on to another one, and the round at which that begins."""
         for session, rounds, base in latest.starts:
             if session == self._id:
-                return base, rounds if self._repeats else rounds + 1
+                return base, rounds
         return 0, self.round
 
     def takes_part(self, latest: Any) -> list[int]:
@@ -142,17 +146,23 @@ class Membership:
         """Goes on to a view. It is settled once every member is known to have what it needs for it."""
         self.view = View(latest.number, self._members(latest), step)
 
-    def settle(self, rounds: int) -> None:
-        """Begins the view that was entered, at the given round: every member has what it needs for it."""
-        self.settled, self.round, self.newcomer = self.view.number, rounds, False
-        self._enroll()
+    def settle(self, rounds: int) -> bool:
+        """Begins the view that was entered, at the given round: every member has what it needs for it.
+
+        What a session had before must be kept until its next round is complete: a later view may have been agreed on
+        without knowing that this one is in place. Returns False if there is such a view already.
+        """
+        number = self.view.number
+        while not self._transport.advance(self._id, rounds, number, number):
+            if self.superseded(number):
+                return False
+            self._transport.wait_view(number, _SLICE_S)
+        self.settled, self.round, self.newcomer = number, rounds, False
+        return True
 
     def superseded(self, number: int) -> bool:
         """Whether there is a later view than that one."""
         return bool(self._transport.view().number > number)
-
-    def _enroll(self) -> None:
-        self._transport.enroll(self._id, self.round, self.settled)
 
     def _due(self, latest: Any) -> bool:
         if latest.number <= self.view.number:

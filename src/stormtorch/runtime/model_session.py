@@ -101,8 +101,10 @@ class ModelSession(ReplicatedSession):
         telling, self._telling = self._telling, None
         assert telling is not None
         row, waited_s = self._row, self._gate.waited_s
-        self.complete(telling, row, self.steps, self._digest)
+        here = self.complete(telling, row, self.steps, self._digest)
         self.note(row, waited_s)
+        if not here:
+            self.change()
         self.sample(self.steps + 1)
 
     def _begin_view(self) -> None:

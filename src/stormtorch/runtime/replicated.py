@@ -33,8 +33,6 @@ class ReplicatedSession(Session):
     Args: See `Session`.
     """
 
-    repeats = False
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
     ) -> None:
@@ -47,6 +45,10 @@ class ReplicatedSession(Session):
         self._row = Row(0)
         self._buffers = buffers_of(model)
         self._entering = False
+        self._open = False
+        """Whether a round has begun and not ended."""
+        self._ready = 0
+        """The latest view for which this rank has what it needs."""
         self.ledger.attend(group.rank, self.wait)
         if not self.membership.newcomer:
             self.agree(buckets)
@@ -76,6 +78,10 @@ class ReplicatedSession(Session):
 
     def begin(self, bucket: Bucket) -> None:
         """Begins to exchange a bucket's vector."""
+        if not self._open:
+            self._open = True
+            while not self.membership.complete():
+                self.change()
         group = self._groups[bucket.index]
         if not self._orders:
             # All at once: buckets may begin in another order on another rank, and must have the same owners there.
@@ -137,19 +143,14 @@ class ReplicatedSession(Session):
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
     def complete(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
-        """Completes a round, and begins the view that follows it, if there is one.
-
-        Returns False if this rank was cut off: what it has got is nobody else's. It is back then, in another view.
-        """
+        """Ends a round. Returns False if this rank was cut off meanwhile: what it has got is nobody else's."""
+        self._open = False
         try:
             self.hear(telling, row, step, digest)
-            done = self.membership.complete()
         except Interrupted:
-            done = False
             telling.cancel()
-        if not done or self.membership.due():
-            self.change()
-        return done
+            return False
+        return not self.membership.cut_off()
 
     @torch.no_grad()
     def change(self) -> None:
@@ -167,7 +168,8 @@ class ReplicatedSession(Session):
         base, round_ = membership.base(latest)
         members = membership.members_of(latest)
         before = membership.view.members
-        own = {"holds": membership.settled >= base, "steps": self.steps, "carried": self.given()}
+        holds = base == self._ready or (base == membership.settled and not membership.newcomer)
+        own = {"holds": holds, "steps": self.steps, "carried": self.given()}
         try:
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if group.transport.rank not in members:
@@ -183,10 +185,12 @@ class ReplicatedSession(Session):
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)
             self._begin_view()
+            self._ready = latest.number
             objects.gather(True, self.channel("settle", interruptible=True))
         except Interrupted:
             return False
-        membership.settle(round_)
+        if not membership.settle(round_):
+            return False
         self.forget_channels()
         words = self.told_of(before, members, newcomers)
         self._row.events.append(words)

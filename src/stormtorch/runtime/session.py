@@ -8,7 +8,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,9 +45,6 @@ class Session(ABC):
         policy: The user's policy.
     """
 
-    repeats: ClassVar[bool]
-    """Whether a round that a change of the view interrupts is repeated in the new view."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
     ) -> None:
@@ -58,7 +55,7 @@ class Session(ABC):
         self.ledger = Ledger()
         self.steps = 0
         """Optimizer steps so far."""
-        self.membership = Membership(group, name, policy.give_up_s, repeats=self.repeats)
+        self.membership = Membership(group, name, policy.give_up_s)
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
         self._on_step: list[Callable[[int], None]] = []
         self._bytes_sent = 0

@@ -50,8 +50,6 @@ class ShardedSession(Session):
     Args: See `Session`.
     """
 
-    repeats = True
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: OwnerPolicy
     ) -> None:
@@ -217,6 +215,7 @@ class ShardedSession(Session):
             telling.cancel()
             self._reduction.abandon()
             return False
+        self._held.clear()
         if self._standby is not None:
             self._standby.follow()
         self._reduction.present = rounds.here.size
@@ -326,8 +325,8 @@ class ShardedSession(Session):
                 self._gate.open()
                 if self._standby is not None:
                     self._standby.follow()
-                if self.membership.settled not in self._held:
-                    self._held = {self.membership.settled: self._holds()}
+                if not self._held:
+                    self._held[self.membership.settled] = self._holds()
             began = time.perf_counter()
             while not self._enter(self.membership.await_view()):
                 pass
@@ -366,8 +365,8 @@ class ShardedSession(Session):
             objects.gather(True, group)
         except Interrupted:
             return False
-        membership.settle(round_)
-        self._held.clear()
+        if not membership.settle(round_):
+            return False
         self.forget_channels()
         self._tell(before, after, moved.lost, hello)
         self.taken({rank: told["carried"] for rank, told in hello.told.items() if rank in members})
