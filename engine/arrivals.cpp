@@ -318,8 +318,14 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.more) return;  // the last piece stands for its chunk, which is lost once
     if (flight.kind == Kind::data || flight.kind == Kind::ping)
         peer.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
+    if (flight.kind == Kind::data) peer.on_data_lost(now);
+    repair(peer, flight, now);
+}
+
+// Sends again what a lost datagram carried, as far as it is still wanted.
+void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.more) return;
     if (flight.kind == Kind::data) {
-        peer.on_data_lost(now);
         Outgoing* message = slots_.find(flight.message);
         if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
         if (message->given_up + message->reserved < message->allowed) {
