@@ -8,6 +8,7 @@ lost. A rank that is not in the latest view must not act: it waits until a view 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormtorch.collectives import Group
-from stormtorch.errors import StormError
+from stormtorch.errors import Closed, StormError
 
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
@@ -65,7 +66,7 @@ class Membership:
             latest = self._transport.view()
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
         self._transport.enroll(self._id, 0, self.settled)
-        weakref.finalize(self, self._transport.withdraw, self._id).atexit = False
+        weakref.finalize(self, _withdraw, self._transport, self._id).atexit = False
 
     @property
     def index(self) -> int:
@@ -207,3 +208,8 @@ class Membership:
         since = max((heard[rank] for rank in silent if heard.get(rank) is not None), default=0.0)
         majority = "" if standing["quorum"] else ", which leaves it without a majority"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"
+
+
+def _withdraw(transport: Any, session: int) -> None:
+    with contextlib.suppress(Closed):
+        transport.withdraw(session)

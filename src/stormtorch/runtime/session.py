@@ -217,7 +217,7 @@ class Session(ABC):
         gone = [self.label(rank) for rank in before if rank not in after]
         come = [self.label(rank) for rank in after if rank not in before]
         back = [self.label(rank) for rank in newcomers if rank in before]
-        words = f"view {self.view.number} begins at step {self.steps} with {len(after)} ranks"
+        words = f"view {self.view.number} begins at step {self.steps} with {len(after)} rank{'s' * (len(after) > 1)}"
         for what, ranks in (("gone", gone), ("new", come), ("back", back)):
             if ranks and before:
                 words += f"; rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {what}"
