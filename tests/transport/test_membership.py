@@ -110,7 +110,7 @@ def test_interrupted_wait_ends_soon_and_frees_the_tensors() -> None:
             threading.Timer(0.3, stop.set).start()
             begun = time.monotonic()
             for _ in range(2):
-                with pytest.raises(Interrupted, match="rank 0: all_reduce .* was interrupted"):
+                with pytest.raises(Interrupted, match=r"rank 0: all_reduce .* was interrupted"):
                     pending.wait()
             assert 0.2 < time.monotonic() - begun < 2.0
             assert not transport._plans
