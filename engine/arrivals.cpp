@@ -48,6 +48,8 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     ++counters_.authenticated;
     Peer& peer = peers_[header->source];
+    // Data that was lost before an outage does not make the path a blocked one after it.
+    if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
     peer.hear(now);
     if (views_) views_->hear(peer.rank, now);
     bool taken = true;

@@ -5,6 +5,7 @@
 
 #include "core.hpp"
 #include "peer.hpp"
+#include "ranks.hpp"
 
 namespace storm {
 
@@ -93,6 +94,7 @@ void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
 }
 
 void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    if (config_.world > Ranks::bits) return;  // more ranks than a view can have
     views(now).receive(peer.rank, body, now);
     heed_views(now);
 }

@@ -50,7 +50,8 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
         if (all.has(rank) || rank == self_.rank || net_.left().has(rank)) continue;
         const Slot& slot = slots_[rank];
         const bool brought = successors.has(rank) || std::any_of(asks_.begin(), asks_.end(), [&](const Ask& ask) {
-                                 return ask.who == Member{rank, slot.incarnation};
+                                 // With the card, so that it does not get lost with the member who brought it.
+                                 return ask.who == Member{rank, slot.incarnation} && find_card(ask.who) != nullptr;
                              });
         const bool knocks = (slot.flags & note_knocks) != 0 && net_.hears().has(rank) && net_.good(rank, all);
         if ((!brought && !knocks) || latest_.has({rank, slot.incarnation})) continue;
@@ -60,6 +61,15 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
     choice.members.insert(choice.members.end(), choice.joined.begin(), choice.joined.end());
     std::sort(choice.members.begin(), choice.members.end());
     return choice;
+}
+
+// Whether somebody who was to hand over is lost, and a session still waits for it: the next view lists it no more.
+bool Views::misses_leaver() const {
+    const bool waits = std::any_of(sessions_.begin(), sessions_.end(),
+                                   [&](const Session& each) { return each.place < latest_.number; });
+    return waits && std::any_of(latest_.leaving.begin(), latest_.leaving.end(), [&](Member who) {
+               return who != self_ && (!net_.hears().has(who.rank) || slots_[who.rank].incarnation != who.incarnation);
+           });
 }
 
 // Looks whether another view is wanted, and whether it is for this process to propose it now. The first of those who
@@ -75,7 +85,8 @@ void Views::consider(Nanos now) {
     const Choice choice = choose(rumoured(), successors);
     const bool all_accounted_for = !successors.empty() && (present | successors).contains(latest_.ranks());
     const bool possible = choice.quorum || all_accounted_for;
-    const bool wanted = answers_.promised || choice.members != latest_.members;
+    const bool orphaned = misses_leaver();
+    const bool wanted = answers_.promised || choice.members != latest_.members || orphaned;
     if (!possible || !wanted || choice.members.empty() || !choice.stay.has(self_.rank)) {
         wanted_since_ = never;
         return;
@@ -92,7 +103,7 @@ void Views::consider(Nanos now) {
     } else {
         // A goodbye is certain. Silence needs two more beats, in which all others notice it too. Of those who come in,
         // several may come at once.
-        due += wanted_since_ + (choice.lost ? 2 * period_ : choice.joined.empty() ? 0 : period_);
+        due += wanted_since_ + (choice.lost || orphaned ? 2 * period_ : choice.joined.empty() ? 0 : period_);
         // Others of this lineage may live where this process does not reach them yet.
         if (!choice.quorum) due += silence_;
     }

@@ -79,7 +79,7 @@ void Views::occupy(Member who, Nanos now) {
         slot = {.incarnation = who.incarnation, .known = true};
         net_.reset(who.rank);
         // The promises of a proposal are those of the processes that it began with.
-        if (proposal_) abandon(now);
+        if (proposal_ && voters().has(who.rank)) abandon(now);
         dirty_ = true;
     }
     if (!net_.left().has(who.rank)) slot.known = true;
@@ -180,6 +180,7 @@ void Views::on_card(const NoteBody& note) {
                         std::any_of(asks_.begin(), asks_.end(), [&](const Ask& ask) { return ask.who == note.who; });
     if (!needed || find_card(note.who) != nullptr || note.card.empty()) return;
     cards_.push_back({note.who, note.card});
+    dirty_ = true;
     show();
 }
 
@@ -243,7 +244,9 @@ void Views::enroll(const Position& position) {
     withdraw(position.session);
     if (sessions_.size() >= most_sessions) throw std::length_error("a process has at most 24 sessions at a time");
     const bool begun = latest_.start(position.session) != nullptr;
-    sessions_.push_back({position, begun ? position.settled : std::max(position.settled, latest_.number)});
+    sessions_.push_back({.position = position,
+                         .place = begun ? position.settled : std::max(position.settled, latest_.number),
+                         .blank = begun && position.settled == 0});
 }
 
 bool Views::advance(const Position& position) {
@@ -261,7 +264,10 @@ bool Views::advance(const Position& position) {
         found->position.steps = position.steps;
     }
     found->place = place;
-    if (settles) found->position.settled = latest_.number;
+    if (settles) {
+        found->position.settled = latest_.number;
+        found->blank = false;
+    }
     return true;
 }
 
@@ -269,10 +275,16 @@ void Views::withdraw(std::uint32_t session) {
     std::erase_if(sessions_, [&](const Session& each) { return each.position.session == session; });
 }
 
+bool Views::blank(std::uint32_t session) const {
+    return std::any_of(sessions_.begin(), sessions_.end(),
+                       [&](const Session& each) { return each.position.session == session && each.blank; });
+}
+
 void Views::ask_in(Member who, std::span<const std::byte> card, Nanos now) {
     if (who.rank >= capacity_) throw std::invalid_argument("the rank that asks in lies beyond the slots");
     if (card.size() > most_card_bytes) throw std::invalid_argument("a card has at most 400 bytes");
     if (find_card(who) == nullptr) cards_.push_back({who, {card.begin(), card.end()}});
+    show();
     if (who == self_) {
         wants_out_ = false;
         dirty_ = true;
@@ -328,7 +340,7 @@ void Views::install(const View& view, Nanos now) {
     });
     if (view.takes_in(self_)) {
         // Whatever this process had is of a past in which the others have no part.
-        for (Session& each : sessions_) each = {.position = {.session = each.position.session}};
+        for (Session& each : sessions_) each = {.position = {.session = each.position.session}, .blank = true};
         for (const Member who : view.members) net_.trust(who.rank, now);
         inside_since_ = now;
     } else if (was_inside && !takes_part()) {
@@ -392,7 +404,7 @@ void Views::fetch_cards(Nanos now) {
     for (const Member who : latest_.members) {
         if (who.incarnation == 0 || who == self_ || find_card(who) != nullptr) continue;
         const std::uint16_t helper = latest_.members[next_helper_++ % latest_.members.size()].rank;
-        if (helper == self_.rank || helper == who.rank) continue;
+        if (helper == self_.rank) continue;
         NoteBody request = make(NoteKind::request);
         request.who = who;
         send(helper, request);

@@ -95,7 +95,7 @@ class Membership:
         latest = self._transport.view()
         if latest.number <= self.view.number:
             return False
-        return not self._transport.inside() or self.base(latest)[0] > self.settled
+        return not self._transport.inside() or self.blank()
 
     def complete(self) -> bool:
         """Goes on to the next round. Returns False if another view begins first, or has begun without this rank."""
@@ -143,6 +143,10 @@ class Membership:
         """Returns the members of one of the engine's views, as far as they belong to this session."""
         return self._members(latest)
 
+    def blank(self) -> bool:
+        """Whether this rank has been away, or is new, so that what it holds is of no worth to the others."""
+        return bool(self._transport.blank(self._id))
+
     def enter(self, latest: Any, step: int) -> None:
         """Goes on to a view. It is settled once every member is known to have what it needs for it."""
         self.view = View(latest.number, self._members(latest), step)
@@ -168,7 +172,7 @@ class Membership:
     def _due(self, latest: Any) -> bool:
         if latest.number <= self.view.number:
             return False
-        return not self._transport.inside() or self.base(latest)[1] <= self.round
+        return not self._transport.inside() or self.blank() or self.base(latest)[1] <= self.round
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))

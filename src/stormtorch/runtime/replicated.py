@@ -168,7 +168,7 @@ class ReplicatedSession(Session):
         base, round_ = membership.base(latest)
         members = membership.members_of(latest)
         before = membership.view.members
-        holds = base == self._ready or (base == membership.settled and not membership.newcomer)
+        holds = not membership.blank() and base in (self._ready, membership.settled)
         own = {"holds": holds, "steps": self.steps, "carried": self.given()}
         try:
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))

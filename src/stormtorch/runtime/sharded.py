@@ -345,7 +345,7 @@ class ShardedSession(Session):
         """Moves shards to where they belong in a view. Returns False if yet another view has come meanwhile."""
         membership, group = self.membership, self.moving(latest)
         base, round_ = membership.base(latest)
-        held = self._held.get(base)
+        held = None if membership.blank() else self._held.get(base)
         members = membership.members_of(latest)
         try:
             hello = greet(group, held, self.steps, self.given())

@@ -146,6 +146,10 @@ class SimulatedTransport:
         """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled, view))
 
+    def blank(self, session: int) -> bool:
+        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        return self.network.ask(lambda sim: sim.blank(self.rank, session))
+
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         self.network.later(self.rank, lambda sim: sim.ask_in(self.rank, peer, incarnation, card))
@@ -154,9 +158,13 @@ class SimulatedTransport:
         """Asks the members to go on without this process."""
         self.network.later(self.rank, lambda sim: sim.ask_out(self.rank))
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
-        return self.network.ask(lambda sim: sim.card(self.rank, peer))
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        return self.network.ask(lambda sim: sim.card(self.rank, peer, incarnation))
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
+        return self.network.ask(lambda sim: sim.asking(self.rank))
 
     def standing(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""

@@ -44,6 +44,10 @@ class Membership(Protocol):
         """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         ...
 
+    def blank(self, session: int) -> bool:
+        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        ...
+
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         ...
@@ -52,8 +56,12 @@ class Membership(Protocol):
         """Asks the members to go on without this process."""
         ...
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        ...
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
         ...
 
     def standing(self) -> dict[str, Any]:
@@ -99,6 +107,10 @@ class EndpointMembership:
         """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         return self._ask("advance", lambda: self.endpoint.advance(session, steps, settled, view))
 
+    def blank(self, session: int) -> bool:
+        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        return self._ask("blank", lambda: self.endpoint.blank(session))
+
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         self._ask("ask_in", lambda: self.endpoint.ask_in(peer, incarnation, card))
@@ -107,9 +119,13 @@ class EndpointMembership:
         """Asks the members to go on without this process."""
         self._ask("ask_out", self.endpoint.ask_out)
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
-        return self._ask("card", lambda: self.endpoint.card(peer))
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        return self._ask("card", lambda: self.endpoint.card(peer, incarnation))
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
+        return self._ask("asking", self.endpoint.asking)
 
     def standing(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
