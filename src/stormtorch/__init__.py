@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.simulation import simulate
+    from stormtorch.transport.etcd import EtcdStore
     from stormtorch.transport.leaving import leave
     from stormtorch.transport.rendezvous import connect
 
@@ -26,6 +27,7 @@ __version__ = version("stormtorch")
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
     "BoundedDrift": "policies",
+    "EtcdStore": "transport.etcd",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
     "LossyGradients": "backend.lossy",
@@ -51,6 +53,7 @@ __all__ = [
     "LOSSY",
     "REPAIRED",
     "BoundedDrift",
+    "EtcdStore",
     "GradientAveraging",
     "Ledger",
     "LossyGradients",
