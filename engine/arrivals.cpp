@@ -32,6 +32,10 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         return;
     }
     const Peer& sender = peers_.look(header->source);
+    if (sender.vacant) {
+        ++counters_.foreign;
+        return;
+    }
     const std::uint64_t number = widen_number(header->number, sender.in.largest() + 1);
     if (sender.in.seen(number) || sender.pieces.holds(number)) {
         ++counters_.duplicates;
@@ -45,6 +49,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     ++counters_.authenticated;
     Peer& peer = peers_[header->source];
     peer.hear(now);
+    if (views_) views_->hear(peer.rank, now);
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
@@ -63,9 +68,11 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
         case Kind::ping: peer.in.report_now(); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed: take_failed(peer, *header, now); break;
+        case Kind::note: take_note(peer, *payload, now); break;
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
-    if (taken) peer.in.arrive(number, datagram.size(), header->kind != Kind::report, now);
+    const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
+    if (taken) peer.in.arrive(number, datagram.size(), elicits, now);
 }
 
 // A piece is reported when its chunk is complete, with all others of that chunk.
@@ -162,8 +169,9 @@ bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
     if (!header.has(flag_repair)) {
         heed_end(*exchange, peer, second_stage, now);
     } else if (Incoming* message = exchange->incoming(peer.rank, second_stage)) {
-        // Nothing more will come of this message, whatever its budget says.
-        if (exchange->lossy(second_stage)) close(*exchange, *message, false);
+        // Nothing more will come of this message, whatever its budget says. Where a peer was dropped, others cannot pass on
+        // what it had.
+        if (exchange->lossy(second_stage) || exchange->dropped) close(*exchange, *message, false);
     }
     settle(*exchange, now);
     return true;
@@ -248,10 +256,17 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     peer.leave(*blame);
     peer.in.report_now();
     peer.out.abandon([](const Flight&) {});
+    peer.queue.clear();
+    credit_.depart(peer.rank);
+    count_peers();
     exchanges_.each([&](Exchange& exchange) {
+        if (exchange.patient()) return;
         abandon_peer(exchange, peer, Status::peer_left, *blame);
         settle(exchange, now);
     });
+    if (!views_) return;
+    views_->gone(peer.rank, now);
+    heed_views(now);
 }
 
 void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
@@ -261,11 +276,18 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
         return;
     }
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        abandon_peer(*exchange, peer, Status::peer_failed, *blame);
+        heed_failed(*exchange, peer, *blame);
         settle(*exchange, now);
     } else if (!sequences_.posted(header.channel, header.seq)) {
         (void)pool_.keep(header, {});
     }
+}
+
+// A patient exchange goes on without what a peer gave up because of others, or because its caller has another view.
+void Core::heed_failed(Exchange& exchange, Peer& peer, Blame blame) {
+    const bool passes =
+        blame.cause == Status::closed || blame.cause == Status::peer_silent || blame.cause == Status::peer_left;
+    if (!exchange.patient() || !passes) abandon_peer(exchange, peer, Status::peer_failed, blame);
 }
 
 // Answers a peer that still sends for, or asks about, an exchange that has ended here.

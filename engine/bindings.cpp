@@ -6,11 +6,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "bindings_views.hpp"
 #include "driver.hpp"
 #include "int8.hpp"
 #include "seal.hpp"
@@ -49,8 +51,9 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                        const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                        std::pair<double, double> budgets,
                        std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-                       std::optional<double> timeout_s) {
+                       std::optional<double> timeout_s, std::uint32_t view) {
     ExchangeSpec spec;
+    spec.view = view;
     spec.channel = channel;
     spec.seq = seq;
     for (const auto& [peer, data, bytes, second_stage] : sends) {
@@ -133,11 +136,14 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
     config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
     config.secrets.incarnations = nb::cast<std::vector<std::uint16_t>>(from["incarnations"]);
+    if (from.contains("vacant")) config.vacant = nb::cast<std::vector<std::uint16_t>>(from["vacant"]);
+    if (from.contains("late")) config.late = nb::cast<bool>(from["late"]);
     const auto keys = nb::cast<std::vector<nb::bytes>>(from["keys"]);
     if (!keys.empty()) {
         if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");
         config.secrets.sealed = true;
-        for (const nb::bytes& key : keys) config.secrets.peers.push_back(to_key(key));
+        // A vacant slot has no key yet.
+        for (const nb::bytes& key : keys) config.secrets.peers.push_back(key.size() == 0 ? Key{} : to_key(key));
         config.secrets.own = config.secrets.peers.at(rank);
     }
     return config;
@@ -193,6 +199,21 @@ PyFirsts to_list(const std::vector<Pool::First>& firsts) {
 
 // How long to wait at a time: Python handles signals in between.
 constexpr Nanos wait_slice = 200 * millisecond;
+
+bool wait_view(Driver& driver, std::uint32_t above, std::optional<double> timeout_s) {
+    const Nanos timeout = to_nanos(timeout_s);
+    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    for (;;) {
+        const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
+        bool found = false;
+        {
+            const nb::gil_scoped_release released;
+            found = driver.wait_view(above, std::min(left, wait_slice));
+        }
+        if (found || left <= wait_slice) return found;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
 
 std::optional<Outcome> wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
@@ -253,7 +274,10 @@ NB_MODULE(_engine, m) {
             return nb::bytes(reinterpret_cast<const char*>(o.counts.data()), o.counts.size() * 2);
         });
 
-    nb::class_<Driver>(m, "Endpoint")
+    python::define_view(m);
+
+    nb::class_<Driver> endpoint(m, "Endpoint");
+    endpoint
         .def(
             "__init__",
             [](Driver* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer, bool low_priority,
@@ -272,9 +296,17 @@ NB_MODULE(_engine, m) {
             "start",
             [](Driver& d, std::uint16_t rank, const std::vector<std::pair<std::string, std::uint16_t>>& peers,
                const Mapping& config) {
+                CoreConfig core = make_core_config(rank, peers.size(), config);
                 std::vector<Address> addresses;
-                for (const auto& [host, port] : peers) addresses.emplace_back(host, port);
-                d.start(make_core_config(rank, peers.size(), config), std::move(addresses));
+                // Nothing is sent to a vacant slot, whose host is empty.
+                for (const auto& [host, port] : peers)
+                    addresses.push_back(host.empty() ? Address() : Address(host, port));
+                for (std::uint16_t peer = 0; peer < addresses.size(); ++peer) {
+                    const bool vacant = std::find(core.vacant.begin(), core.vacant.end(), peer) != core.vacant.end();
+                    if (peers[peer].first.empty() && !vacant)
+                        throw std::invalid_argument("rank " + std::to_string(peer) + " has no address");
+                }
+                d.start(std::move(core), std::move(addresses));
             },
             nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
         .def(
@@ -282,14 +314,14 @@ NB_MODULE(_engine, m) {
             [](Driver& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-               std::optional<double> timeout_s) {
+               std::optional<double> timeout_s, std::uint32_t view) {
                 ExchangeSpec spec =
-                    make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s);
+                    make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s, view);
                 const nb::gil_scoped_release released;
                 return d.post(std::move(spec));
             },
             nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
-            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0)
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Driver::ended, nb::arg("id"))
         .def(
@@ -328,7 +360,14 @@ NB_MODULE(_engine, m) {
             nb::arg("peer"))
         .def("path_bytes", [](Driver& d, std::uint16_t peer) { return d.link(peer).path_bytes; }, nb::arg("peer"));
 
-    nb::class_<Sim>(m, "Sim")
+    endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
+    python::define_views<>(endpoint, "advance", [](Driver& d, auto&& work) {
+        const nb::gil_scoped_release released;
+        return d.with_views(work);
+    });
+
+    nb::class_<Sim> simulation(m, "Sim");
+    simulation
         .def(
             "__init__",
             [](Sim* self, std::uint16_t world, const Mapping& core, const Mapping& faults, double delay_s,
@@ -347,12 +386,13 @@ NB_MODULE(_engine, m) {
             [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-               std::optional<double> timeout_s) {
-                return s.post(rank,
-                              make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s));
+               std::optional<double> timeout_s, std::uint32_t view) {
+                return s.post(
+                    rank, make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s, view));
             },
             nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"),
-            nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none())
+            nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(),
+            nb::arg("view") = 0)
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
         .def(
             "peek",
@@ -378,12 +418,21 @@ NB_MODULE(_engine, m) {
             },
             nb::arg("rank"))
         .def("set_dark", &Sim::set_dark, nb::arg("rank"), nb::arg("dark"))
+        .def("set_link", &Sim::set_link, nb::arg("from_"), nb::arg("to"), nb::arg("dark"))
+        .def("restart", &Sim::restart, nb::arg("rank"), nb::arg("incarnation"))
+        .def("readmit", &Sim::readmit, nb::arg("rank"), nb::arg("peer"))
+        .def(
+            "view_number", [](Sim& s, std::uint16_t rank) { return s.core(rank).view_number(); }, nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());
             all["faults"] = to_dict(s.fault_counters(rank));
             return all;
         });
+
+    python::define_views<std::uint16_t>(
+        simulation, "advance_to", [](Sim& s, std::uint16_t rank, auto&& work) { return s.with_views(rank, work); },
+        nb::arg("rank"));
 
     m.def(
         "set_faults",

@@ -39,8 +39,18 @@ Core::Core(CoreConfig config, Nanos now)
         const double burst = std::max(config_.bytes_per_s * 0.002, 2.0 * static_cast<double>(config_.datagram_bytes));
         shared_pacer_.emplace(config_.bytes_per_s, burst, now);
     }
+    for (const std::uint16_t rank : config_.vacant) {
+        if (rank >= config_.world || rank == config_.rank)
+            throw std::invalid_argument("a vacant rank must be another rank of the world");
+        credit_.depart(rank);
+    }
+    pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank != config_.rank) peers_.put(make_peer(rank, now));
+    }
+    for (const std::uint16_t rank : config_.vacant) {
+        peers_[rank].vacant = true;
+        peers_[rank].leave({rank, Status::peer_left});
     }
     turn_ = (config_.rank + 1U) % config_.world;
 }
@@ -55,12 +65,13 @@ std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
 }
 
 RateControl Core::make_rate(Nanos now) const {
-    return {config_.rate_mode, config_.datagram_bytes, now, config_.world - 1U};
+    return {config_.rate_mode, config_.datagram_bytes, now, std::max<std::size_t>(credit_.peers(), 1)};
 }
 
 std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     validate(spec, config_.rank, config_.world);
     sequences_.post(spec.channel, spec.seq);
+    if (spec.view != 0) (void)views(now);
     Exchange& exchange = exchanges_.add(std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now));
     begin_sends(exchange);
     if (line_.due(now)) share_line(now);
@@ -71,6 +82,7 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     }
     take_pooled(exchange, now);
     begin_receives(exchange, now);
+    drop_absent(exchange);
     exchange.timers.set_all([&](Timers::Owner timer) { return due_at_(exchange, timer); });
     exchanges_.timers_changed(exchange);
     const std::uint64_t id = exchange.id;
@@ -84,7 +96,9 @@ void Core::begin_sends(Exchange& exchange) {
         Peer& peer = peers_[message.peer];
         if (peer.silent()) peer.say({.kind = Kind::ping});  // it heals when it answers
         const bool lossy = exchange.lossy(message.second_stage);
-        if (peer.left() && !lossy) {
+        if (exchange.patient()) {
+            peers_.queue(message);
+        } else if (peer.left() && !lossy) {
             exchange.fail(Status::peer_left, peer.rank, message.cut.bytes, peer.left_for());
         } else if (peer.left() || (peer.silent() && lossy)) {
             message.release();
@@ -104,7 +118,7 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
             obey(exchange, peer, entry.header);
         } else if (entry.header.kind == Kind::failed) {
             // Only headers with a valid blame are kept.
-            abandon_peer(exchange, peer, Status::peer_failed, *parse_blame(entry.header, config_.world));
+            heed_failed(exchange, peer, *parse_blame(entry.header, config_.world));
         } else {
             deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
         }
@@ -116,10 +130,10 @@ void Core::begin_receives(Exchange& exchange, Nanos now) {
     for (Incoming& message : exchange.receives) {
         if (message.closed) continue;
         Peer& peer = peers_[message.peer];
-        const bool lossy = exchange.lossy(message.second_stage);
-        if (peer.left() && !lossy) {
+        const bool lossy = exchange.lossy(message.second_stage), patient = exchange.patient();
+        if (peer.left() && !lossy && !patient) {
             exchange.fail(Status::peer_left, peer.rank, message.missing_bytes(), peer.left_for());
-        } else if (peer.left() || (peer.silent() && lossy)) {
+        } else if (!patient && (peer.left() || (peer.silent() && lossy))) {
             close(exchange, message, false);
         } else {
             message.ask_every = std::min(std::max(8 * peer.out.patience(), 100 * millisecond), longest_ask());
@@ -142,10 +156,13 @@ void Core::leave() {
 }
 
 bool Core::gone() const {
-    // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since.
+    // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since, nor of one that the
+    // latest view does not know.
+    const View* view = views_ ? views_->view() : nullptr;
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         const Peer* peer = peers_.find(rank);
         if (peer == nullptr || peer->left() || peer->told || peer->silent()) continue;
+        if (view != nullptr && !view->has(member(rank))) continue;
         if (!blames_.silenced(rank, peer->last_heard())) return false;
     }
     return true;
@@ -163,12 +180,28 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     pool_.forget(rank);
     counters_.pool_bytes = pool_.bytes();
     exchanges_.each([&](Exchange& exchange) {
-        abandon_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
+        if (exchange.patient()) {
+            drop_peer(exchange, rank);
+        } else {
+            abandon_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
+        }
         settle(exchange, now);
     });
     // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
+    std::erase(config_.vacant, rank);
+    credit_.arrive(rank);
+    count_peers();
     peers_.put(make_peer(rank, now));
+    if (!views_) return;
+    views_->readmitted(member(rank), now);
+    heed_views(now);
+}
+
+// Peers came or went: the room for what they send is divided anew.
+void Core::count_peers() {
+    pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
+    peers_.credit_shrank();
 }
 
 Nanos Core::round_trip(std::uint16_t peer) const {

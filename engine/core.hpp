@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "blames.hpp"
@@ -26,6 +27,7 @@
 #include "seal.hpp"
 #include "sequences.hpp"
 #include "slots.hpp"
+#include "views.hpp"
 #include "wire.hpp"
 
 namespace storm {
@@ -43,6 +45,9 @@ struct CoreConfig {
     double bytes_per_s{};        // RateMode::fixed: the rate of all links together
     Nanos silence{10 * second};  // a peer that is not heard for so long is taken for lost
     Secrets secrets;
+    // Ranks that no process has yet; `readmit` fills such a slot.
+    std::vector<std::uint16_t> vacant{};
+    bool late{};  // the job began without this process, so that it does not know who its members are
 };
 
 class Core {
@@ -62,6 +67,12 @@ public:
     // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `key` opens what
     // the new one sends, if datagrams are sealed. Throws std::invalid_argument.
     void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now);
+
+    // Calls `work(views)` with the views of this endpoint and acts on what it changed.
+    template <class Work>
+    decltype(auto) with_views(Nanos now, Work&& work);
+    // Number of the latest view that is known and usable here; 0 as long as nobody has asked for any.
+    [[nodiscard]] std::uint32_t view_number() const { return view_number_; }
 
     // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
@@ -107,9 +118,20 @@ private:
     void obey(Exchange& exchange, Peer& peer, const Header& header);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
+    void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
     void answer_for_ended(Peer& peer, const Header& header);
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
+
+    // membership.cpp: notes, and what a new view changes
+    [[nodiscard]] Views& views(Nanos now);
+    void heed_views(Nanos now);
+    void drop_absent(Exchange& exchange);
+    void drop_peer(Exchange& exchange, std::uint16_t peer);
+    void take_note(Peer& peer, std::span<const std::byte> body, Nanos now);
+    [[nodiscard]] Member member(std::uint16_t rank) const;
+    [[nodiscard]] bool is_vacant(std::uint16_t rank) const;
+    [[nodiscard]] Nanos views_timer() const { return views_ ? views_->next_timer() : never; }
 
     // departures.cpp: what is sent, to whom and when
     [[nodiscard]] bool fill_control(Batch& batch, Peer& peer, Nanos now);
@@ -146,6 +168,7 @@ private:
     [[nodiscard]] RateControl make_rate(Nanos now) const;
     // A receiver that waits says so at least this often, which also shows that it lives.
     [[nodiscard]] Nanos longest_ask() const { return std::min(second / 2, config_.silence / 16); }
+    void count_peers();
     void begin_sends(Exchange& exchange);
     void take_pooled(Exchange& exchange, Nanos now);
     void begin_receives(Exchange& exchange, Nanos now);
@@ -163,7 +186,10 @@ private:
     Exchanges exchanges_;
     Peers peers_;
     ExchangeTimers due_at_;
+    std::optional<Views> views_;
+    std::uint32_t view_number_{};
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
+    std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to
     std::optional<Pacer> shared_pacer_;    // RateMode::fixed
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
@@ -171,5 +197,18 @@ private:
     std::uint32_t overflow_{};
     Counters counters_;
 };
+
+template <class Work>
+decltype(auto) Core::with_views(Nanos now, Work&& work) {
+    Views& all = views(now);
+    if constexpr (std::is_void_v<decltype(work(all))>) {
+        work(all);
+        heed_views(now);
+    } else {
+        auto result = work(all);
+        heed_views(now);
+        return result;
+    }
+}
 
 }  // namespace storm

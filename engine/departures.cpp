@@ -71,6 +71,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     const std::uint64_t credit = credit_.bytes(peer.rank);
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
+    std::vector<std::byte> note;
     const bool urgent = peer.in.urgent();
     if (peer.in.report_at(credit, peer.report_delay()) <= now) {
         header.kind = Kind::report;
@@ -89,18 +90,26 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
             body_bytes = write_report(peer.in.make_report(credit, overflow_, now, true), body);
         }
         flight.settled = peer.silent();  // nobody waits for the answer of a silent peer
+    } else if (!peer.notes.empty()) {
+        header.kind = Kind::note;
+        note = std::move(peer.notes.front());
+        peer.notes.pop_front();
+        flight.settled = true;  // nor are notes
     } else {
         return false;
     }
     flight.kind = header.kind;
-    flight.bytes = static_cast<std::uint32_t>(header_bytes + body_bytes);
+    const std::span<const std::byte> says = header.kind == Kind::note
+                                                ? std::span<const std::byte>(note)
+                                                : std::span<const std::byte>(body.data(), body_bytes);
+    flight.bytes = static_cast<std::uint32_t>(header_bytes + says.size());
     batch.begin(peer.rank, Batch::max_bytes);
     const LinkState link{.lossy = peer.out.lossy(), .probes = peer.out.probes()};
     for (unsigned copy = copies_of(header.kind, urgent, link); copy > 0; --copy) {
         // Only the last copy is watched: the link counts the control once.
         Flight each = flight;
         each.settled = flight.settled || copy > 1;
-        add_datagram(batch, peer, each, header, {body.data(), body_bytes}, now);
+        add_datagram(batch, peer, each, header, says, now);
     }
     return true;
 }

@@ -37,18 +37,6 @@ bool Driver::drive() {
     }
 }
 
-template <class Work>
-auto Driver::attempt(Work&& work) {
-    try {
-        return work();
-    } catch (const std::invalid_argument&) {
-        throw;
-    } catch (...) {
-        fail();
-        throw;
-    }
-}
-
 void Driver::fail() noexcept {
     if (!failure_) failure_ = std::current_exception();
     changed_.notify_all();
@@ -85,12 +73,8 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
         collect();
         return posted;
     });
-    // The exchange may have brought an earlier timer: wake whoever sleeps.
-    if (caller_drives_) {
-        if (next_timer() < sleeping_until_) wake(nudge_);
-    } else {
-        arm();
-    }
+    // The exchange may have brought an earlier timer.
+    rearm();
     return id;
 }
 
@@ -209,6 +193,28 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     }
 }
 
+// Something was posted or changed: whoever sleeps may have to wake earlier.
+void Driver::rearm() {
+    if (!caller_drives_) {
+        arm();
+    } else if (next_timer() < sleeping_until_) {
+        wake(nudge_);
+    }
+}
+
+bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
+    Lock lock(door_);
+    check_open();
+    const auto woken = [&] { return over() || core_->view_number() > above; };
+    if (timeout == never) {
+        changed_.wait(lock, woken);
+    } else {
+        changed_.wait_for(lock, std::chrono::nanoseconds(timeout), woken);
+    }
+    check_open();
+    return core_->view_number() > above;
+}
+
 void Driver::run() {
     Lock lock(door_);
     while (!over()) {
@@ -283,6 +289,10 @@ void Driver::collect() {
     bool any = false;
     while (auto finished = core_->take_finished()) {
         ended_.emplace(finished->id, std::move(finished->outcome));
+        any = true;
+    }
+    if (core_->view_number() != view_number_) {
+        view_number_ = core_->view_number();
         any = true;
     }
     if (any) changed_.notify_all();

@@ -15,9 +15,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "batch.hpp"
@@ -60,6 +63,11 @@ public:
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
     void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
+    // Calls `work(views, now)` with the endpoint's views and acts on what it changed. Throws std::runtime_error when closed.
+    template <class Work>
+    auto with_views(Work&& work);
+    // Waits until a usable view with a number above this one is known; false when `timeout` has passed.
+    bool wait_view(std::uint32_t above, Nanos timeout);
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
     void close(Nanos linger);
 
@@ -96,6 +104,7 @@ private:
     bool step();
     bool flush(Nanos now);
     void collect();
+    void rearm();
     void say_goodbye(Lock& lock, Nanos linger);
     [[nodiscard]] Nanos next_timer() const;
     void listen(bool own_thread) noexcept;  // whether the engine's own thread sleeps on the socket
@@ -117,6 +126,7 @@ private:
     std::array<Batch, burst> batches_;
     std::vector<Batch*> unsent_;  // filled, but the socket was full
     std::unordered_map<std::uint64_t, Outcome> ended_;
+    std::uint32_t view_number_{};  // the latest that waiting threads were told of
     bool caller_drives_{};
     bool listening_{};
     bool closing_{}, closed_{};
@@ -127,5 +137,40 @@ private:
     pid_t owner_;             // the process whose thread this is
     std::thread thread_;
 };
+
+template <class Work>
+auto Driver::attempt(Work&& work) {
+    try {
+        return work();
+    } catch (const std::invalid_argument&) {
+        throw;
+    } catch (...) {
+        fail();
+        throw;
+    }
+}
+
+template <class Work>
+auto Driver::with_views(Work&& work) {
+    const Lock lock(door_);
+    check_open();
+    const Nanos now = clock_now();
+    const auto moved_on = [&] {
+        flush(now);
+        collect();
+        rearm();
+    };
+    return attempt([&] {
+        const auto now_too = [&](Views& views) { return work(views, now); };
+        if constexpr (std::is_void_v<decltype(work(std::declval<Views&>(), now))>) {
+            core_->with_views(now, now_too);
+            moved_on();
+        } else {
+            auto result = core_->with_views(now, now_too);
+            moved_on();
+            return result;
+        }
+    });
+}
 
 }  // namespace storm

@@ -117,6 +117,10 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 
 void Core::tick(Nanos now) {
     for (const std::uint16_t rank : peers_.take_due(now)) tick_peer(peers_[rank], now);
+    if (now >= views_timer()) {
+        views_->tick(now);
+        heed_views(now);
+    }
     refresh_timers();
     for (const std::uint64_t id : exchanges_.take_due(now, due_at_)) {
         if (Exchange* exchange = exchanges_.find(id)) tick_exchange(*exchange, now);
@@ -126,6 +130,9 @@ void Core::tick(Nanos now) {
         Peer& peer = peers_[rank];
         peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
     }
+    if (blocked_.empty()) return;
+    for (const std::uint16_t rank : std::exchange(blocked_, {})) views_->blocked(rank, now);
+    heed_views(now);
 }
 
 void Core::tick_peer(Peer& peer, Nanos now) {
@@ -170,7 +177,7 @@ void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
     Peer& peer = peers_[message.peer];
     if (now >= message.close_at) {
         close(exchange, message, true);
-    } else if (now >= peer.silent_at(exchange.outcome.started, config_.silence)) {
+    } else if (!exchange.patient() && now >= peer.silent_at(exchange.outcome.started, config_.silence)) {
         forsake(peer);
         if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false);
@@ -191,8 +198,12 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     if (!message.wanted) return;
     Peer& peer = peers_[message.peer];
     const Nanos started = exchange.outcome.started;
-    const bool silent = now >= peer.silent_at(started, config_.silence);
-    if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
+    const bool silent = !exchange.patient() && now >= peer.silent_at(started, config_.silence);
+    if (exchange.patient() && !message.parked &&
+        now >= peer.blocked_at(std::max(started, message.blocked_from), config_.silence)) {
+        message.blocked_from = now;
+        blocked_.push_back(peer.rank);
+    } else if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
         if (silent) forsake(peer);
         if (exchange.lossy(message.second_stage)) {
             message.release();
@@ -220,7 +231,7 @@ void Core::refresh_timers() {
 
 Nanos Core::next_timer() {
     refresh_timers();
-    const Nanos at = std::min({paced_until_, peers_.next(), exchanges_.next_timer(due_at_)});
+    const Nanos at = std::min({paced_until_, peers_.next(), exchanges_.next_timer(due_at_), views_timer()});
 #ifdef STORM_CHECK_TIMERS
     if (at != scanned_timer()) throw std::logic_error("the next timer is not the one that a scan finds");
 #endif
@@ -229,7 +240,7 @@ Nanos Core::next_timer() {
 
 #ifdef STORM_CHECK_TIMERS
 Nanos Core::scanned_timer() const {
-    Nanos at = paced_until_;
+    Nanos at = std::min(paced_until_, views_timer());
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank == config_.rank) continue;
         for (const PeerTimer each : peer_timers) at = std::min(at, peers_.timer(rank, each));
@@ -246,7 +257,7 @@ void Core::check_quiet(Nanos now) const {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank == config_.rank) continue;
         const Peer& peer = peers_.look(rank);
-        if (!peer.controls.empty() || peers_.timer(rank, PeerTimer::report) <= now)
+        if (peer.has_words() || peers_.timer(rank, PeerTimer::report) <= now)
             throw std::logic_error("a peer was passed over that has something to be told");
         if (!peer.queue.empty() && !peers_.queued().test(rank))
             throw std::logic_error("a peer was passed over whose queue holds messages");

@@ -5,7 +5,7 @@
 namespace storm {
 
 Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& blocks, Nanos now)
-    : channel(spec.channel), seq(spec.seq), timeout_at(spec.timeout_at), stages_(spec.stages) {
+    : channel(spec.channel), seq(spec.seq), timeout_at(spec.timeout_at), view(spec.view), stages_(spec.stages) {
     outcome.started = now;
     if (spec.reduction) {
         const auto contributors =

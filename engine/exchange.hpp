@@ -26,6 +26,8 @@ public:
     [[nodiscard]] bool lossy(bool second_stage) const {
         return stage(second_stage).budget > 0.0 || stage(second_stage).deadline != never;
     }
+    // Whether only a later view, its caller or a time-out ends its wait for a peer.
+    [[nodiscard]] bool patient() const { return view != 0; }
     [[nodiscard]] bool finished() const;
     [[nodiscard]] bool waits_for(std::uint16_t peer) const;
     // Whether a message goes to the peer or comes from it.
@@ -57,6 +59,8 @@ public:
     Timers timers;
     std::uint32_t channel, seq;
     Nanos timeout_at;
+    const std::uint32_t view;
+    bool dropped{};               // a peer that is in no later view
     std::vector<Outgoing> sends;  // never resized after construction: flights and queues point into it
     std::vector<Incoming> receives;
     std::unique_ptr<Reduction> reduction;

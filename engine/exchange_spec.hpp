@@ -41,6 +41,10 @@ struct ExchangeSpec {
     std::optional<ReductionSpec> reduction{};
     std::array<StageSpec, 2> stages{};
     Nanos timeout_at{never};  // absolute; passing it is an error, not a loss
+    // The view for which the exchange is made; 0 is none. With a view it is patient: a peer that is silent, blocked or gone
+    // is waited for until a later view is known. Peers that are not in that one are then dropped, also where stages are
+    // exact: what they did not send is missing, which is no error.
+    std::uint32_t view{};
 };
 
 // How much of one message arrived.

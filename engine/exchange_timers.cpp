@@ -14,8 +14,9 @@ Nanos ExchangeTimers::operator()(Exchange& exchange, Timers::Owner timer) const 
 
 Nanos ExchangeTimers::of(const Exchange& exchange, const Incoming& message) const {
     if (message.closed) return never;
-    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at,
-                     peers_.look(message.peer).silent_at(exchange.outcome.started, silence_)});
+    const Nanos silent_at =
+        exchange.patient() ? never : peers_.look(message.peer).silent_at(exchange.outcome.started, silence_);
+    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at, silent_at});
 }
 
 Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) const {
@@ -23,8 +24,10 @@ Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) cons
     if (!message.wanted) return never;
     const Peer& peer = peers_.look(message.peer);
     const Nanos started = exchange.outcome.started;
-    return std::min({exchange.stage(message.second_stage).deadline, peer.silent_at(started, silence_),
-                     peer.ping_at(started, silence_), message.parked ? never : peer.blocked_at(started, silence_)});
+    const Nanos blocked_from = std::max(started, message.blocked_from);
+    return std::min({exchange.stage(message.second_stage).deadline,
+                     exchange.patient() ? never : peer.silent_at(started, silence_), peer.ping_at(started, silence_),
+                     message.parked ? never : peer.blocked_at(blocked_from, silence_)});
 }
 
 }  // namespace storm

@@ -13,6 +13,7 @@ constexpr double loss_memory_bytes = 256 << 10;
 std::uint64_t Outbound::depart(Flight flight, Nanos now) {
     // Only a peer that never reports lets flights pile up to the bound; data stops well below it.
     if (flights_in_use() >= max_flights) forget_oldest();
+    if (flights_in_use() >= ring_.size()) retire();  // notes need no answer, so no report retires them
     if (flights_in_use() >= ring_.size()) grow();
     if (flight.settled) {
         flight.bytes = 0;

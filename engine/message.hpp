@@ -66,11 +66,12 @@ struct Outgoing {
     Bitmap acked_chunks;
     std::deque<std::uint32_t> repairs;  // chunks to send again
     unsigned pins{};                    // batches that still point into `data`
-    bool ready{};                       // the receiver has posted: no eager limit
-    bool parked{};                      // the receiver had no room: hold until it is ready
-    bool queued{};                      // stands in its peer's queue; only SendQueue writes it
-    bool wanted{true};                  // false once nothing more need be sent
-    bool released{};                    // the caller may use its buffer again
+    Nanos blocked_from{};  // since when to count losses, as a patient exchange goes on after a blocked path
+    bool ready{};          // the receiver has posted: no eager limit
+    bool parked{};         // the receiver had no room: hold until it is ready
+    bool queued{};         // stands in its peer's queue; only SendQueue writes it
+    bool wanted{true};     // false once nothing more need be sent
+    bool released{};       // the caller may use its buffer again
 
     explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
     [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }

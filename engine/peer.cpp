@@ -1,6 +1,7 @@
 #include "peer.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace storm {
 namespace {
@@ -26,6 +27,12 @@ void Peer::say(const Control& what) {
     if (!left_ || what.kind == Kind::done) controls.push(what);
 }
 
+void Peer::pass(std::vector<std::byte> note) {
+    if (left_) return;
+    if (notes.size() == most_notes) notes.pop_front();
+    notes.push_back(std::move(note));
+}
+
 void Peer::hear(Nanos now) {
     last_heard_ = now;
     silent_ = false;
@@ -45,6 +52,7 @@ void Peer::ping(Nanos now, Nanos silence) {
 
 void Peer::leave(Blame why) {
     left_ = true;
+    notes.clear();
     left_for_ = why;
 }
 

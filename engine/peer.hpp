@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <vector>
 
 #include "clock.hpp"
 #include "controls.hpp"
@@ -17,12 +19,18 @@ namespace storm {
 
 class Peer {
 public:
+    static constexpr std::size_t most_notes = 16;
+
     // `credit_bytes`: what it may have in flight to us at first. `chunk_bytes`: no chunk of the job is larger.
     Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
          std::size_t chunk_bytes, Nanos now);
 
     // Queues a control datagram. Once the peer has left, only `done` is still said.
     void say(const Control& what);
+
+    // Queues a note. Only the latest are kept: each says more than those before.
+    void pass(std::vector<std::byte> note);
+    [[nodiscard]] bool has_words() const { return !controls.empty() || !notes.empty(); }
 
     // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
     void hear(Nanos now);
@@ -68,11 +76,13 @@ public:
     Inbound in;
     RateControl rate;
     PathMtu path;
-    Pieces pieces;      // chunks from it that are not complete
-    SendQueue queue;    // messages to it
-    Controls controls;  // filled by `say`
-    bool told{};        // it knows that we leave
-    bool refused{};     // the pool turned a chunk from it away
+    Pieces pieces;                             // chunks from it that are not complete
+    SendQueue queue;                           // messages to it
+    Controls controls;                         // filled by `say`
+    std::deque<std::vector<std::byte>> notes;  // filled by `pass`
+    bool vacant{};                             // nobody has the slot: whatever comes from it is forged
+    bool told{};                               // it knows that we leave
+    bool refused{};                            // the pool turned a chunk from it away
 
 private:
     Nanos last_heard_;

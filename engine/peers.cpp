@@ -23,14 +23,16 @@ void Peers::put(std::unique_ptr<Peer> peer) {
 }
 
 bool Peers::speaks(std::uint16_t rank, Nanos now) {
-    if (!look(rank).controls.empty()) return true;
+    if (look(rank).has_words()) return true;
     const Nanos at = std::min(timer(rank, PeerTimer::report), timer(rank, PeerTimer::path));
     if (at == never) talkative_.clear(rank);
     return at <= now;
 }
 
 void Peers::queue(Outgoing& message) {
-    (*this)[message.peer].queue.push(message);
+    Peer& peer = (*this)[message.peer];
+    if (peer.left()) return;  // a patient exchange still waits, but nobody is there
+    peer.queue.push(message);
     queued_.set(message.peer);
 }
 

@@ -22,7 +22,10 @@ public:
     // The cost of an entry without its payload; counted, so that floods of empty chunks are bounded too.
     static constexpr std::size_t entry_overhead = 128;
 
-    Pool(std::size_t total_bytes, std::size_t peers) : share_bytes_(peers == 0 ? 0 : total_bytes / peers) {}
+    Pool(std::size_t total_bytes, std::size_t peers) : total_bytes_(total_bytes) { set_peers(peers); }
+
+    // Divides the room anew. A source that holds more than its new share gets no more until it holds less.
+    void set_peers(std::size_t peers) { share_bytes_ = peers == 0 ? 0 : total_bytes_ / peers; }
 
     // Keeps a copy; false when the source's share is used up.
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
@@ -39,7 +42,8 @@ public:
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
 
 private:
-    std::size_t share_bytes_;
+    std::size_t total_bytes_;
+    std::size_t share_bytes_{};
     std::size_t bytes_{};
     std::unordered_map<std::uint16_t, std::size_t> held_;
     std::unordered_map<std::uint64_t, std::vector<Entry>> waiting_;

@@ -143,7 +143,9 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
 
 float Reduction::divisor(std::uint32_t count) const {
     const auto copies = static_cast<float>(count);
-    return spec_.average ? copies : copies / static_cast<float>(contributors_ + 1);
+    if (spec_.average) return copies;
+    // An exact sum lacks only ranks that are no longer members: it is the sum of those that are.
+    return spec_.mode == Reduce::in_order ? 1.0F : copies / static_cast<float>(contributors_ + 1);
 }
 
 std::size_t Reduction::wire_bytes(std::uint32_t chunk) const {

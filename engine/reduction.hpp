@@ -29,8 +29,8 @@ struct ReductionSpec {
     std::byte* out{};              // where the result goes; may be `own`
     std::uint64_t bytes{};         // of the shard, as on the wire
     std::uint32_t own_position{};  // how many contributors come before us in the order of summation
-    bool average{};                // the mean; else the sum (where some are missing: the mean times the world)
-    std::uint64_t seed{};          // int8: chooses the grids of the result
+    bool average{};        // the mean; else the sum (`arrived`: where some are missing, the mean times the world)
+    std::uint64_t seed{};  // int8: chooses the grids of the result
 };
 
 class Reduction {

@@ -8,17 +8,50 @@ Sim::Sim(const SimConfig& config) : config_(config) {
     config_.faults.validate();
     const auto faults = std::make_shared<const FaultSettings>(config_.faults);
     for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
-        CoreConfig own = config_.core;
-        own.rank = rank;
-        if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
         Host& host = hosts_.emplace_back();
-        host.core = std::make_unique<Core>(std::move(own), now_);
+        incarnations_.push_back(rank < config_.core.secrets.incarnations.size()
+                                    ? config_.core.secrets.incarnations[rank]
+                                    : std::uint16_t{0});
+        host.core = make_core(rank);
         host.faults = std::make_unique<FaultPath>(rank);
         host.faults->set(faults, now_);
     }
 }
 
 Sim::~Sim() = default;
+
+std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
+    CoreConfig own = config_.core;
+    own.rank = rank;
+    if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
+    // A vacant slot has a core too, so that a process can come into it; it knows of nobody.
+    own.late = std::erase(own.vacant, rank) > 0 || incarnations_[rank] > 0;
+    return std::make_unique<Core>(std::move(own), now_);
+}
+
+void Sim::set_link(std::uint16_t from, std::uint16_t to, bool dark) {
+    std::set<std::uint16_t>& cut = hosts_.at(from).cut;
+    if (dark) {
+        cut.insert(to);
+    } else {
+        cut.erase(to);
+    }
+}
+
+void Sim::restart(std::uint16_t rank, std::uint16_t incarnation) {
+    incarnations_.at(rank) = incarnation;
+    config_.core.secrets.incarnations = incarnations_;
+    std::erase(config_.core.vacant, rank);
+    hosts_[rank].core = make_core(rank);
+    pump(rank);
+}
+
+void Sim::readmit(std::uint16_t rank, std::uint16_t peer) {
+    const Secrets& secrets = config_.core.secrets;
+    core(rank).readmit(peer, incarnations_.at(peer),
+                       secrets.sealed ? std::optional(secrets.peers.at(peer)) : std::nullopt, now_);
+    pump(rank);
+}
 
 void Sim::set_faults(const FaultSettings& faults) {
     const auto shared = std::make_shared<const FaultSettings>(faults);
@@ -74,7 +107,7 @@ bool Sim::advance() {
 
 void Sim::arrive(Packet packet) {
     Host& host = hosts_[packet.target];
-    if (host.dark || hosts_[packet.source].dark) return;
+    if (host.dark || hosts_[packet.source].dark || hosts_[packet.source].cut.contains(packet.target)) return;
     if (!packet.queued && config_.bytes_per_s > 0) {
         // The switch's queue towards the target drops what does not fit.
         const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;

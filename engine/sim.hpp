@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 #include <queue>
+#include <set>
+#include <type_traits>
 #include <vector>
 
 #include "batch.hpp"
@@ -40,6 +42,15 @@ public:
     [[nodiscard]] std::vector<Core::Finished> take_finished(std::uint16_t rank);
     // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
     void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
+    // What one rank sends to another is lost, until the link is lit again. The way back is another link.
+    void set_link(std::uint16_t from, std::uint16_t to, bool dark);
+    // A rank's process dies, and another takes its place that knows nothing. Nobody hears it before it is readmitted.
+    void restart(std::uint16_t rank, std::uint16_t incarnation);
+    // One rank accepts the process that another has now.
+    void readmit(std::uint16_t rank, std::uint16_t peer);
+    // Calls `work(views, now)` with a rank's views.
+    template <class Work>
+    decltype(auto) with_views(std::uint16_t rank, Work&& work);
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
@@ -58,6 +69,7 @@ private:
         Nanos uplink_free_at{}, downlink_free_at{};
         Nanos timer{never};
         bool dark{};
+        std::set<std::uint16_t> cut;  // ranks that nothing reaches from here
     };
     struct Packet {
         Nanos at{};
@@ -68,6 +80,7 @@ private:
         bool operator>(const Packet& other) const { return at != other.at ? at > other.at : order > other.order; }
     };
 
+    [[nodiscard]] std::unique_ptr<Core> make_core(std::uint16_t rank) const;
     void pump(std::uint16_t rank);
     void arrive(Packet packet);
 
@@ -76,8 +89,22 @@ private:
     std::uint64_t order_{};
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;
+    std::vector<std::uint16_t> incarnations_;  // by rank
     std::priority_queue<Packet, std::vector<Packet>, std::greater<>> packets_;
     Batch batch_;
 };
+
+template <class Work>
+decltype(auto) Sim::with_views(std::uint16_t rank, Work&& work) {
+    const auto now_too = [&](Views& views) { return work(views, now_); };
+    if constexpr (std::is_void_v<decltype(work(std::declval<Views&>(), now_))>) {
+        core(rank).with_views(now_, now_too);
+        pump(rank);
+    } else {
+        auto result = core(rank).with_views(now_, now_too);
+        pump(rank);
+        return result;
+    }
+}
 
 }  // namespace storm

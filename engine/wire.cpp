@@ -24,7 +24,7 @@ std::optional<Header> parse_header(std::span<const std::byte> datagram) {
     const std::byte* at = datagram.data();
     const auto first = load<std::uint8_t>(at);
     const auto kind = static_cast<std::uint8_t>(first & 0x0f);
-    if (first >> 4 != wire_version || kind < 1 || kind > static_cast<std::uint8_t>(Kind::failed)) return std::nullopt;
+    if (first >> 4 != wire_version || kind < 1 || kind > static_cast<std::uint8_t>(Kind::note)) return std::nullopt;
     Header header;
     header.kind = static_cast<Kind>(kind);
     header.flags = load<std::uint8_t>(at + 1);

@@ -42,6 +42,7 @@ enum class Kind : std::uint8_t {
     ping = 7,    // report at once; a payload only makes it as large as the datagrams whose way it explores
     bye = 8,     // this endpoint is leaving; carries a last report, and whose fault it is if it does so after an error
     failed = 9,  // the exchange ended badly here, and whose fault it was: nobody should wait for us in it
+    note = 10,   // about membership (views.hpp); neither reported nor sent again
 };
 
 // How an exchange ended. The numbers travel in `failed` and `bye`.

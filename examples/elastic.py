@@ -4,8 +4,8 @@ The store must outlive the ranks: `python examples/launch/store.py`, or etcd. Th
 
     python examples/elastic.py --store tcp://127.0.0.1:29400 --rank R --world 3
 
-Kill one and start it again by the same command: it comes into the running job. A fourth rank joins by the address of any
-other, without a store:
+Kill one and start it again by the same command: it comes into the running job. A fourth rank joins by the address of
+any other, without a store:
 
     python examples/elastic.py --join 127.0.0.1:29500
 

@@ -210,7 +210,7 @@ private:
         const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
         const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
                         source);
-        Header header{.kind = static_cast<Kind>(1 + program.byte() % 9),
+        Header header{.kind = static_cast<Kind>(1 + program.byte() % 10),
                       .flags = static_cast<std::uint8_t>(program.byte() & (known_flags & ~flag_sealed)),
                       .source = source,
                       .check = 0,

@@ -95,11 +95,11 @@ TEST(truncated_header_is_refused_at_every_length) {
     CHECK(parse_header(whole).has_value());
 }
 
-TEST(every_first_byte_but_the_nine_kinds_of_this_version_is_refused) {
+TEST(every_first_byte_but_the_ten_kinds_of_this_version_is_refused) {
     HeaderBytes bytes = written({.kind = Kind::data});
     for (int first = 0; first < 256; ++first) {
         bytes[0] = static_cast<std::byte>(first);
-        const bool known = first >> 4 == wire_version && (first & 15) >= 1 && (first & 15) <= 9;
+        const bool known = first >> 4 == wire_version && (first & 15) >= 1 && (first & 15) <= 10;
         CHECK_EQUAL(parse_header(bytes).has_value(), known);
     }
 }

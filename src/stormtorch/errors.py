@@ -40,5 +40,9 @@ class SizeMismatch(StormError):
     """Two ranks called the same collective with tensors of different sizes."""
 
 
+class Interrupted(StormError):
+    """A wait was given up because the members of the job are changing. Never reaches the user."""
+
+
 class Closed(StormError):
     """The transport was closed while an exchange was running, or before it began."""

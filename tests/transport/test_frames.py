@@ -51,7 +51,12 @@ def test_a_question_is_answered(key: bytes | None) -> None:
 )
 def test_a_wrong_key_is_refused_by_name(theirs: bytes | None, ours: bytes | None, says: str) -> None:
     questions: list[Any] = []
-    with listening(theirs, lambda question: questions.append(question) or {}) as listener:  # type: ignore[func-returns-value]
+
+    def hear(question: dict[str, Any]) -> dict[str, Any]:
+        questions.append(question)
+        return {}
+
+    with listening(theirs, hear) as listener:
         with pytest.raises(NotAdmitted, match=says) as error:
             asked(listener, ours)
         assert f"127.0.0.1:{listener.port}" in str(error.value)

@@ -1,6 +1,6 @@
 """Groups of ranks that call the same collectives in the same order, and collectives under way."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
@@ -19,9 +19,9 @@ class Pending:
     A collective of several exchanges starts the next one only within a call of `wait` or `done`.
     """
 
-    def __init__(self, transport: Transport, steps: Steps, exchanges: int = 1) -> None:
+    def __init__(self, group: "Group", steps: Steps, exchanges: int = 1) -> None:
         self.exchanges = exchanges
-        self._transport = transport
+        self._group = group
         self._steps = steps
         self._arrivals: list[Arrival] = []
         self._exchange: Exchange | None = None
@@ -67,7 +67,7 @@ class Pending:
             plan = next(self._steps) if arrival is None else self._steps.send(arrival)
         except StopIteration:
             return
-        self._exchange = self._transport.post(plan)
+        self._exchange = self._group.post(plan)
 
 
 class Group:
@@ -80,9 +80,19 @@ class Group:
         transport: Carries the exchanges.
         ranks: The members, as ranks of the transport; None takes all of them.
         name: Tells apart groups of the same ranks.
+        view: View for which the group is made, or 0: see `Plan.view`.
+        interrupted: Asked while a collective is waited for: see `Plan.interrupted`.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int] | None = None, *, name: str = "world") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int] | None = None,
+        *,
+        name: str = "world",
+        view: int = 0,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
         self.transport = transport
         self.ranks = tuple(range(transport.world) if ranks is None else ranks)
         # Over UDP, processes may have joined beyond the ranks of the start.
@@ -92,19 +102,27 @@ class Group:
         if transport.rank not in self.ranks:
             raise ValueError(f"rank {transport.rank} is not among the group's ranks {self.ranks}")
         self.name = name
+        self.view = view
+        self.interrupted = interrupted
         self.rank = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
         self._channel = (name, *self.ranks)
 
     def turned(self, order: Sequence[int]) -> "Group":
         """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
-        other = Group(self.transport, [self.ranks[position] for position in order], name=self.name)
+        ranks = [self.ranks[position] for position in order]
+        other = Group(self.transport, ranks, name=self.name, view=self.view, interrupted=self.interrupted)
         other._channel = self._channel
         return other
 
     def start(self, steps: Steps, exchanges: int = 1) -> Pending:
         """Starts a collective that makes the given number of exchanges, one after the other."""
-        return Pending(self.transport, steps, exchanges)
+        return Pending(self, steps, exchanges)
+
+    def post(self, plan: Plan) -> Exchange:
+        """Begins an exchange of this group, in its view."""
+        plan.view, plan.interrupted = self.view, self.interrupted
+        return self.transport.post(plan)
 
     def reserve(self, count: int = 1) -> tuple[int, int]:
         """Reserves `count` sequence numbers; returns the group's channel and the first number."""

@@ -60,6 +60,26 @@ class Agreement:
     """Slots beyond the ranks of the start."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a process must know of a job to take part in it, apart from the other processes' cards."""
+
+    cookie: bytes
+    """Random number of the job, which tells its datagrams from those of others."""
+    agreement: Agreement
+    prefix: str
+    """Prefix of the job's keys in its store."""
+    world: int
+    """Number of ranks at the start."""
+    name: str = "world"
+    """Name of the group of all ranks."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots: the ranks of the start and spare ones."""
+        return self.world + self.agreement.spare_ranks
+
+
 def agree(cards: Sequence[Card]) -> Agreement:
     """Derives the agreement of a job from the first card of every rank."""
     receive_buffer = min(card.receive_buffer for card in cards)

@@ -4,7 +4,7 @@ There are two transports: UDP (`stormtorch.transport.udp`) and a simulated netwo
 Both drive the same native core.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ import stormtorch._engine as _engine
 from stormtorch.errors import (
     Closed,
     ExchangeTimeout,
+    Interrupted,
     PathBlocked,
     PeerFailed,
     PeerLeft,
@@ -24,6 +25,7 @@ from stormtorch.errors import (
 )
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.transport.channels import Channels
+from stormtorch.transport.views import Membership
 from stormtorch.transport.waiting import Servers
 
 
@@ -96,6 +98,7 @@ EngineArguments = tuple[
     tuple[float, float],
     tuple[float | None, float | None],
     float | None,
+    int,
 ]
 
 
@@ -116,6 +119,14 @@ class Plan:
     timeout_s: float | None = None
     keep: Sequence[torch.Tensor] = field(default_factory=tuple)
     """Tensors that must live until the exchange ends."""
+    view: int = 0
+    """View for which the exchange is made, or 0. With a view, the exchange waits for peers that are silent or gone until
+    a later view is known. Peers that are not in that view are then dropped, also where the exchange is exact."""
+    interrupted: Callable[[], bool] | None = None
+    """Function that whoever waits calls every 0.03 s. If it returns true, the exchange is cancelled, and the wait raises
+    `Interrupted`. It must neither block nor wait for another exchange."""
+    stopped: bool = field(default=False, init=False)
+    """Whether `interrupted` has cancelled the exchange."""
 
     def arguments(self) -> EngineArguments:
         """Arguments of the engine's `post`. There, both deadlines count from the start of the exchange."""
@@ -129,6 +140,7 @@ class Plan:
             (self.reliability.budget, self.share.budget),
             (first, None if second is None else second + (first or 0.0)),
             self.timeout_s,
+            self.view,
         )
 
 
@@ -209,7 +221,7 @@ class Exchange(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Transport(Membership, Protocol):
     """Carries exchanges between the ranks of a world."""
 
     rank: int
@@ -244,12 +256,14 @@ def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, 
     if outcome.status == _engine.Status.OK:
         return Arrival(outcome, rank)
     where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
-    error = _error(outcome, where, silence_s, timeout_s)
+    error = _error(outcome, where, silence_s, timeout_s, stopped=plan.stopped)
     error.culprit = outcome.culprit
     raise error
 
 
-def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: float | None) -> StormError:
+def _error(
+    outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: float | None, *, stopped: bool
+) -> StormError:
     status, peer = outcome.status, f"rank {outcome.peer}"
     missing = f"{outcome.missing_bytes} bytes missing"
     if status == _engine.Status.PEER_SILENT:
@@ -278,6 +292,8 @@ def _error(outcome: _engine.Outcome, where: str, silence_s: float, timeout_s: fl
             f"{where}: {peer} sends {outcome.announced_bytes} bytes where {outcome.expected_bytes} are expected. "
             "Every rank must pass tensors of the same size and dtype."
         )
+    if status == _engine.Status.CLOSED and stopped:
+        return Interrupted(f"{where}: was interrupted, as the members of the job are changing.")
     if status == _engine.Status.CLOSED:
         return Closed(f"{where}: was cancelled.")
     return StormError(f"{where}: ended with {status}")

@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.errors import NotAdmitted
 from stormtorch.transport import frames
-from stormtorch.transport.cards import Agreement, Card, fingerprint, pack, unpack
+from stormtorch.transport.cards import Agreement, Card, Job, fingerprint, pack, unpack
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import not_yet
-from stormtorch.transport.starting import Job, bind, receive_newcomers, start
+from stormtorch.transport.starting import bind, receive_newcomers, start
 from stormtorch.transport.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")

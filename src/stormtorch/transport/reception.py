@@ -12,11 +12,10 @@ import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from stormtorch.transport.cards import MOST_INCARNATIONS, Card, pack, unpack
+from stormtorch.transport.cards import MOST_INCARNATIONS, Card, Job, pack, unpack
 from stormtorch.transport.frames import Garbage
 
 if TYPE_CHECKING:
-    from stormtorch.transport.starting import Job
     from stormtorch.transport.udp import UdpTransport
 
 # A slot that was given away and not asked for again is free after this time.
@@ -131,12 +130,13 @@ class Reception:
         fits = 0 <= rank < self._job.capacity and rank != transport.rank and 0 < incarnation == card.incarnation
         if not fits or card.fingerprint != transport.cards[transport.rank].fingerprint:
             raise Garbage("a card that does not fit")
-        member = self._members(transport).get(rank, -1)
+        view = transport.view()
+        member = -1 if view is None else dict(view.members).get(rank, -1)
         if member > incarnation or transport.incarnation(rank) > incarnation:
             return {"state": "taken"}
         endpoint = transport.endpoint
-        if member == incarnation:
-            transport.install(endpoint.view())
+        if view is not None and member == incarnation:
+            transport.install(view)
             if transport.cards[rank] != card:
                 return {"state": "taken"}
             return {"state": "in", "cards": self._cards(transport)}

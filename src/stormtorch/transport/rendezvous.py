@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from stormtorch.transport.attendance import Attendance
 from stormtorch.transport.cards import (
     Card,
+    Job,
     agree,
     fingerprint,
     first,
@@ -28,7 +29,7 @@ from stormtorch.transport.newcomer import check_path, come_in, receptions
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import not_yet
 from stormtorch.transport.restarting import Generations, JobRuns
-from stormtorch.transport.starting import Job, bind, receive_newcomers, start
+from stormtorch.transport.starting import bind, receive_newcomers, start
 from stormtorch.transport.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")

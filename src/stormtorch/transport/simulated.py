@@ -20,7 +20,7 @@ from stormtorch.network.units import parse_rate
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
 from stormtorch.transport.options import Options
-from stormtorch.transport.waiting import FIRST_SLICE_S, SLICE_S, Server, Servers, attends
+from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Server, Servers, attends
 
 T = TypeVar("T")
 
@@ -28,16 +28,18 @@ T = TypeVar("T")
 class SimulatedExchange:
     """An exchange on a simulated network."""
 
-    __slots__ = ("_arrival", "_network", "_plan", "attends", "look_at", "outcome", "rank", "server")
+    __slots__ = ("_arrival", "_network", "ask_at", "attends", "id", "look_at", "outcome", "plan", "rank", "server")
 
     def __init__(self, network: "SimulatedNetwork", rank: int, plan: Plan) -> None:
         self._network = network
         self.rank = rank
-        self._plan = plan
+        self.plan = plan
+        self.id: int | None = None
         self._arrival: Arrival | None = None
         self.outcome: _engine.Outcome | None = None
         self.attends = False
         self.look_at = 0.0
+        self.ask_at = 0.0
         self.server: Server | None = None
         """Server that the waiting rank must call before it continues to wait."""
 
@@ -46,16 +48,30 @@ class SimulatedExchange:
         if self._arrival is None:
             self._network.wait_for(self, timeout_s)
             if self.outcome is None:
-                raise ExchangeTimeout(f"rank {self.rank}: {self._plan.what} is not done after {timeout_s} virtual s")
+                raise ExchangeTimeout(f"rank {self.rank}: {self.plan.what} is not done after {timeout_s} virtual s")
             self._arrival = conclude(
-                self.outcome, self._plan, self.rank, self._network.options.silence_s, self._plan.timeout_s
+                self.outcome, self.plan, self.rank, self._network.options.silence_s, self.plan.timeout_s
             )
-            self._plan.keep = ()
+            self.plan.keep = ()
         return self._arrival
 
     def done(self) -> bool:
         """Whether the exchange has ended."""
         return self.outcome is not None
+
+
+class _ViewWait:
+    """A rank that waits for a view with a number above another."""
+
+    __slots__ = ("above", "attends", "look_at", "outcome", "rank", "server")
+
+    def __init__(self, rank: int, above: int) -> None:
+        self.rank = rank
+        self.above = above
+        self.outcome: bool | None = None
+        self.attends = False
+        self.look_at = 0.0
+        self.server: Server | None = None
 
 
 class SimulatedTransport:
@@ -85,6 +101,54 @@ class SimulatedTransport:
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
         return self.network.health(self.rank)
+
+    def watch(self) -> None:
+        """Begins to send notes to all peers. A rank that never watches only answers those of others."""
+        self.network.later(self.rank, lambda sim: sim.watch(self.rank))
+
+    def view(self) -> _engine.View | None:
+        """Latest view that is usable here; None as long as this process knows none."""
+        return self.network.ask(lambda sim: sim.view(self.rank))
+
+    def inside(self) -> bool:
+        """Whether this process is a member of the latest view, or leaving in it."""
+        return self.network.ask(lambda sim: sim.inside(self.rank))
+
+    def frozen(self) -> bool:
+        """Whether the next view is being agreed on, so that no step may be completed."""
+        return self.network.ask(lambda sim: sim.frozen(self.rank))
+
+    def wait_view(self, above: int, timeout_s: float | None = None) -> bool:
+        """Lets virtual time pass until a usable view has a number above `above`; False if `timeout_s` has passed."""
+        return self.network.wait_view(self.rank, above, timeout_s)
+
+    def enroll(self, session: int, steps: int, settled: int) -> None:
+        """Adds a session of this process, at its position."""
+        self.network.ask(lambda sim: sim.enroll(self.rank, session, steps, settled))
+
+    def withdraw(self, session: int) -> None:
+        """Removes a session."""
+        self.network.ask(lambda sim: sim.withdraw(self.rank, session))
+
+    def advance(self, session: int, steps: int, settled: int) -> bool:
+        """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
+        return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled))
+
+    def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
+        """Asks the members to take a process in; `card` holds what they need to reach it."""
+        self.network.later(self.rank, lambda sim: sim.ask_in(self.rank, peer, incarnation, card))
+
+    def ask_out(self) -> None:
+        """Asks the members to go on without this process."""
+        self.network.later(self.rank, lambda sim: sim.ask_out(self.rank))
+
+    def card(self, peer: int) -> bytes | None:
+        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
+        return self.network.ask(lambda sim: sim.card(self.rank, peer))
+
+    def standing(self) -> dict[str, Any]:
+        """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
+        return dict(self.network.ask(lambda sim: sim.standing(self.rank)))
 
     def close(self) -> None:
         """Does nothing: the network ends when nothing refers to it any more."""
@@ -149,9 +213,10 @@ class SimulatedNetwork:
         )
         self._transports = [SimulatedTransport(self, rank) for rank in range(world)]
         self._condition = threading.Condition()
-        self._posts: list[tuple[int, Plan, SimulatedExchange]] = []
+        self._posts: list[tuple[int, Callable[[_engine.Sim], object]]] = []
         self._running: dict[tuple[int, int], SimulatedExchange] = {}
-        self._waiting: dict[SimulatedExchange, float] = {}  # with the virtual time at which each gives up
+        self._waiting: dict[SimulatedExchange | _ViewWait, float] = {}  # with the virtual time at which each gives up
+        self._interruptible: set[SimulatedExchange] = set()  # waiting exchanges that may be interrupted
         self._awake = 0
         self._broken: BaseException | None = None
 
@@ -169,6 +234,21 @@ class SimulatedNetwork:
         """Cuts a rank off, or connects it again."""
         with self._condition:
             self._sim.set_dark(rank, dark)
+
+    def set_link(self, source: int, target: int, dark: bool) -> None:
+        """Cuts the way from one rank to another, or connects it again. The way back is another link."""
+        with self._condition:
+            self._sim.set_link(source, target, dark)
+
+    def ask(self, question: Callable[[_engine.Sim], T]) -> T:
+        """Calls `question(sim)`, which must send nothing: ranks that run at the same time could race."""
+        with self._condition:
+            return question(self._sim)
+
+    def later(self, rank: int, work: Callable[[_engine.Sim], object]) -> None:
+        """Calls `work(sim)` for a rank when all ranks wait, in the order of ranks, so that threads cannot race."""
+        with self._condition:
+            self._posts.append((rank, work))
 
     def health(self, rank: int) -> dict[str, Any]:
         """Counters of one rank."""
@@ -211,8 +291,12 @@ class SimulatedNetwork:
 
     def post(self, rank: int, plan: Plan, exchange: SimulatedExchange) -> None:
         """Notes an exchange. It begins when all ranks wait, in the order of ranks, so that threads cannot race."""
-        with self._condition:
-            self._posts.append((rank, plan, exchange))
+
+        def begin(sim: _engine.Sim) -> None:
+            exchange.id = sim.post(rank, *plan.arguments())
+            self._running[rank, exchange.id] = exchange
+
+        self.later(rank, begin)
 
     def wait_for(self, exchange: SimulatedExchange, timeout_s: float | None) -> None:
         """Blocks the calling rank until the exchange has ended; meanwhile, the rank serves others."""
@@ -220,12 +304,24 @@ class SimulatedNetwork:
         while (server := self._sleep(exchange, give_up_at)) is not None:
             server.serve()
 
-    def _sleep(self, exchange: SimulatedExchange, give_up_at: float) -> Server | None:
+    def wait_view(self, rank: int, above: int, timeout_s: float | None) -> bool:
+        """Blocks the calling rank until it knows a view with a number above `above`, or the time has passed."""
+        wait = _ViewWait(rank, above)
+        give_up_at = math.inf if timeout_s is None else self.now_s + timeout_s
+        if self.ask(lambda sim: sim.view(rank)) is None or self._sim.view_number(rank) <= above:
+            while (server := self._sleep(wait, give_up_at)) is not None:
+                server.serve()
+        return self._sim.view_number(rank) > above
+
+    def _sleep(self, exchange: SimulatedExchange | _ViewWait, give_up_at: float) -> Server | None:
         """Sleeps until the exchange has ended, or returns a server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
                 return None
             self._waiting[exchange] = give_up_at
+            if isinstance(exchange, SimulatedExchange) and exchange.plan.interrupted is not None:
+                exchange.ask_at = self.now_s + INTERRUPT_SLICE_S
+                self._interruptible.add(exchange)
             exchange.attends, exchange.look_at = attends(), self.now_s + FIRST_SLICE_S
             self._awake -= 1
             self._move_on()
@@ -242,21 +338,21 @@ class SimulatedNetwork:
                 self._begin()
                 if self._awake > 0:
                     break
-                if self._sim.advance() == 0 and not self._attend(at_once=True):
+                if self._sim.advance() == 0 and not self._attend(at_once=True) and not self._interrupt(at_once=True):
                     raise StormError(
                         "ranks wait, but nothing can happen any more: has every rank called the collective?"
                     )
                 self._finish()
                 self._attend()
+                self._interrupt()
             except BaseException as error:
                 self._broken = error
         self._condition.notify_all()
 
     def _begin(self) -> None:
-        for rank, plan, exchange in sorted(self._posts, key=lambda post: post[0]):
-            exchange_id = self._sim.post(rank, *plan.arguments())
-            self._running[rank, exchange_id] = exchange
-        self._posts.clear()
+        posts, self._posts = self._posts, []
+        for _, begin in sorted(posts, key=lambda post: post[0]):
+            begin(self._sim)
         self._finish()
 
     def _finish(self) -> None:
@@ -265,9 +361,11 @@ class SimulatedNetwork:
                 exchange = self._running.pop((rank, exchange_id))
                 exchange.outcome = outcome
                 self._wake(exchange)
-        for exchange, give_up_at in list(self._waiting.items()):
-            if self.now_s >= give_up_at:
-                self._wake(exchange)
+        for waiting, give_up_at in list(self._waiting.items()):
+            if self.now_s >= give_up_at or (
+                isinstance(waiting, _ViewWait) and self._sim.view_number(waiting.rank) > waiting.above
+            ):
+                self._wake(waiting)
 
     def _attend(self, *, at_once: bool = False) -> bool:
         """Wakes ranks that can take part in calls that others have begun."""
@@ -281,6 +379,22 @@ class SimulatedNetwork:
                     self._wake(exchange)
         return found
 
-    def _wake(self, exchange: SimulatedExchange) -> None:
+    def _interrupt(self, *, at_once: bool = False) -> bool:
+        """Cancels exchanges whose ranks no longer want to wait for them."""
+        found = False
+        for exchange in sorted(self._interruptible, key=lambda waiting: waiting.rank):
+            if exchange not in self._waiting or not (at_once or self.now_s >= exchange.ask_at):
+                continue
+            exchange.ask_at = self.now_s + INTERRUPT_SLICE_S
+            if exchange.id is not None and exchange.plan.interrupted is not None and exchange.plan.interrupted():
+                exchange.plan.stopped = found = True
+                self._sim.cancel(exchange.rank, exchange.id)
+        if found:
+            self._finish()
+        return found
+
+    def _wake(self, exchange: SimulatedExchange | _ViewWait) -> None:
         if self._waiting.pop(exchange, None) is not None:
             self._awake += 1
+            if isinstance(exchange, SimulatedExchange):
+                self._interruptible.discard(exchange)

@@ -4,40 +4,20 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 
 from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
 from stormtorch.transport.addresses import local_address
-from stormtorch.transport.cards import Agreement, Card, derive_key
+from stormtorch.transport.cards import Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
 from stormtorch.transport.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What a process must know of a job to take part in it, apart from the other processes' cards."""
-
-    cookie: bytes
-    """Random number of the job, which tells its datagrams from those of others."""
-    agreement: Agreement
-    prefix: str
-    """Prefix of the job's keys in its store."""
-    world: int
-    """Number of ranks at the start."""
-    name: str = "world"
-    """Name of the group of all ranks."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots: the ranks of the start and spare ones."""
-        return self.world + self.agreement.spare_ranks
 
 
 def bind(options: Options) -> tuple[_engine.Endpoint, Card]:

@@ -5,9 +5,8 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
@@ -17,14 +16,25 @@ from stormtorch.transport.cards import Card, unpack
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
 from stormtorch.transport.frames import Listener
+from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
-from stormtorch.transport.reception import Reception
-from stormtorch.transport.waiting import FIRST_SLICE_S, SLICE_S, Patience, Servers, attends
+from stormtorch.transport.views import EndpointMembership
+from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, attends
 
 _log = logging.getLogger("stormtorch")
-# Time after which the keeper looks whether anyone still has the transport.
-_KEEPER_S = 2.0
+
+
+class Receives(Protocol):
+    """Answers to newcomers, on behalf of a transport: see `stormtorch.transport.reception`."""
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answers a question of a newcomer."""
+        ...
+
+    def speak_for(self, transport: "UdpTransport") -> None:
+        """Answers on behalf of another transport of the same rank from now on."""
+        ...
 
 
 class UdpExchange:
@@ -77,7 +87,7 @@ class UdpExchange:
         return self._endpoint is not self._transport.endpoint
 
 
-class UdpTransport:
+class UdpTransport(EndpointMembership):
     """A rank's endpoint on a real network. Made by `stormtorch.connect`."""
 
     def __init__(
@@ -118,7 +128,7 @@ class UdpTransport:
         self.leaving = False
         self.on_leave: list[Callable[[], None]] = []
         self._listener: Listener | None = None
-        self._reception: Reception | None = None
+        self._reception: Receives | None = None
         self._lock = threading.RLock()
         self._key_of = key_of
         self._linger_s = linger_s
@@ -172,17 +182,22 @@ class UdpTransport:
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
 
-        if not attends():
+        if not attends() and plan.interrupted is None:
             return wait(timeout_s)
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         outcome = wait(max(min(FIRST_SLICE_S, give_up_at - time.monotonic()), 0.0))
         if outcome is not None or time.monotonic() >= give_up_at:
             return outcome
+        slice_s = SLICE_S if plan.interrupted is None else INTERRUPT_SLICE_S
         patience = Patience(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
         try:
             while outcome is None and time.monotonic() < give_up_at:
+                if plan.interrupted is not None and plan.interrupted():
+                    plan.stopped = True
+                    self.endpoint.cancel(exchange_id)
+                    return wait(None)
                 patience.look()
-                outcome = wait(max(min(SLICE_S, give_up_at - time.monotonic()), 0.0))
+                outcome = wait(max(min(slice_s, give_up_at - time.monotonic()), 0.0))
         finally:
             patience.end()
         return outcome
@@ -247,15 +262,7 @@ class UdpTransport:
             self.receive_by(other._listener, other._reception)
             other._listener = None
 
-    def watch(self) -> None:
-        """Begins to tell the other ranks whom this one hears, and to agree with them on views of who is there.
-
-        The other ranks begin as soon as they hear of it. Calling it again changes nothing.
-        """
-        self.check_owner("watch")
-        self.endpoint.watch()
-
-    def install(self, view: "_engine.View") -> None:
+    def install(self, view: _engine.View) -> None:
         """Readmits the members of a view that this rank does not know yet. Calling it again changes nothing."""
         with self._lock:
             for rank, incarnation in (*view.members, *view.leaving):
@@ -271,11 +278,11 @@ class UdpTransport:
                 if card.incarnation == incarnation:  # otherwise a later view has another process there
                     self.readmit(rank, card)
 
-    def receive_by(self, listener: Listener, reception: Reception) -> None:
+    def receive_by(self, listener: Listener, reception: Receives) -> None:
         """Has newcomers answered at a port, and begins to readmit those who come in by a view."""
         self._listener, self._reception = listener, reception
         listener.answer = reception.answer
-        threading.Thread(target=_keep, args=(weakref.ref(self),), name="keeper", daemon=True).start()
+        keep_views(self)
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
@@ -323,19 +330,3 @@ class UdpTransport:
         if kind is None:
             self.part()
         self.close()
-
-
-def _keep(found: "weakref.ref[UdpTransport]") -> None:
-    """Installs each view as soon as it comes, as long as the transport is there."""
-    number = 0
-    while (transport := found()) is not None and not transport.closed:
-        endpoint = transport.endpoint
-        del transport  # nobody else may need it any more
-        try:
-            if endpoint.wait_view(number, _KEEPER_S):
-                view, transport = endpoint.view(), found()
-                if transport is not None and view is not None:
-                    transport.install(view)
-                    number = view.number
-        except RuntimeError:
-            return  # closed

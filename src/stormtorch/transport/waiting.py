@@ -18,6 +18,8 @@ _log = logging.getLogger("stormtorch")
 FIRST_SLICE_S = 0.03
 """Shortest wait that is interrupted."""
 SLICE_S = 0.1
+INTERRUPT_SLICE_S = 0.03
+"""Longest slice of a wait that may be interrupted."""
 ANNOUNCE_AFTER_S = 10.0
 """Time of waiting while nothing moves after which a rank logs a warning."""
 BACKWARD = "backward()"

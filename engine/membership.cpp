@@ -1,0 +1,89 @@
+// How an endpoint takes part in membership: notes go to and from the views, and a new view drops peers from exchanges.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core.hpp"
+#include "peer.hpp"
+
+namespace storm {
+
+// Made when first needed: a job that asks for no views sends no notes and pays nothing.
+Views& Core::views(Nanos now) {
+    if (views_) return *views_;
+    ViewsConfig config;
+    config.self = member(config_.rank);
+    config.capacity = config_.world;
+    config.silence = config_.silence;
+    config.seed = config_.secrets.cookie + config_.rank;
+    // A process that is not the first of its rank, or whose slot was vacant, does not know who is there.
+    const bool first = seal_.incarnation(config_.rank) == 0 && !config_.late;
+    for (std::uint16_t rank = 0; first && rank < config_.world; ++rank) {
+        if (!is_vacant(rank)) config.members.push_back({rank, 0});
+    }
+    views_.emplace(config, now);
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || is_vacant(rank)) continue;
+        if (seal_.incarnation(rank) != 0) views_->readmitted(member(rank), now);
+        if (peer->left()) views_->gone(rank, now);
+    }
+    heed_views(now);
+    return *views_;
+}
+
+Member Core::member(std::uint16_t rank) const { return {rank, seal_.incarnation(rank)}; }
+
+bool Core::is_vacant(std::uint16_t rank) const {
+    return std::find(config_.vacant.begin(), config_.vacant.end(), rank) != config_.vacant.end();
+}
+
+// Acts on whatever the last call of the views has changed.
+void Core::heed_views(Nanos now) {
+    while (std::optional<Note> note = views_->take_note()) {
+        const Peer* peer = note->to < config_.world ? peers_.find(note->to) : nullptr;
+        if (peer != nullptr && !peer->left()) peers_[note->to].pass(std::move(note->body));
+    }
+    const View* view = views_->view();
+    if (view == nullptr || view->number == view_number_) return;
+    view_number_ = view->number;
+    exchanges_.each([&](Exchange& exchange) {
+        drop_absent(exchange);
+        settle(exchange, now);
+    });
+}
+
+// The peers of an exchange that are not in a later view than the exchange's take no further part in it.
+void Core::drop_absent(Exchange& exchange) {
+    if (!exchange.patient() || exchange.view >= view_number_) return;
+    const View* view = views_->view();
+    const auto there = [&](std::uint16_t rank) {
+        const Member who = member(rank);
+        return view->has(who) || std::find(view->leaving.begin(), view->leaving.end(), who) != view->leaving.end();
+    };
+    for (const Outgoing& message : exchange.sends) {
+        if (!message.released && !there(message.peer)) drop_peer(exchange, message.peer);
+    }
+    for (const Incoming& message : exchange.receives) {
+        if (!message.closed && !there(message.peer)) drop_peer(exchange, message.peer);
+    }
+}
+
+void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
+    exchange.dropped = true;
+    for (Outgoing& message : exchange.sends) {
+        if (message.peer != peer || message.released) continue;
+        message.release();
+        peers_[peer].queue.remove(message);
+    }
+    for (Incoming& message : exchange.receives) {
+        if (message.peer == peer) close(exchange, message, false);
+    }
+}
+
+void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    views(now).receive(peer.rank, body, now);
+    heed_views(now);
+}
+
+}  // namespace storm
