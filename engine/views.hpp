@@ -4,47 +4,20 @@
 // views of one number cannot exist. docs/membership.md has the argument.
 #pragma once
 
-#include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "ballots.hpp"
 #include "clock.hpp"
+#include "connectivity.hpp"
+#include "view.hpp"
+#include "view_notes.hpp"
 
 namespace storm {
-
-// A process: the slot that it has, and how many processes had it before.
-struct Member {
-    std::uint16_t rank{}, incarnation{};
-    auto operator<=>(const Member&) const = default;
-};
-
-// Where one session of a process stands.
-struct Position {
-    std::uint32_t session{};
-    std::uint64_t steps{};    // steps that are complete; a frozen process completes no further one
-    std::uint32_t settled{};  // the latest view that is known to be in place on all its members, for this session
-    bool operator==(const Position&) const = default;
-};
-
-// Where a session begins in a view: the most steps, and the latest settled view, of all members that had it.
-struct Start {
-    std::uint32_t session{};
-    std::uint64_t steps{};
-    std::uint32_t base{};
-    bool operator==(const Start&) const = default;
-};
-
-struct View {
-    std::uint32_t number{};
-    std::vector<Member> members;  // by rising rank
-    std::vector<Member> leaving;  // no members: they hand over what they own, and go
-    std::vector<Start> starts;
-    [[nodiscard]] bool has(Member who) const;
-    bool operator==(const View&) const = default;
-};
 
 struct Note {
     std::uint16_t to{};
@@ -83,9 +56,14 @@ public:
     [[nodiscard]] Nanos next_timer() const;
     [[nodiscard]] std::optional<Note> take_note();
 
-    // Sessions of this process.
+    // Sessions of this process, at most `most_sessions`. One that is enrolled where the latest view has no start for it
+    // belongs to that view; any other must settle in it first.
     void enroll(const Position& position);
-    // Whether the session may go on to that position. False while frozen, if the steps differ: nothing has changed then.
+    // Whether the session may go on to that position; if not, nothing has changed. Its steps do not change while this
+    // process is frozen or outside. In a view that began after the session last settled they go up to that view's start
+    // and no further: the step was made in an older view. `settled` is taken if it is the number of the latest view, also
+    // while frozen; but what the session began that view with must be kept until more steps are granted, as the next
+    // view may have been agreed on without knowing that this one is in place.
     [[nodiscard]] bool advance(const Position& position);
     void withdraw(std::uint32_t session);
 
@@ -101,6 +79,8 @@ public:
     // Whether a promise forbids to complete a step.
     [[nodiscard]] bool frozen() const;
     [[nodiscard]] std::optional<std::span<const std::byte>> card(Member who) const;
+    // Processes that want in, are not in the latest view, and whose cards are known: whoever can reach them helps.
+    [[nodiscard]] std::vector<Member> asking() const;
 
     struct Standing {
         std::vector<std::optional<Nanos>> heard_at;     // by rank
@@ -111,14 +91,100 @@ public:
     [[nodiscard]] Standing standing(Nanos now) const;
 
 private:
-    ViewsConfig config_;
-    bool watching_{};
-    View view_;
-    std::vector<Nanos> heard_;
-    std::vector<Note> notes_;
-    std::vector<Position> positions_;
-    Nanos tick_at_{never};
-    void leave_out(std::uint16_t rank);
+    struct Slot {
+        std::uint16_t incarnation{};
+        std::uint32_t number{};  // of the latest view that it knows
+        std::uint8_t flags{};    // of its last beat
+        bool known{};            // somebody has the slot, and has not said goodbye
+        Nanos told_at{-never / 2}, poked_at{-never / 2};
+    };
+    struct Ask {
+        Member who;
+        Nanos until{};
+        bool own{};  // asked here: this process tells the others
+    };
+    struct Session {
+        Position position;
+        std::uint32_t place{};  // the view that it has settled in, or was enrolled in
+    };
+    struct Card {
+        Member who;
+        std::vector<std::byte> bytes;
+    };
+    // Who would be in the next view, if those who are asked about were to decide.
+    struct Choice {
+        std::vector<Member> members, joined, leaving;
+        Ranks stay;  // of the members before, those who go on or leave
+        bool quorum{};
+        bool lost{};  // somebody is left out who has not said that it goes: time must show whether it is so
+    };
+
+    // views.cpp: time, notes that are no votes
+    void beat(Nanos now);
+    void on_beat(std::uint16_t from, const NoteBody& note, Nanos now);
+    void on_card(const NoteBody& note);
+    void on_record(const View& view, Nanos now);
+    void catch_up(std::uint16_t from, const NoteBody& note, Nanos now);
+    void fetch_cards(Nanos now);
+    void show();
+    void occupy(Member who, Nanos now);
+    void install(const View& view, Nanos now);
+    void send(std::uint16_t to, const NoteBody& note);
+    [[nodiscard]] NoteBody make(NoteKind kind) const;
+    [[nodiscard]] const Card* find_card(Member who) const;
+    [[nodiscard]] bool lacks_cards() const;
+    [[nodiscard]] bool takes_part() const;  // in the latest view, as a member or leaving
+    [[nodiscard]] bool knocks(Nanos now) const;
+    void put_ask(Member who, Nanos now, Nanos until, bool own);
+
+    // view_votes.cpp: how the next view is decided
+    // `candidates` are members; `successors` are slots of members that other processes have now, who come in.
+    [[nodiscard]] Choice choose(const Ranks& candidates, const Ranks& successors) const;
+    [[nodiscard]] Ranks alive() const;
+    [[nodiscard]] Ranks rumoured() const;
+    [[nodiscard]] Ranks replaced() const;
+    void consider(Nanos now);
+    void propose(Nanos now);
+    void drive(Nanos now);  // the proposal of this process
+    void abandon(Nanos now);
+    void ask_voters();
+    void refuse(std::uint16_t to);
+    [[nodiscard]] bool votes() const;
+    void try_vote(Nanos now);
+    void try_decide(Nanos now);
+    void on_prepare(std::uint16_t from, const NoteBody& note, Nanos now);
+    void on_propose(std::uint16_t from, const NoteBody& note, Nanos now);
+    [[nodiscard]] std::vector<Position> positions() const;
+    [[nodiscard]] Ranks voters() const;
+    [[nodiscard]] Nanos draw(Nanos below);
+
+    Member self_;
+    std::uint16_t capacity_;
+    Nanos silence_, period_;
+    std::uint64_t random_;
+    Connectivity net_;
+    std::vector<Slot> slots_;  // by rank
+    std::vector<Session> sessions_;
+    std::vector<Card> cards_;
+    std::vector<Ask> asks_;
+    std::deque<Note> out_;
+
+    View latest_, shown_;  // decided; decided and with all cards
+    Answers answers_;      // about the view after the latest
+    std::optional<Proposal> proposal_;
+    std::uint32_t round_{};      // highest seen of any ballot
+    Nanos active_at_{};          // when the proposer to whom this process has promised last showed itself
+    Nanos wanted_since_{never};  // since when another view seems better
+    Nanos consider_at_{never};
+    Nanos patience_{};  // drawn anew after each failure, so that proposers part
+    unsigned failures_{};
+
+    bool watching_{}, wants_out_{};
+    bool dirty_{};  // something has changed that `consider` must see
+    Nanos last_tick_{}, beat_at_{never}, beaten_at_{}, cards_at_{never};
+    unsigned beats_{};
+    unsigned next_helper_{};  // whom to ask for a card
+    Nanos knock_at_{}, back_off_{}, inside_since_{};
 };
 
 }  // namespace storm

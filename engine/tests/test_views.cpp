@@ -1,0 +1,147 @@
+#include "check.hpp"
+#include "views_world.hpp"
+
+using namespace storm;
+
+namespace {
+
+constexpr Nanos silence = World::silence;
+
+Ranks ranks(std::initializer_list<std::uint16_t> all) {
+    Ranks set;
+    for (const std::uint16_t rank : all) set.add(rank);
+    return set;
+}
+
+// Everybody in the set has the same view, of exactly the set.
+void check_agreed(World& world, const Ranks& set) {
+    std::optional<View> first;
+    for (const std::uint16_t rank : set) {
+        CHECK(world.at(rank).views->inside());
+        CHECK(!world.at(rank).views->frozen());
+        if (!first) first = world.view(rank);
+        CHECK(world.view(rank) == *first);
+    }
+    CHECK(first->ranks() == set);
+}
+
+}  // namespace
+
+TEST(nobody_proposes_where_no_change_is_wanted) {
+    World world(5, 8, 1);
+    world.network.loss_percent = 20;
+    world.run_for(100 * silence);
+    CHECK_EQUAL(world.decided().size(), 1U);
+    CHECK_EQUAL(world.view(3).number, 1U);
+    // Ten beats a silence to each of four peers, and little more.
+    CHECK(world.notes() < 5 * 4 * 10 * 100 * 12 / 10);
+}
+
+TEST(dead_member_is_left_out_within_a_silence_and_three_beats) {
+    for (std::uint16_t dead = 0; dead < 5; ++dead) {
+        World world(5, 8, dead);
+        world.run_for(3 * silence + silence / 30);
+        world.kill(dead);
+        world.run_for(silence + 3 * silence / 10);
+        Ranks rest = ranks({0, 1, 2, 3, 4});
+        rest.remove(dead);
+        check_agreed(world, rest);
+        CHECK_EQUAL(world.decided().size(), 2U);
+    }
+}
+
+TEST(goodbye_is_agreed_on_at_once) {
+    World world(4, 4, 1);
+    world.run_for(silence);
+    world.close(0);
+    world.run_for(10 * world.network.delay);
+    check_agreed(world, ranks({1, 2, 3}));
+}
+
+TEST(minority_waits_and_comes_in_again) {
+    World world(5, 8, 2);
+    world.run_for(silence);
+    world.part(ranks({0, 1}));
+    world.run_for(3 * silence);
+    check_agreed(world, ranks({2, 3, 4}));
+    CHECK_EQUAL(world.view(0).number, 1U);
+    CHECK(!world.at(0).views->standing(world.now()).quorum);
+    world.heal();
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1, 2, 3, 4}));
+    CHECK(world.violation().empty());
+}
+
+TEST(half_with_the_lowest_rank_goes_on) {
+    World world(4, 4, 3);
+    world.run_for(silence);
+    world.part(ranks({0, 1}));
+    world.run_for(3 * silence);
+    check_agreed(world, ranks({0, 1}));
+    CHECK_EQUAL(world.view(2).number, 1U);
+}
+
+TEST(dead_link_costs_the_higher_rank_its_place_for_all_alike) {
+    World world(5, 8, 4);
+    world.run_for(silence);
+    world.cut(0, 4);
+    world.run_for(2 * silence);
+    check_agreed(world, ranks({0, 1, 2, 3}));
+    world.run_for(20 * silence);
+    CHECK_EQUAL(world.decided().size(), 2U);
+    world.heal();
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1, 2, 3, 4}));
+}
+
+TEST(newcomer_is_taken_in_with_its_card) {
+    World world(3, 8, 5);
+    world.run_for(silence);
+    world.join(6, 2);
+    world.run_for(silence / 2);
+    check_agreed(world, ranks({0, 1, 2, 6}));
+    CHECK((world.view(0).joined == std::vector<Member>{{6, 1}}));
+    CHECK_EQUAL(world.at(0).views->card({6, 1})->size(), 4U);
+}
+
+TEST(member_that_wants_out_is_listed_as_leaving_and_then_forgotten) {
+    World world(3, 4, 6);
+    world.run_for(silence);
+    world.leave(0);
+    world.run_for(silence / 2);
+    CHECK((world.view(1).ranks() == ranks({1, 2})));
+    CHECK((world.view(1).leaving == std::vector<Member>{{0, 0}}));
+    CHECK(world.at(0).views->inside());
+    world.close(0);
+    world.run_for(3 * silence);
+    CHECK_EQUAL(world.view(1).number, 2U);
+    world.close(2);
+    world.run_for(silence);
+    check_agreed(world, ranks({1}));
+    CHECK(world.view(1).leaving.empty());
+}
+
+TEST(restarted_process_takes_the_place_of_the_dead_one) {
+    World world(3, 4, 7);
+    world.run_for(silence);
+    world.kill(1);
+    world.run_for(silence / 5);
+    world.join(1, 2);
+    world.run_for(silence / 2);
+    check_agreed(world, ranks({0, 1, 2}));
+    CHECK((world.view(0).members[1] == Member{1, 1}));
+}
+
+TEST(pair_survives_the_crash_of_either_once_it_is_restarted) {
+    for (std::uint16_t dead = 0; dead < 2; ++dead) {
+        World world(2, 4, 8);
+        world.run_for(silence);
+        world.kill(dead);
+        world.run_for(3 * silence);
+        CHECK_EQUAL(world.view(1 - dead).number, dead == 0 ? 1U : 2U);
+        world.join(dead, 1 - dead);
+        world.run_for(3 * silence);
+        check_agreed(world, ranks({0, 1}));
+        CHECK_EQUAL(world.view(0).number, dead == 0 ? 0x10000U : 3U);
+    }
+}
