@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
 import stormtorch
-from digits import load, make_model, report
+from digits import load, make_model
 from stormtorch.collectives import Group
 
 
@@ -70,8 +70,10 @@ def main() -> None:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(pictures), labels).backward()
         optimizer.step()
-    with stormtorch.exact(model):
-        report(model, test)
+    pictures, labels = test.tensors
+    with stormtorch.exact(model), torch.no_grad():
+        accuracy = (model(pictures).argmax(1) == labels).float().mean().item()
+    print(f"rank {group.transport.rank}: {optimizer.session.steps} steps, accuracy {accuracy:.1%}", flush=True)
     group.transport.part()
     group.transport.close()
 

@@ -18,6 +18,7 @@ _LOOPBACK_TRIP_BYTES = 128 << 10
 _TRIP_BYTES = 16 << 10
 MOST_INCARNATIONS = 0xFFFF
 """Highest number of a process: 16 bits of every check and nonce."""
+_MOST_SLOTS = 256  # of a view
 MOST_BYTES = 400
 """Most bytes of a packed card."""
 
@@ -76,8 +77,8 @@ class Job:
 
     @property
     def capacity(self) -> int:
-        """Number of slots: the ranks of the start and spare ones."""
-        return self.world + self.agreement.spare_ranks
+        """Number of slots: the ranks of the start and spare ones, as many as the ranks can agree about."""
+        return max(self.world, min(self.world + self.agreement.spare_ranks, _MOST_SLOTS))
 
 
 def agree(cards: Sequence[Card]) -> Agreement:

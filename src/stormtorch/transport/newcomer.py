@@ -28,6 +28,9 @@ Address = tuple[str, int]
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
+# Time after which a newcomer asks for a higher number, and then twice as long: some ranks may know of an earlier process
+# in the slot that has a higher one, although it never came in.
+_RESEAT_S = 20.0
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
 _UNHEARD_S = 30.0
 
@@ -98,14 +101,17 @@ class _Newcomer:
         # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
         buffer = min(job.agreement.receive_buffer, card.receive_buffer)
         job = replace(job, agreement=replace(job.agreement, receive_buffer=buffer))
+        patience_s = _RESEAT_S
         while True:
-            rank, incarnation = self._seat()
+            rank, incarnation = self._seat(card.incarnation)
             card = replace(card, incarnation=incarnation)
-            state = self._wait(rank, card)
-            if state != "taken":
+            state = self._wait(rank, card, patience_s)
+            if state in ("in", "knock"):
                 break
-            _log.warning("rank %d: another process has got this slot; asks for another one", rank)
-            self._may_try_again(rank)
+            patience_s *= 2
+            if state == "taken":
+                _log.warning("rank %d: another process has got this slot; asks for another one", rank)
+                self._may_try_again(rank)
         cards = {each: other for each, other in self._cards.items() if each < job.capacity} | {rank: card}
         transport = start(endpoint, listener, self._store, rank, cards, job, self._options)
         try:
@@ -148,11 +154,11 @@ class _Newcomer:
             if rank not in self._cards or card.incarnation > self._cards[rank].incarnation:
                 self._cards[rank] = card
 
-    def _seat(self) -> tuple[int, int]:
+    def _seat(self, above: int) -> tuple[int, int]:
         """Gets a slot and a number from a rank; every rank gives some of the free slots away."""
         full = 0
         for _ in range(len(self._where)):
-            answer = self._ask({"op": "seat", "rank": self._wanted}, _UNHEARD_S)
+            answer = self._ask({"op": "seat", "rank": self._wanted, "above": above}, _UNHEARD_S)
             if answer.get("state") == "seat":
                 return int(answer["rank"]), int(answer["incarnation"])
             if answer.get("state") != "full":
@@ -164,10 +170,10 @@ class _Newcomer:
             "wait until a rank has left"
         )
 
-    def _wait(self, rank: int, card: Card) -> str:
+    def _wait(self, rank: int, card: Card, patience_s: float) -> str:
         """Asks until a view includes this process, or it may talk with the others before that, or the slot is lost."""
-        nap_s = _SHORTEST_NAP_S
-        while True:
+        nap_s, give_up_at = _SHORTEST_NAP_S, time.monotonic() + patience_s
+        while time.monotonic() < give_up_at:
             answer = self._ask(_question(rank, card), _UNHEARD_S)
             state = answer.get("state")
             if state in ("in", "knock", "taken"):
@@ -178,6 +184,7 @@ class _Newcomer:
             self._check_time(rank, str(answer.get("why")))
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return "wait"
 
     def _enter(self, transport: UdpTransport, rank: int, card: Card) -> None:
         """Waits until the transport itself has learned of the view that it is in."""

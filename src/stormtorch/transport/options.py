@@ -62,7 +62,7 @@ class Options:
     one command serves for the first start and for every restart; all ranks must then have it."""
     spare_ranks: int = 16
     """Slots for processes that join the running job beyond the ranks of its start. All ranks use the smallest of
-    their values. A free slot costs a few kilobytes."""
+    their values, and a job has at most 256 slots. A free slot costs a few kilobytes."""
     leave_s: float = 30.0
     """Time from SIGTERM to the end of the process. Meanwhile it hands over what it owns of prepared models."""
 

@@ -60,7 +60,8 @@ class Reception:
         if operation == "learn":
             return self._learn(transport)
         if operation == "seat":
-            return self._seat(transport, question.get("rank"))
+            above = question.get("above", 0)
+            return self._seat(transport, question.get("rank"), above if type(above) is int else 0)
         if operation == "ask":
             return self._ask(transport, question)
         raise Garbage("an unknown question")
@@ -79,19 +80,19 @@ class Reception:
             "members": [] if view is None else [rank for rank, _ in view.members],
         }
 
-    def _seat(self, transport: UdpTransport, wanted: object) -> dict[str, Any]:
+    def _seat(self, transport: UdpTransport, wanted: object, above: int) -> dict[str, Any]:
         if wanted is None:
             with self._lock:
                 free = self._free(transport)
                 if free is None:
                     return {"state": "full", "capacity": self._job.capacity}
-                return self._give(transport, free)
+                return self._give(transport, free, above)
         if type(wanted) is not int or not 0 <= wanted < self._job.capacity:
             return {"state": "refused", "why": f"rank {wanted!s:.20} is not below {self._job.capacity}"}
         if wanted == transport.rank:
             return {"state": "refused", "why": f"rank {wanted} is the process that was asked, and it is alive"}
         with self._lock:
-            return self._give(transport, wanted)
+            return self._give(transport, wanted, above)
 
     def _free(self, transport: UdpTransport) -> int | None:
         """A slot that nobody has, of those that this rank gives away: no two ranks of a view give the same."""
@@ -108,9 +109,9 @@ class Reception:
                 return slot
         return None
 
-    def _give(self, transport: UdpTransport, slot: int) -> dict[str, Any]:
+    def _give(self, transport: UdpTransport, slot: int, above: int) -> dict[str, Any]:
         given, _ = self._given.get(slot, (0, 0.0))
-        known = max(0, transport.incarnation(slot), self._members(transport).get(slot, 0), given)
+        known = max(0, above, transport.incarnation(slot), self._members(transport).get(slot, 0), given)
         packed = transport.endpoint.card(slot)
         if packed is not None:
             known = max(known, unpack(packed).incarnation)
