@@ -48,6 +48,8 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     ++counters_.authenticated;
     Peer& peer = peers_[header->source];
+    // Data that was lost before an outage does not make the path a blocked one after it.
+    if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
     peer.hear(now);
     if (views_) views_->hear(peer.rank, now);
     bool taken = true;
@@ -318,8 +320,14 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.more) return;  // the last piece stands for its chunk, which is lost once
     if (flight.kind == Kind::data || flight.kind == Kind::ping)
         peer.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
+    if (flight.kind == Kind::data) peer.on_data_lost(now);
+    repair(peer, flight, now);
+}
+
+// Sends again what a lost datagram carried, as far as it is still wanted.
+void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.more) return;
     if (flight.kind == Kind::data) {
-        peer.on_data_lost(now);
         Outgoing* message = slots_.find(flight.message);
         if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
         if (message->given_up + message->reserved < message->allowed) {

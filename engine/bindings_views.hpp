@@ -32,6 +32,7 @@ inline void define_view(nb::module_& m) {
     nb::class_<View>(m, "View")
         .def_ro("number", &View::number)
         .def_prop_ro("members", [](const View& v) { return to_pairs(v.members); })
+        .def_prop_ro("joined", [](const View& v) { return to_pairs(v.joined); })
         .def_prop_ro("leaving", [](const View& v) { return to_pairs(v.leaving); })
         .def_prop_ro("starts", [](const View& v) {
             std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>> all;
@@ -113,20 +114,23 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         where...);
     type.def(
         "card",
-        [reach](Self& self, Where... at, std::uint16_t peer) -> std::optional<nb::bytes> {
+        [reach](Self& self, Where... at, std::uint16_t peer,
+                std::optional<std::uint16_t> incarnation) -> std::optional<nb::bytes> {
             const auto found = reach(self, at..., [&](Views& v, Nanos) -> std::optional<std::vector<std::byte>> {
-                for (const auto* members :
-                     {v.view() ? &v.view()->members : nullptr, v.view() ? &v.view()->leaving : nullptr}) {
-                    for (std::size_t i = 0; members != nullptr && i < members->size(); ++i) {
-                        const auto card = (*members)[i].rank == peer ? v.card((*members)[i]) : std::nullopt;
-                        if (card) return std::vector<std::byte>(card->begin(), card->end());
-                    }
-                }
-                return std::nullopt;
+                const Member* present = v.view() == nullptr ? nullptr : v.view()->at(peer);
+                if (!incarnation && present == nullptr) return std::nullopt;
+                const auto card = v.card(incarnation ? Member{peer, *incarnation} : *present);
+                return card ? std::optional(std::vector<std::byte>(card->begin(), card->end())) : std::nullopt;
             });
             return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
         },
-        where..., nb::arg("peer"));
+        where..., nb::arg("peer"), nb::arg("incarnation").none() = nb::none());
+    type.def(
+        "asking",
+        [reach](Self& self, Where... at) {
+            return reach(self, at..., [](Views& v, Nanos) { return to_pairs(v.asking()); });
+        },
+        where...);
     type.def(
         "standing",
         [reach](Self& self, Where... at) {

@@ -122,6 +122,7 @@ private:
     void answer_for_ended(Peer& peer, const Header& header);
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
+    void repair(Peer& peer, const Flight& flight, Nanos now);
 
     // membership.cpp: notes, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);

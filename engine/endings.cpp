@@ -143,6 +143,10 @@ void Core::tick_peer(Peer& peer, Nanos now) {
         peer.rate = make_rate(now);
         peer.fit_reports(peer.path.bytes());
     }
+    // In an outage of minutes all numbers would be in flight: what they carried is lost, however the path is.
+    if (peer.out.crowded() && peer.out.probes() > 0) {
+        peer.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
+    }
     if (now < peer.out.probe_at()) return;
     peer.out.probed(now);
     ++counters_.probes;
@@ -202,7 +206,7 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     if (exchange.patient() && !message.parked &&
         now >= peer.blocked_at(std::max(started, message.blocked_from), config_.silence)) {
         message.blocked_from = now;
-        blocked_.push_back(peer.rank);
+        if (now < peer.last_heard() + config_.silence) blocked_.push_back(peer.rank);
     } else if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
         if (silent) forsake(peer);
         if (exchange.lossy(message.second_stage)) {

@@ -7,6 +7,7 @@ namespace storm {
 namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
+constexpr unsigned many_probes = 16;
 
 }  // namespace
 
@@ -33,7 +34,11 @@ Nanos Outbound::patience() const {
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
-    return active_at_ + std::min(patience() << std::min(probes_, 3U), second);
+    // A peer that has not answered for long is away: it is asked twice a second, or after one round trip.
+    const unsigned doublings =
+        probes_ <= many_probes ? std::min(probes_, 3U) : std::min(probes_ - many_probes + 3, 16U);
+    const Nanos longest = probes_ <= many_probes ? second : std::clamp(8 * patience(), second / 2, second);
+    return active_at_ + std::min(patience() << doublings, longest);
 }
 
 void Outbound::probed(Nanos now) {

@@ -74,6 +74,11 @@ public:
     // Calls `lost(flight)` for everything in flight.
     template <class Lost>
     void abandon(Lost&& lost);
+    // Whether so much is in flight without an answer that flights would soon be forgotten: `shed` then.
+    [[nodiscard]] bool crowded() const { return flights_in_use() >= max_data_flights; }
+    // Calls `lost(flight)` for everything in flight, and forgets it: if it arrives after all, nobody hears of it.
+    template <class Lost>
+    void shed(Lost&& lost);
     // A datagram came from the peer, so it lives: the next probe need not wait long.
     void heard() { probes_ = std::min(probes_, 2U); }
 
@@ -223,6 +228,12 @@ void Outbound::abandon(Lost&& lost) {
         in_flight_bytes_ -= flight.bytes;
         lost(flight);
     }
+}
+
+template <class Lost>
+void Outbound::shed(Lost&& lost) {
+    abandon(lost);
+    base_ = next_;
 }
 
 template <class Lost>

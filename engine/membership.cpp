@@ -5,6 +5,7 @@
 
 #include "core.hpp"
 #include "peer.hpp"
+#include "ranks.hpp"
 
 namespace storm {
 
@@ -59,7 +60,7 @@ void Core::drop_absent(Exchange& exchange) {
     const View* view = views_->view();
     const auto there = [&](std::uint16_t rank) {
         const Member who = member(rank);
-        return view->has(who) || std::find(view->leaving.begin(), view->leaving.end(), who) != view->leaving.end();
+        return view->has(who) || view->lets_go(who);
     };
     for (const Outgoing& message : exchange.sends) {
         if (!message.released && !there(message.peer)) drop_peer(exchange, message.peer);
@@ -82,6 +83,7 @@ void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
 }
 
 void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    if (config_.world > Ranks::bits) return;  // more ranks than a view can have
     views(now).receive(peer.rank, body, now);
     heed_views(now);
 }

@@ -50,7 +50,8 @@ public:
 
     // A path is blocked when the peer answers but no data reaches it. Losses themselves, and not merely the time since
     // one, must span the silence, as there may have been nothing to send.
-    void on_data_arrived() { data_lost_since_ = never; }
+    void on_data_arrived() { forget_losses(); }
+    void forget_losses() { data_lost_since_ = never; }
     void on_data_lost(Nanos now);
     // When data of an exchange begun at `started` counts as blocked; `never` unless losses span that time already.
     [[nodiscard]] Nanos blocked_at(Nanos started, Nanos silence) const;

@@ -142,9 +142,13 @@ class SimulatedTransport:
         """Asks the members to go on without this process."""
         self.network.later(self.rank, lambda sim: sim.ask_out(self.rank))
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
-        return self.network.ask(lambda sim: sim.card(self.rank, peer))
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        return self.network.ask(lambda sim: sim.card(self.rank, peer, incarnation))
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
+        return self.network.ask(lambda sim: sim.asking(self.rank))
 
     def standing(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""

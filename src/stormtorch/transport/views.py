@@ -52,8 +52,12 @@ class Membership(Protocol):
         """Asks the members to go on without this process."""
         ...
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        ...
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
         ...
 
     def standing(self) -> dict[str, Any]:
@@ -107,9 +111,13 @@ class EndpointMembership:
         """Asks the members to go on without this process."""
         self._ask("ask_out", self.endpoint.ask_out)
 
-    def card(self, peer: int) -> bytes | None:
-        """Card of the process that has a rank in the latest view; None if it needs none or has none."""
-        return self._ask("card", lambda: self.endpoint.card(peer))
+    def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
+        """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
+        return self._ask("card", lambda: self.endpoint.card(peer, incarnation))
+
+    def asking(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of processes that want in and whose cards are known."""
+        return self._ask("asking", self.endpoint.asking)
 
     def standing(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
