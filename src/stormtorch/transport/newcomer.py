@@ -28,7 +28,7 @@ Address = tuple[str, int]
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
-# Time after which a newcomer asks for a higher number, and then twice as long: some ranks may know of an earlier process
+# Time after which a newcomer asks for a higher number, and then twice as long: some ranks may know an earlier process
 # in the slot that has a higher one, although it never came in.
 _RESEAT_S = 20.0
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.

@@ -100,9 +100,9 @@ class Reception:
         ranks = sorted(members) or sorted(transport.cards)
         if transport.rank not in ranks:
             return None
-        heard = transport.endpoint.standing()["heard_s"]
+        heard, asking = transport.standing()["heard_s"], dict(transport.asking())
         for slot in range(self._job.world, self._job.capacity):
-            if ranks[(slot - self._job.world) % len(ranks)] != transport.rank or slot in members:
+            if ranks[(slot - self._job.world) % len(ranks)] != transport.rank or slot in members or slot in asking:
                 continue
             until = self._given.get(slot, (0, 0.0))[1]
             if time.monotonic() >= until and heard.get(slot, transport.silence_s) >= transport.silence_s:
@@ -112,9 +112,7 @@ class Reception:
     def _give(self, transport: UdpTransport, slot: int, above: int) -> dict[str, Any]:
         given, _ = self._given.get(slot, (0, 0.0))
         known = max(0, above, transport.incarnation(slot), self._members(transport).get(slot, 0), given)
-        packed = transport.endpoint.card(slot)
-        if packed is not None:
-            known = max(known, unpack(packed).incarnation)
+        known = max([known, *(incarnation for rank, incarnation in transport.asking() if rank == slot)])
         # No two ranks give the same number: each gives those that leave its own rank as the remainder.
         number = known + 1 + (transport.rank - known - 1) % self._job.capacity
         if number > MOST_INCARNATIONS:

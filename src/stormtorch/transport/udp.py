@@ -269,13 +269,13 @@ class UdpTransport(EndpointMembership):
                 if rank == self.rank or incarnation <= self.incarnation(rank):
                     continue
                 try:
-                    card = unpack(self.endpoint.card(rank) or b"")
+                    card = unpack(self.card(rank, incarnation) or b"")
                 except ValueError as error:
                     _log.warning(
                         "rank %d: view %d has no usable card of rank %d: %s", self.rank, view.number, rank, error
                     )
                     continue
-                if card.incarnation == incarnation:  # otherwise a later view has another process there
+                if card.incarnation == incarnation:
                     self.readmit(rank, card)
 
     def receive_by(self, listener: Listener, reception: Receives) -> None:
