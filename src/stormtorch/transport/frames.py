@@ -161,25 +161,18 @@ class Listener:
         self.answer = answer
         self.rejected = 0
         self._key, self._version = key, version
-        self._owner = os.getpid()
         self._seats = threading.BoundedSemaphore(_MOST_TALKS)
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         _listeners.add(self)
+        self._end = weakref.finalize(self, _stop, self._socket, os.getpid())
         # A thread that knew the listener would keep it, and with it the port, although nobody else needs it.
         threading.Thread(target=_accept, args=(weakref.ref(self), self._socket), name="reception", daemon=True).start()
 
     def close(self) -> None:
         """Stops to listen; talks under way end by themselves."""
         _listeners.discard(self)
-        if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # closed before
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_socket"):
-            self.close()
+        self._end()
 
     def receive(self, connection: socket.socket) -> None:
         """Talks with a newcomer in a thread of its own, unless too many are being talked with."""
@@ -234,6 +227,13 @@ def _listen(host: str, port: int) -> socket.socket:
         else:
             return listening
     raise AssertionError("the kernel always finds a port")
+
+
+def _stop(listening: socket.socket, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process must not stop its parent
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listening.close()
 
 
 def _accept(found: "weakref.ref[Listener]", listening: socket.socket) -> None:

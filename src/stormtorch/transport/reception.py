@@ -139,6 +139,7 @@ class Reception:
             if transport.cards[rank] != card:
                 return {"state": "taken"}
             return {"state": "in", "cards": self._cards(transport)}
+        transport.watch()  # a rank that nobody has listened to yet counts as heard until it has had the time to answer
         standing = endpoint.standing()
         silent_s = standing["heard_s"].get(rank, float("inf"))
         if member >= 0 and silent_s < _QUIET * transport.silence_s and transport.incarnation(rank) < incarnation:
@@ -146,7 +147,6 @@ class Reception:
         with self._lock:
             given, _ = self._given.get(rank, (0, 0.0))
             self._given[rank] = (max(incarnation, given), time.monotonic() + _SEAT_S)
-        transport.watch()
         endpoint.ask_in(rank, incarnation, packed)
         if standing["quorum"]:
             return {"state": "wait", "why": "the ranks have not agreed on it yet"}
