@@ -404,6 +404,7 @@ void Views::fetch_cards(Nanos now) {
     for (const Member who : latest_.members) {
         if (who.incarnation == 0 || who == self_ || find_card(who) != nullptr) continue;
         const std::uint16_t helper = latest_.members[next_helper_++ % latest_.members.size()].rank;
+        // The process itself may be asked too: of two members there is no other, and its address may be known by other means.
         if (helper == self_.rank) continue;
         NoteBody request = make(NoteKind::request);
         request.who = who;

@@ -12,11 +12,14 @@ from stormtorch.transport.options import Options
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
+    from stormtorch.collectives.joining import join
     from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
     from stormtorch.policies.ledger import Ledger
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.simulation import simulate
+    from stormtorch.transport.etcd import EtcdStore
+    from stormtorch.transport.leaving import leave
     from stormtorch.transport.rendezvous import connect
 
 __version__ = version("stormtorch")
@@ -24,6 +27,7 @@ __version__ = version("stormtorch")
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
     "BoundedDrift": "policies",
+    "EtcdStore": "transport.etcd",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
     "LossyGradients": "backend.lossy",
@@ -34,6 +38,8 @@ _PLACES = {
     "clip_grad_norm_": "runtime.norms",
     "connect": "transport.rendezvous",
     "exact": "runtime.prepare",
+    "join": "collectives.joining",
+    "leave": "transport.leaving",
     "lossy_hook": "backend.lossy",
     "lossy_reduce_scatter": "backend.lossy",
     "no_sync": "runtime.prepare",
@@ -47,6 +53,7 @@ __all__ = [
     "LOSSY",
     "REPAIRED",
     "BoundedDrift",
+    "EtcdStore",
     "GradientAveraging",
     "Ledger",
     "LossyGradients",
@@ -62,6 +69,8 @@ __all__ = [
     "connect",
     "exact",
     "faults",
+    "join",
+    "leave",
     "lossy_hook",
     "lossy_reduce_scatter",
     "no_sync",

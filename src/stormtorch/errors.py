@@ -32,6 +32,10 @@ class RanksMissing(StormError, TimeoutError):
     """Some ranks did not come to the store in which the ranks of a job meet."""
 
 
+class NotAdmitted(StormError):
+    """A running job did not let this process in; the message says which rank refused, and why."""
+
+
 class SizeMismatch(StormError):
     """Two ranks called the same collective with tensors of different sizes."""
 

@@ -83,6 +83,14 @@ class Rank:
         again = returned(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)
         return {"incarnation": card.incarnation, "again": again is not None}
 
+    def await_return(self, peer: int, above: int) -> dict[str, Any]:
+        """Waits until this rank has readmitted a newer process by itself, as a view told it to."""
+        give_up_at = time.monotonic() + 20.0
+        while self.transport.incarnation(peer) <= above:
+            assert time.monotonic() < give_up_at, f"rank {peer} did not return"
+            time.sleep(0.02)
+        return {"incarnation": self.transport.incarnation(peer)}
+
     def readmit_in_the_middle(self, name: str, peer: int) -> dict[str, Any]:
         """The same with a lossy and an exact exchange of all under way, of which the peer knows nothing."""
         group = Group(self.transport, name=name)

@@ -61,7 +61,7 @@ def test_what_a_process_said_when_it_left_is_not_told_of_the_one_that_took_its_p
     )
     transport.close = lambda _linger_s: None
     monkeypatch.setattr(leaving, "_transports", [transport])
-    leaving.leave("ValueError: a bad batch")
+    leaving.say_goodbye("ValueError: a bad batch")
     assert leaving.why_left(transport, 1) == "ValueError: a bad batch"
     assert leaving.why_left(transport, 0) == ""
     incarnations[1] = 1

@@ -16,8 +16,8 @@ from stormtorch import Options, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import PeerFailed, RanksMissing
 from stormtorch.runtime.members import Members
-from stormtorch.transport import attendance, rendezvous
-from stormtorch.transport.rendezvous import local_address
+from stormtorch.transport import attendance, rendezvous, starting
+from stormtorch.transport.addresses import local_address
 from stormtorch.transport.udp import UdpTransport
 
 KEY = b"a job key of any length from sixteen bytes"
@@ -295,7 +295,7 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
     [("192.0.2.1", True), ("198.18.0.3", False), ("127.0.0.1", False), ("2001:db8::1", True), ("fe80::1%eth0", True)],
 )
 def test_strangers_are_neither_on_loopback_nor_in_the_lab(host: str, strangers: bool) -> None:
-    endpoint, card = rendezvous._bind(OPTIONS)
+    endpoint, card = starting.bind(OPTIONS)
     endpoint.close(0.0)
     assert rendezvous._meets_strangers(replace(card, host=host, loopback=host == "127.0.0.1")) == strangers
 
@@ -310,13 +310,13 @@ def test_job_that_leaves_the_machine_without_a_key_is_warned_of_strangers_once(
 ) -> None:
     """The ranks stay on loopback, where traffic of tests belongs, and say in their cards that they do not."""
     rendezvous._warn_of_strangers.cache_clear()
-    bind = rendezvous._bind
+    bind = starting.bind
 
     def elsewhere(options: Options) -> Any:
         endpoint, card = bind(options)
         return endpoint, replace(card, loopback=loopback)
 
-    monkeypatch.setattr(rendezvous, "_bind", elsewhere)
+    monkeypatch.setattr(rendezvous, "bind", elsewhere)
     for _ in range(2):
         local_world(2, lambda _: None, options=replace(OPTIONS, key=key))
     said = [text for text in caplog.messages if "without a key" in text]

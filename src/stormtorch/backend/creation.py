@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import threading
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 
@@ -19,6 +19,9 @@ from stormtorch.transport.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Environment variable with the interface or address to use if the options name none, like GLOO_SOCKET_IFNAME."""
+
+REJOIN_VARIABLE = "STORM_REJOIN"
+"""Environment variable that says "auto" or "1" if groups are to rejoin although the options do not say so."""
 
 
 class Shared:
@@ -83,18 +86,21 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
         shared = Shared(transport, math.inf if options is None else options.timeout_s)
         if not members:
             _job = shared  # later groups name their members by ranks of this one
+            transport.name = how.group_id  # processes that join later make the group of all by this name
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id)
     return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
 
 
 def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float) -> UdpTransport:
-    if isinstance(options, Options) and options.rejoin:
-        generation = _generation_of_others(store, rank, size)
+    rejoin = _rejoin(options)
+    if rejoin == "auto":
+        prefix = "storm/auto"  # `connect` counts generations itself
+    elif rejoin:
+        prefix = f"storm/{_generation_of_others(store, rank, size)}"
     else:
         # A store may outlive a group, as torchrun's does: do not read what an earlier group has left there.
-        generation = store.add(f"generation/{rank}", 1)
-    prefix = f"storm/{generation}"
+        prefix = f"storm/{store.add(f'generation/{rank}', 1)}"
     with Attendance(store, prefix, rank, size, timeout_s).or_note():
         options = _checked(options, timeout_s)
     return connect(store, rank, size, options, prefix=prefix)
@@ -109,8 +115,18 @@ def _checked(options: Any, timeout_s: float) -> Options:
         options,
         interface=interface if options.interface is None else options.interface,
         key=key.encode() if key and options.key is None else options.key,
+        rejoin=_rejoin(options),
         timeout_s=min(options.timeout_s, timeout_s),
     )
+
+
+def _rejoin(options: Any) -> bool | Literal["auto"]:
+    if isinstance(options, Options) and options.rejoin:
+        return options.rejoin
+    asked = os.environ.get(REJOIN_VARIABLE, "")
+    if asked not in ("", "0", "1", "auto"):
+        raise ValueError(f"{REJOIN_VARIABLE} must be auto, 1 or 0, got {asked!r}")
+    return "auto" if asked == "auto" else asked == "1"
 
 
 def _generation_of_others(store: Store, rank: int, size: int) -> int:

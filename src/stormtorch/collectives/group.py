@@ -110,8 +110,10 @@ class Group:
     ) -> None:
         self.transport = transport
         self.ranks = tuple(range(transport.world) if ranks is None else ranks)
-        if len(set(self.ranks)) != len(self.ranks) or not all(0 <= rank < transport.world for rank in self.ranks):
-            raise ValueError(f"ranks must be distinct ranks of a world of {transport.world}, got {self.ranks}")
+        # Over UDP, processes may have joined beyond the ranks of the start.
+        slots: int = getattr(transport, "capacity", transport.world)
+        if len(set(self.ranks)) != len(self.ranks) or not all(0 <= rank < slots for rank in self.ranks):
+            raise ValueError(f"ranks must be distinct ranks of a world of {slots}, got {self.ranks}")
         if transport.rank not in self.ranks:
             raise ValueError(f"rank {transport.rank} is not among the group's ranks {self.ranks}")
         self.name = name

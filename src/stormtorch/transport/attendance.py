@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.distributed.distributed_c10d import Store
 
@@ -25,9 +25,19 @@ class Attendance:
         rank: This rank.
         world: Number of ranks.
         timeout_s: Longest time to wait for others, in all; the store's own timeout applies if it is shorter.
+        meanwhile: Called from time to time while it waits; it may raise to end the wait.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, world: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self._meanwhile = meanwhile
         self._store, self._prefix = store, prefix
         self._rank, self._world = rank, world
         self._began = time.monotonic()
@@ -58,6 +68,8 @@ class Attendance:
                     self._look_for_a_note(peer)
                 if not missing:
                     return
+                if self._meanwhile is not None:
+                    self._meanwhile()
             if waited_s >= self._timeout_s:
                 error = RanksMissing(f"{self._missing(missing)} within {self._timeout_s:g} s (timeout_s). {_ADVICE}")
                 error.culprit = min(missing)

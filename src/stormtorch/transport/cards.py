@@ -2,10 +2,11 @@
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from torch.distributed.distributed_c10d import Store
 
@@ -15,7 +16,11 @@ _SMALLEST_DATAGRAM = 1472
 # On loopback a trip takes a wake-up or two, in which a core copies this much; elsewhere, assume 1 Gbit/s and 0.1 ms.
 _LOOPBACK_TRIP_BYTES = 128 << 10
 _TRIP_BYTES = 16 << 10
-_MOST_INCARNATIONS = 0xFFFF  # 16 bits of every check and nonce
+MOST_INCARNATIONS = 0xFFFF
+"""Highest number of a process: 16 bits of every check and nonce."""
+_MOST_SLOTS = 256  # of a view
+MOST_BYTES = 400
+"""Most bytes of a packed card."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +41,11 @@ class Card:
     fingerprint: str
     """Fingerprint of the job key, by which ranks notice that their keys differ."""
     incarnation: int = 0
-    """Number of earlier processes of this rank."""
+    """Number of the process in its rank: 0 is the first, and each later one has a higher number."""
+    reception: int = 0
+    """TCP port at which this process receives others that want into the job; 0 if it receives none."""
+    spare_ranks: int = 0
+    """Slots that this process would keep for such others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +57,28 @@ class Agreement:
     eager_bytes: int
     checks_data: bool
     trip_bytes: int
+    spare_ranks: int
+    """Slots beyond the ranks of the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a process must know of a job to take part in it, apart from the other processes' cards."""
+
+    cookie: bytes
+    """Random number of the job, which tells its datagrams from those of others."""
+    agreement: Agreement
+    prefix: str
+    """Prefix of the job's keys in its store."""
+    world: int
+    """Number of ranks at the start."""
+    name: str = "world"
+    """Name of the group of all ranks."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots: the ranks of the start and spare ones, as many as the ranks can agree about."""
+        return max(self.world, min(self.world + self.agreement.spare_ranks, _MOST_SLOTS))
 
 
 def agree(cards: Sequence[Card]) -> Agreement:
@@ -63,7 +94,40 @@ def agree(cards: Sequence[Card]) -> Agreement:
         eager_bytes=min(card.eager_bytes for card in cards),
         checks_data=any(card.checks_data for card in cards),
         trip_bytes=_LOOPBACK_TRIP_BYTES if all(card.loopback for card in cards) else _TRIP_BYTES,
+        spare_ranks=min(card.spare_ranks for card in cards),
     )
+
+
+def pack(card: Card) -> bytes:
+    """Turns a card into bytes; they are few enough for one datagram."""
+    packed = json.dumps([getattr(card, each.name) for each in fields(card)], separators=(",", ":")).encode()
+    if len(packed) > MOST_BYTES:
+        raise ValueError(f"a card has at most {MOST_BYTES} bytes, got {len(packed)}: {card}")
+    return packed
+
+
+def unpack(packed: bytes) -> Card:
+    """Turns bytes into a card again.
+
+    Raises:
+        ValueError: The bytes are no card. They may come from anyone.
+    """
+    try:
+        values = json.loads(packed) if len(packed) <= MOST_BYTES else None
+    except (ValueError, RecursionError):
+        values = None
+    names = fields(Card)
+    if not isinstance(values, list) or len(values) != len(names):
+        raise ValueError("these bytes are no card")
+    for each, value in zip(names, values, strict=True):
+        if type(value) is not each.type:
+            raise ValueError(f"these bytes are no card: {each.name} is {value!r:.40}")
+    card = Card(**{each.name: value for each, value in zip(names, values, strict=True)})
+    ipaddress.ip_address(card.host.partition("%")[0])
+    ports = 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF
+    if not ports or not 0 <= card.incarnation <= MOST_INCARNATIONS:
+        raise ValueError(f"these bytes are no card: port, reception or incarnation is out of range in {card}")
+    return card
 
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
@@ -81,6 +145,22 @@ def first(store: Store, prefix: str, rank: int) -> Card:
     return Card(**json.loads(store.get(_place(prefix, rank, 0))))
 
 
+def first_if_there(store: Store, prefix: str, rank: int) -> Card | None:
+    """Reads the card of a rank's first process, if there is one. Never blocks."""
+    place = _place(prefix, rank, 0)
+    return Card(**json.loads(store.get(place))) if store.check([place]) else None
+
+
+def known(store: Store, prefix: str, world: int) -> dict[int, Card]:
+    """Reads the newest card of each rank that has published one. Never blocks."""
+    cards: dict[int, Card] = {}
+    for rank in range(world):
+        card = first_if_there(store, prefix, rank)
+        if card is not None:
+            cards[rank] = newest(store, prefix, rank, 0) or card
+    return cards
+
+
 def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
     """Reads the newest card of a rank with an incarnation above `above`, if there is one. Never blocks."""
     counter = f"{prefix}/incarnations/{rank}"
@@ -96,9 +176,18 @@ def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
 def next_incarnation(store: Store, prefix: str, rank: int) -> int:
     """Takes a number for a new process of a rank; no other process ever gets it."""
     incarnation = store.add(f"{prefix}/incarnations/{rank}", 1)
-    if incarnation > _MOST_INCARNATIONS:
-        raise ValueError(f"rank {rank} has returned {_MOST_INCARNATIONS} times, which is the most: start a new job")
+    if incarnation > MOST_INCARNATIONS:
+        raise ValueError(f"rank {rank} has returned {MOST_INCARNATIONS} times, which is the most: start a new job")
     return incarnation
+
+
+def publish_later(store: Store, prefix: str, rank: int, card: Card) -> None:
+    """Publishes the card of a process that got its number elsewhere; numbers from the store are then higher."""
+    publish(store, prefix, rank, card)
+    counter = f"{prefix}/incarnations/{rank}"
+    missing = card.incarnation - store.add(counter, 0)
+    if missing > 0:
+        store.add(counter, missing)
 
 
 def fingerprint(key: bytes | None, cookie: bytes) -> str:

@@ -1,4 +1,5 @@
-"""The end of a process: after an exception, it tells the others at once why; otherwise it waits for ranks that need it.
+"""The end of a process: by an exception, of which it tells the others at once; by wish or SIGTERM, after it has handed
+over what it owns; or at the end of its program, when no other rank needs it.
 
 Python waits for all threads before a process ends. Until then, the engine's thread would answer for a rank that no
 longer trains, and the other ranks would wait for it until `timeout_s`.
@@ -8,18 +9,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
+import signal
 import sys
+import threading
 import weakref
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
+
+_log = logging.getLogger("stormtorch")
 
 # Longest time that a failing process waits until the others have heard of it.
 _LINGER_S = 0.5
 _MOST_LETTERS = 300
 
+# Exit status of a process that SIGTERM has ended, as shells count it.
+_TERMINATED = 128 + signal.SIGTERM
+
 _transports: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed_in = -1
+_leaving: weakref.WeakSet[Any] = weakref.WeakSet()
+_listens_in = -1
+_before: Any = signal.SIG_DFL
 
 
 def say_goodbye_on_error(transport: Any) -> None:
@@ -42,7 +54,7 @@ def say_goodbye_on_error(transport: Any) -> None:
         before(kind, error, traceback)
         # A forked child must not speak for its parent; at an interactive prompt, the process goes on.
         if os.getpid() == _installed_in and not _at_a_prompt():
-            leave(f"{kind.__name__}: {error}")
+            say_goodbye(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
 
@@ -60,7 +72,89 @@ def _part() -> None:
                 transport.part()
 
 
-def leave(why: str) -> None:
+def leave() -> None:
+    """Leaves the job by wish: hands over what this process owns of prepared models, and closes all its transports.
+
+    The other ranks go on in a view that lists it no more. Call it between two steps of the training. It knows the
+    transports of `prepare` and `join`.
+    """
+    for transport in [*_transports]:
+        if transport.closed or transport.inherited:
+            continue
+        try:
+            _ask_out(transport)
+            for hand_over in list(getattr(transport, "on_leave", ())):
+                hand_over()
+        finally:
+            transport.close()
+
+
+def install_sigterm(transport: Any) -> None:
+    """Has this process leave the job when SIGTERM comes, as on machines that are taken away at short notice.
+
+    The others hear of it at once. The training hands over at its next wait and ends the process by SystemExit; after
+    `leave_s` the process ends anyway. A handler of the program's own is called too. Only the main thread can install
+    it: elsewhere this function does nothing.
+
+    Args:
+        transport: A transport over UDP; others are left alone.
+    """
+    global _listens_in, _before
+    if not hasattr(transport, "on_leave") or threading.current_thread() is not threading.main_thread():
+        return
+    _transports.add(transport)
+    _leaving.add(transport)
+    if _listens_in == os.getpid() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        return
+    if _listens_in == -1:
+        os.register_at_fork(after_in_child=_forget_in_child)
+    _listens_in = os.getpid()
+    _before = signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    here = [each for each in _leaving if not each.closed and not each.inherited]
+    if not here:  # no job to leave: as if there had never been one
+        _restore()
+        os.kill(os.getpid(), number)
+        return
+    grace_s = min(each.options.leave_s for each in here)
+    if not all(each.leaving for each in here):
+        _log.warning("SIGTERM: leaves the job; the process ends within %g s (leave_s)", grace_s)
+        timer = threading.Timer(grace_s, _end)
+        timer.daemon = True
+        timer.start()
+    for transport in here:
+        _ask_out(transport)
+    if callable(_before):
+        _before(number, frame)
+
+
+def _ask_out(transport: Any) -> None:
+    transport.leaving = True
+    with contextlib.suppress(RuntimeError):  # closed meanwhile
+        transport.endpoint.ask_out()
+
+
+def _end() -> None:
+    """Ends this process, although its training has not come to hand over."""
+    _log.warning("leave_s is over: the process ends without having handed over")
+    say_goodbye("SIGTERM")
+    os._exit(_TERMINATED)
+
+
+def _restore() -> None:
+    with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
+        signal.signal(signal.SIGTERM, _before)
+
+
+def _forget_in_child() -> None:
+    """Gives a forked process the handler of before: it has no part in the job, and must end when it is told to."""
+    if _listens_in != os.getpid() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        _restore()
+
+
+def say_goodbye(why: str) -> None:
     """Closes all transports given to `say_goodbye_on_error`, and writes the reason into the store for other ranks."""
     for transport in list(_transports):
         if not transport.closed:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal
 
 from stormtorch.network.units import parse_rate
 from stormtorch.transport.keys import check_key
@@ -55,10 +56,15 @@ class Options:
     """Use UDP_SEGMENT where the kernel has it."""
     coalescing: bool = True
     """Use UDP_GRO where the kernel has it."""
-    rejoin: bool = False
-    """Take the place of a rank that died, in a job that goes on without it. With `prepare`, the other ranks readmit
-    this process by themselves; without it, they must call `stormtorch.transport.rendezvous.returned` and
-    `UdpTransport.readmit`."""
+    rejoin: bool | Literal["auto"] = False
+    """Take the place of a rank that died, in a job that goes on without it: the ranks agree on a view that includes
+    this process. "auto" does so if the job already runs, and otherwise starts it together with the other ranks, so that
+    one command serves for the first start and for every restart; all ranks must then have it."""
+    spare_ranks: int = 16
+    """Slots for processes that join the running job beyond the ranks of its start. All ranks use the smallest of
+    their values, and a job has at most 256 slots. A free slot costs a few kilobytes."""
+    leave_s: float = 30.0
+    """Time from SIGTERM to the end of the process. Meanwhile it hands over what it owns of prepared models."""
 
     def __post_init__(self) -> None:
         if self.rate not in ("auto", "low", "unlimited"):
@@ -78,8 +84,11 @@ class Options:
         for name in ("silence_s", "timeout_s"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.linger_s >= 0.0:
-            raise ValueError(f"linger_s must not be negative, got {self.linger_s}")
+        for name in ("linger_s", "spare_ranks", "leave_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.rejoin not in (True, False, "auto"):
+            raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
         """Rate mode for the engine and, if the rate is fixed, bytes per second."""

@@ -1,22 +1,40 @@
 """The transport over a real network: one UDP socket and one native engine per rank."""
 
+import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
-from stormtorch.transport.cards import Card
+from stormtorch.transport.cards import Card, unpack
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
+from stormtorch.transport.frames import Listener
+from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
 from stormtorch.transport.views import EndpointMembership
 from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, attends
+
+_log = logging.getLogger("stormtorch")
+
+
+class Receives(Protocol):
+    """Answers to newcomers, on behalf of a transport: see `stormtorch.transport.reception`."""
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answers a question of a newcomer."""
+        ...
+
+    def speak_for(self, transport: "UdpTransport") -> None:
+        """Answers on behalf of another transport of the same rank from now on."""
+        ...
 
 
 class UdpExchange:
@@ -78,6 +96,7 @@ class UdpTransport(EndpointMembership):
         *,
         rank: int,
         world: int,
+        capacity: int,
         chunk_bytes: int,
         trip_bytes: int,
         silence_s: float,
@@ -86,12 +105,13 @@ class UdpTransport(EndpointMembership):
         options: Options,
         store: Store,
         prefix: str,
-        incarnations: Sequence[int],
+        cards: Mapping[int, Card],
         key_of: Callable[[int, Card], bytes],
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
         self.world = world
+        self.capacity = capacity
         self.chunk_bytes = chunk_bytes
         self.trip_bytes = trip_bytes
         self.silence_s = silence_s
@@ -103,7 +123,13 @@ class UdpTransport(EndpointMembership):
         self.store = store
         self.prefix = prefix
         self.options = options
-        self._incarnations = list(incarnations)
+        self.name = "world"
+        self.cards = dict(cards)
+        self.leaving = False
+        self.on_leave: list[Callable[[], None]] = []
+        self._listener: Listener | None = None
+        self._reception: Receives | None = None
+        self._lock = threading.RLock()
         self._key_of = key_of
         self._linger_s = linger_s
         # A process forked from this one has a copy of all this, but neither its threads nor a place in the job.
@@ -194,8 +220,8 @@ class UdpTransport(EndpointMembership):
                 self.endpoint.wait(exchange_id, 0.0)
 
     def incarnation(self, peer: int) -> int:
-        """Number of the process of a rank that this rank knows: 0 is the first."""
-        return self._incarnations[peer]
+        """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
+        return self.cards[peer].incarnation if peer in self.cards else -1
 
     def readmit(self, peer: int, card: Card) -> None:
         """Accepts the process that has taken a peer's place.
@@ -214,14 +240,12 @@ class UdpTransport(EndpointMembership):
             ValueError: The process is not newer than the one that this rank knows.
         """
         self.check_owner(f"readmitting rank {peer}")
-        try:
-            self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self._key_of(peer, card))
-        except RuntimeError as error:
-            raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
-        self._incarnations[peer] = card.incarnation
-
-    def install(self, view: _engine.View) -> None:
-        """Readmits the members of a view that this rank does not know yet."""
+        with self._lock:
+            try:
+                self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self._key_of(peer, card))
+            except RuntimeError as error:
+                raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
+            self.cards[peer] = card
 
     def succeed(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
@@ -231,8 +255,34 @@ class UdpTransport(EndpointMembership):
         be at the same numbers.
         """
         self.endpoint, self.closed = other.endpoint, False
-        self._incarnations, self._key_of = other._incarnations, other._key_of
+        self.cards, self._key_of = other.cards, other._key_of
         self._plans, self._orphans = other._plans, []
+        if other._listener is not None and other._reception is not None:
+            other._reception.speak_for(self)
+            self.receive_by(other._listener, other._reception)
+            other._listener = None
+
+    def install(self, view: _engine.View) -> None:
+        """Readmits the members of a view that this rank does not know yet. Calling it again changes nothing."""
+        with self._lock:
+            for rank, incarnation in (*view.members, *view.leaving):
+                if rank == self.rank or incarnation <= self.incarnation(rank):
+                    continue
+                try:
+                    card = unpack(self.card(rank, incarnation) or b"")
+                except ValueError as error:
+                    _log.warning(
+                        "rank %d: view %d has no usable card of rank %d: %s", self.rank, view.number, rank, error
+                    )
+                    continue
+                if card.incarnation == incarnation:
+                    self.readmit(rank, card)
+
+    def receive_by(self, listener: Listener, reception: Receives) -> None:
+        """Has newcomers answered at a port, and begins to readmit those who come in by a view."""
+        self._listener, self._reception = listener, reception
+        listener.answer = reception.answer
+        keep_views(self)
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
@@ -265,6 +315,8 @@ class UdpTransport(EndpointMembership):
         if self.inherited:
             self.closed = True
             return
+        if self._listener is not None:
+            self._listener.close()
         try:
             self.endpoint.close(self._linger_s if linger_s is None else linger_s)
         finally:

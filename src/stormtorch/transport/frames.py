@@ -1,0 +1,269 @@
+"""Short talks over TCP between a process that wants into a job and a rank of it: bounded in bytes and in time.
+
+The rank greets with a random number. The newcomer answers with one of its own and asks its question; the rank answers
+it, and the talk is over. Where the job has a key, question and answer carry an HMAC under a key that follows from the
+job key and both numbers: each side knows that the other has the key, and nobody between them changes a byte. Without a
+key, whoever reaches the port can ask, just as whoever reaches the store can read.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from stormtorch.errors import NotAdmitted
+
+_log = logging.getLogger("stormtorch")
+
+PROTOCOL = 1
+"""Number of this way to talk; both sides must have the same."""
+TALK_S = 5.0
+"""Longest time of a talk, on either side."""
+_MOST_TALKS = 8
+_QUESTION_BYTES = 4 << 10
+_ANSWER_BYTES = 512 << 10  # the cards of a thousand ranks
+_MAC_BYTES = 32
+_HEAD = struct.Struct("!BI")  # whether the frame is signed, and the bytes that follow
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+_listeners: weakref.WeakSet["Listener"] = weakref.WeakSet()
+
+
+class Garbage(Exception):
+    """What came over a connection is not part of such a talk."""
+
+
+class _Talk:
+    """One side of a talk over a connected socket."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._give_up_at = time.monotonic() + timeout_s
+        self._key: bytes | None = None
+
+    def sign(self, key: bytes | None, theirs: str, ours: str) -> None:
+        """Signs and checks all further frames, if there is a key."""
+        if key is not None:
+            self._key = hmac.new(key, f"reception {theirs} {ours}".encode(), hashlib.sha256).digest()
+
+    def say(self, what: dict[str, Any], who: bytes, *, plain: bool = False) -> None:
+        """Sends a frame. `who` says which side speaks, so that no frame can be sent back to its sender."""
+        body = json.dumps(what, separators=(",", ":")).encode()
+        signed = self._key is not None and not plain
+        mac = self._mac(who, body) if signed else b""
+        self._allow()
+        self._connection.sendall(_HEAD.pack(signed, len(mac) + len(body)) + mac + body)
+
+    def hear(self, who: bytes, most_bytes: int) -> dict[str, Any]:
+        """Receives a frame of the other side."""
+        signed, length = _HEAD.unpack(self._take(_HEAD.size))
+        if length > most_bytes + _MAC_BYTES:
+            raise Garbage(f"a frame of {length} bytes")
+        body = self._take(length)
+        if self._key is not None:
+            mac, body = body[:_MAC_BYTES], body[_MAC_BYTES:]
+            if not signed or not hmac.compare_digest(mac, self._mac(who, body)):
+                raise PermissionError("the other side has another key")
+        elif signed:
+            raise Garbage("a signed frame in a talk without a key")
+        return _parsed(body)
+
+    def _mac(self, who: bytes, body: bytes) -> bytes:
+        assert self._key is not None
+        return hmac.new(self._key, who + body, hashlib.sha256).digest()
+
+    def _take(self, length: int) -> bytes:
+        came = bytearray()
+        while len(came) < length:
+            self._allow()
+            piece = self._connection.recv(min(length - len(came), 1 << 16))
+            if not piece:
+                raise Garbage(f"the connection ended after {len(came)} of {length} bytes")
+            came += piece
+        return bytes(came)
+
+    def _allow(self) -> None:
+        left_s = self._give_up_at - time.monotonic()
+        if left_s <= 0.0:
+            raise TimeoutError("the talk took too long")
+        self._connection.settimeout(left_s)
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Garbage("a frame that is no JSON") from error
+    if not isinstance(said, dict):
+        raise Garbage("a frame that is no object")
+    return said
+
+
+def ask(address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str) -> dict[str, Any]:
+    """Asks the reception at an address one question, and returns its answer.
+
+    Raises:
+        OSError: Nobody answers there, or not in time.
+        Garbage: Something else than a reception answers there.
+        NotAdmitted: The reception refuses to talk with this process; the error says why.
+    """
+    where = f"{address[0]}:{address[1]}"
+    with socket.create_connection(address, timeout=TALK_S) as connection:
+        talk = _Talk(connection, TALK_S)
+        greeting = talk.hear(b"rank", _QUESTION_BYTES)
+        if greeting.get("storm") != PROTOCOL or greeting.get("version") != version:
+            raise NotAdmitted(
+                f"the job at {where} runs stormtorch {greeting.get('version')!s:.20}, and this process {version}: "
+                "install the same version"
+            )
+        if bool(greeting.get("keyed")) != (key is not None):
+            has, gives = ("no key", "has one") if key is not None else ("a key", "has none")
+            raise NotAdmitted(
+                f"the job at {where} has {has}, and this process {gives}: `key` must be the same on every rank"
+            )
+        ours, theirs = secrets.token_hex(16), str(greeting.get("nonce"))
+        talk.say({"nonce": ours}, b"newcomer")
+        talk.sign(key, theirs, ours)
+        talk.say(question, b"newcomer")
+        try:
+            return talk.hear(b"rank", _ANSWER_BYTES)
+        except PermissionError:
+            raise NotAdmitted(
+                f"the job at {where} has another key than this process: `key` must be the same on every rank"
+            ) from None
+
+
+class Listener:
+    """Listens on a TCP port of its own, and has a callable answer what newcomers ask.
+
+    Bytes of strangers raise nothing into the job: `rejected` counts the talks that came to nothing.
+
+    Args:
+        host: Numeric address to listen on, and no other.
+        port: Port to listen on if it is free; otherwise the kernel chooses one.
+        key: The job's key.
+        version: Version of this package.
+        answer: Answers a question; it is called in threads of the listener.
+    """
+
+    def __init__(self, host: str, port: int, *, key: bytes | None, version: str, answer: Answer) -> None:
+        self.answer = answer
+        self.rejected = 0
+        self._key, self._version = key, version
+        self._seats = threading.BoundedSemaphore(_MOST_TALKS)
+        self._socket = _listen(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        _listeners.add(self)
+        self._end = weakref.finalize(self, _stop, self._socket, os.getpid())
+        # A thread that knew the listener would keep it, and with it the port, although nobody else needs it.
+        threading.Thread(target=_accept, args=(weakref.ref(self), self._socket), name="reception", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops to listen; talks under way end by themselves."""
+        _listeners.discard(self)
+        self._end()
+
+    def receive(self, connection: socket.socket) -> None:
+        """Talks with a newcomer in a thread of its own, unless too many are being talked with."""
+        if not self._seats.acquire(blocking=False):
+            self.rejected += 1
+            connection.close()
+            return
+        try:
+            threading.Thread(target=self._talk, args=(connection,), name="reception talk", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._seats.release()
+            connection.close()
+
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                talk = _Talk(connection, TALK_S)
+                nonce = secrets.token_hex(16)
+                keyed = self._key is not None
+                talk.say({"storm": PROTOCOL, "version": self._version, "nonce": nonce, "keyed": keyed}, b"rank")
+                theirs = talk.hear(b"newcomer", _QUESTION_BYTES).get("nonce")
+                talk.sign(self._key, nonce, str(theirs))
+                try:
+                    question = talk.hear(b"newcomer", _QUESTION_BYTES)
+                except PermissionError:
+                    self.rejected += 1
+                    talk.say({"refused": "key"}, b"rank", plain=True)
+                    return
+                talk.say(self.answer(question), b"rank")
+        except (Garbage, OSError):
+            self.rejected += 1
+        except Exception:
+            self.rejected += 1
+            _log.debug("reception: a talk failed", exc_info=True)
+        finally:
+            self._seats.release()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    for wanted in (address, (address[0], 0, *address[2:])):
+        listening = socket.socket(family, kind, number)
+        try:
+            # A process that is started again takes the port at once.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(wanted)
+            listening.listen(_MOST_TALKS)
+        except OSError:
+            listening.close()
+            if wanted[1] == 0:
+                raise
+        else:
+            return listening
+    raise AssertionError("the kernel always finds a port")
+
+
+def _stop(listening: socket.socket, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process must not stop its parent
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listening.close()
+
+
+def _accept(found: "weakref.ref[Listener]", listening: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except OSError:
+            if listening.fileno() < 0 or found() is None or not _is_listening(listening):
+                return
+            time.sleep(0.1)  # out of descriptors: others may close some
+            continue
+        listener = found()
+        if listener is None:
+            connection.close()
+            return
+        listener.receive(connection)
+        del listener
+
+
+def _is_listening(listening: socket.socket) -> bool:
+    try:
+        return bool(listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+def _forget_in_child() -> None:
+    """Closes what a forked process has inherited: it has no thread that would answer, and no part in the job."""
+    for listener in list(_listeners):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

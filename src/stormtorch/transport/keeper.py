@@ -1,0 +1,44 @@
+"""A thread for each transport that readmits processes as soon as a view includes them."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from typing import Any
+
+# Longest time until a keeper notices that the program ends, or that nobody has its transport any more.
+_SLICE_S = 0.2
+
+_keepers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def keep_views(transport: Any) -> None:
+    """Installs each view of a transport over UDP as soon as it comes, until the transport is closed or gone."""
+    keeper = threading.Thread(target=_keep, args=(weakref.ref(transport),), name="keeper", daemon=True)
+    _keepers.add(keeper)
+    keeper.start()
+
+
+def _keep(found: weakref.ref[Any]) -> None:
+    number = 0
+    while not _ending.is_set() and (transport := found()) is not None and not transport.closed:
+        endpoint = transport.endpoint
+        del transport  # nobody else may need it any more
+        try:
+            if endpoint.wait_view(number, _SLICE_S):
+                view, transport = endpoint.view(), found()
+                if transport is not None and view is not None:
+                    transport.install(view)
+                    number = view.number
+        except RuntimeError:
+            return  # closed
+
+
+@atexit.register
+def _end() -> None:
+    """Ends all keepers: a thread inside the engine must not meet an interpreter that is being taken down."""
+    _ending.set()
+    for keeper in list(_keepers):
+        keeper.join(5 * _SLICE_S)

@@ -1,0 +1,129 @@
+"""Making a transport: opens its socket, writes its card, and starts its engine once it knows the others' cards."""
+
+import ipaddress
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+
+from torch.distributed.distributed_c10d import Store
+
+import stormtorch._engine as _engine
+from stormtorch.transport.addresses import local_address
+from stormtorch.transport.cards import Card, Job, derive_key
+from stormtorch.transport.frames import Answer, Listener
+from stormtorch.transport.options import Options
+from stormtorch.transport.reception import Reception
+from stormtorch.transport.udp import UdpTransport
+
+_log = logging.getLogger("stormtorch")
+
+
+def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
+    """Opens a socket, and makes the card of this process, still without the fingerprint and the reception."""
+    host = local_address(options.interface)
+    loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    endpoint = _engine.Endpoint(
+        host,
+        options.port,
+        receive_buffer=options.receive_buffer_bytes,
+        low_priority=options.rate == "low",
+        segmentation=options.segmentation,
+        coalescing=options.coalescing,
+    )
+    mtu = _engine.interface_mtu(host) or 1500
+    return endpoint, Card(
+        host=host,
+        port=endpoint.port,
+        datagram_bytes=options.datagram_bytes or _engine.datagram_bytes(host, mtu),
+        chosen=options.datagram_bytes is not None,
+        receive_buffer=endpoint.receive_buffer,
+        eager_bytes=options.eager_bytes,
+        loopback=loopback,
+        # Loopback copies memory and damages nothing. A chosen datagram size imitates a network, which may damage data.
+        checks_data=bool(options.check or options.key or options.datagram_bytes) or not loopback,
+        nonce=secrets.token_hex(16),
+        fingerprint="",
+        spare_ranks=options.spare_ranks,
+    )
+
+
+def receive_newcomers(card: Card, options: Options, answer: Answer) -> tuple[Listener, Card]:
+    """Opens the TCP port at which this process receives newcomers; returns the card with that port."""
+    listener = Listener(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
+    if options.port and listener.port != options.port:
+        _log.warning(
+            "TCP port %d of %s is taken: processes that join the job by this rank use port %d. Does a firewall let it "
+            "through?",
+            options.port,
+            card.host,
+            listener.port,
+        )
+    return listener, replace(card, reception=listener.port)
+
+
+def start(
+    endpoint: _engine.Endpoint,
+    listener: Listener | None,
+    store: Store,
+    rank: int,
+    cards: Mapping[int, Card],
+    job: Job,
+    options: Options,
+) -> UdpTransport:
+    """Starts the engine, and makes the transport of a rank.
+
+    Args:
+        endpoint: Open socket.
+        listener: Open port for newcomers; None receives none.
+        store: Store of the job, or one of this process alone.
+        rank: This rank.
+        cards: The newest card of each rank that has one, this rank's own included.
+        job: What all ranks have in common.
+        options: Settings of this process.
+    """
+    agreement, key, own = job.agreement, options.key, cards[rank]
+    mode, bytes_per_s = options.rate_mode(loopback=own.loopback)
+    slots = range(job.capacity)
+    endpoint.start(
+        rank,
+        [(cards[slot].host, cards[slot].port) if slot in cards else ("", 0) for slot in slots],
+        {
+            "datagram_bytes": agreement.datagram_bytes,
+            "receive_buffer": agreement.receive_buffer,
+            "pool_bytes": options.pool_bytes,
+            "eager_bytes": agreement.eager_bytes,
+            "rate_mode": int(mode),
+            "bytes_per_s": bytes_per_s,
+            "silence_s": options.silence_s,
+            "cookie": int(job.cookie, 16),
+            "checks_data": agreement.checks_data,
+            "vacant": [slot for slot in slots if slot not in cards],
+            "incarnations": [cards[slot].incarnation if slot in cards else 0 for slot in slots],
+            "keys": []
+            if key is None
+            else [derive_key(key, job.cookie, slot, cards[slot]) if slot in cards else b"" for slot in slots],
+        },
+    )
+    transport = UdpTransport(
+        endpoint,
+        rank=rank,
+        world=job.world,
+        capacity=job.capacity,
+        chunk_bytes=_engine.chunk_bytes(agreement.datagram_bytes, key is not None),
+        trip_bytes=agreement.trip_bytes,
+        silence_s=options.silence_s,
+        timeout_s=options.timeout_s,
+        linger_s=options.linger_s,
+        options=options,
+        store=store,
+        prefix=job.prefix,
+        cards=cards,
+        key_of=lambda peer, card: derive_key(key, job.cookie, peer, card),
+    )
+    transport.name = job.name
+    if listener is not None:
+        transport.receive_by(listener, Reception(transport, job))
+        _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)
+    return transport

@@ -1,0 +1,104 @@
+"""A process that starts a job, joins it, or returns to it. It does what it is told, and says how it went."""
+
+import json
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but its types do not
+
+import stormtorch
+from stormtorch.collectives import Group, all_reduce
+from stormtorch.transport.leaving import install_sigterm, say_goodbye_on_error
+from stormtorch.transport.udp import UdpTransport
+
+
+def enter(how: dict[str, Any]) -> UdpTransport:
+    options = stormtorch.Options(
+        silence_s=how["silence_s"],
+        timeout_s=how.get("timeout_s", 30.0),
+        linger_s=0.5,
+        key=how["key"].encode() if how["key"] else None,
+        rejoin=how.get("rejoin", False),
+        spare_ranks=how.get("spare_ranks", 4),
+        leave_s=how.get("leave_s", 30.0),
+    )
+    if "join" in how:
+        transport: Any = stormtorch.join(how["join"], options).transport
+        return transport  # type: ignore[no-any-return]
+    store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=20))
+    return stormtorch.connect(store, how["rank"], how["world"], options)
+
+
+class Rank:
+    """What a process can be told."""
+
+    def __init__(self, transport: UdpTransport) -> None:
+        self.transport = transport
+
+    def watch(self) -> None:
+        self.transport.watch()
+
+    def see(self, ranks: list[int], above: int = 0) -> dict[str, Any]:
+        """Waits until a view has exactly these ranks, and knows the same processes."""
+        give_up_at = time.monotonic() + 30.0
+        while True:
+            view = self.transport.view()
+            if view is not None and view.number > above and [rank for rank, _ in view.members] == ranks:
+                break
+            assert time.monotonic() < give_up_at, f"saw {view and view.members}, not {ranks}"
+            self.transport.wait_view(view.number if view else 0, 0.1)
+        self.transport.install(view)
+        return {"number": view.number, "members": view.members, "inside": self.transport.inside()}
+
+    def add_up(self, number: int) -> float:
+        """The sum over all members of a view of one more than their ranks, in exact arithmetic."""
+        view = self.transport.view()
+        assert view is not None and view.number == number
+        group = Group(self.transport, [rank for rank, _ in view.members], name=f"sum {number}", view=number)
+        tensor = torch.full((100_000,), self.transport.rank + 1.0)
+        all_reduce(group, tensor).wait()
+        assert tensor.min() == tensor.max()
+        return tensor[0].item()
+
+    def listen_for_sigterm(self) -> None:
+        """Leaves by SIGTERM. The training, which there is none of here, would hand over: it is only noted."""
+        install_sigterm(self.transport)
+
+    def leave(self) -> list[str]:
+        """Leaves by wish; returns what was called."""
+        called: list[str] = []
+        say_goodbye_on_error(self.transport)
+        self.transport.on_leave.append(lambda: called.append("handed over"))
+        stormtorch.leave()
+        return [*called, "closed" if self.transport.closed else "open"]
+
+    def leaving(self) -> bool:
+        return self.transport.leaving
+
+
+def say(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    how = json.loads(sys.argv[1])
+    try:
+        transport = enter(how)
+    except (stormtorch.StormError, ValueError) as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        return
+    card = transport.cards[transport.rank]
+    say({"rank": transport.rank, "incarnation": card.incarnation, "address": f"{card.host}:{card.reception}"})
+    rank = Rank(transport)
+    for line in sys.stdin:
+        told = json.loads(line)
+        say(getattr(rank, told[0])(*told[1:]))
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()
