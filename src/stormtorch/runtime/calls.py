@@ -75,7 +75,7 @@ class Calls:
         going_on: Callable[[], bool] = lambda: False,
         serve: Callable[[int], object],
         due: Callable[[], bool],
-        change: Callable[[], None],
+        change: Callable[[], object],
     ) -> None:
         self.meeting = meeting
         self._steps = steps

@@ -2,8 +2,8 @@
 
 The engines of all ranks agree on views, numbered lists of members; docs/membership.md tells how. A session counts
 *rounds*: exchanges after which every rank is at the same point of its training. A view says at which round each session
-begins in it. A rank that is behind first makes its earlier rounds in the old view, in which ranks that are gone count as
-lost. A rank that is not in the latest view must not act: it waits until a view has it again.
+begins in it. A rank that is behind first makes its earlier rounds in the old view, in which ranks that are gone count
+as lost. A rank that is not in the latest view must not act: it waits until a view has it again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class View:
     """Ranks of the transport, in rising order."""
     step: int
     """Number of optimizer steps at which it began on this rank."""
+    base: int = 0
+    """Number of the view from which its members came: the last one that was in place on all of them."""
 
 
 class Membership:
@@ -55,15 +57,18 @@ class Membership:
         self._rank = group.transport.rank
         self._id = zlib.crc32(name.encode())
         # Ranks that join a job belong to the sessions of all ranks, not to those of some.
-        self._scope = None if group.size == group.transport.world else frozenset(group.ranks)
+        everyone = set(group.ranks) >= set(range(group.transport.world))
+        self._scope = None if everyone else frozenset(group.ranks)
         self._give_up_s = give_up_s
+        self._transport.enter()
         self._transport.watch()
-        self.newcomer = bool(self._transport.incarnation(self._rank))
+        self.newcomer = self._transport.incarnation(self._rank) != 0
         """Whether this process came into a job that was running, and has no parameters yet."""
         if self.newcomer:
             self.view, self.settled = View(0, (), 0), 0
         else:
             latest = self._transport.view()
+            assert latest is not None, "a process that was there from the start knows the first view"
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
         self._transport.enroll(self._id, 0, self.settled)
         weakref.finalize(self, _withdraw, self._transport, self._id).atexit = False
@@ -149,7 +154,7 @@ class Membership:
 
     def enter(self, latest: Any, step: int) -> None:
         """Goes on to a view. It is settled once every member is known to have what it needs for it."""
-        self.view = View(latest.number, self._members(latest), step)
+        self.view = View(latest.number, self._members(latest), step, self.base(latest)[0])
 
     def settle(self, rounds: int) -> bool:
         """Begins the view that was entered, at the given round: every member has what it needs for it.
@@ -191,8 +196,8 @@ class Membership:
         waited = time.monotonic() - began
         if waited > self._give_up_s:
             raise StormError(
-                f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the ranks "
-                "that are gone, or raise give_up_s"
+                f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the "
+                "ranks that are gone, or raise give_up_s"
             )
         if waited < max(_ANNOUNCE_AFTER_S, 2 * announced):
             return announced

@@ -1,4 +1,4 @@
-"""Plans how shards move when ranks come or go: who gives what to whom. Numbers only, no tensors, the same on all ranks."""
+"""Plans how shards move when ranks come or go: who gives what to whom. Numbers only, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from stormtorch.runtime.model_session import ModelSession
 from stormtorch.runtime.session import Session, combined, sessions_of
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.unwrapped import unwrap
-from stormtorch.transport.leaving import say_goodbye_on_error
+from stormtorch.transport.leaving import install_sigterm, leaves_by, say_goodbye_on_error
 from stormtorch.transport.waiting import doing
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,8 +71,11 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     _prepared[ranks.transport] = number + 1
     name = f"{ranks.name}/training/{number}"
     say_goodbye_on_error(ranks.transport)
+    install_sigterm(ranks.transport)
     with doing("prepare()"):
-        take_over(_session(model, optimizer, ranks, name, policy))
+        session = _session(model, optimizer, ranks, name, policy)
+        take_over(session)
+    leaves_by(ranks.transport, session.hand_over)
     unwrap(model)
     return model, optimizer
 

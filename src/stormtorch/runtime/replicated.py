@@ -21,7 +21,7 @@ from stormtorch.runtime.drift_samples import apart
 from stormtorch.runtime.layout import recut
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
-from stormtorch.runtime.session import Left, Session
+from stormtorch.runtime.session import Session
 from stormtorch.staging.order import Order
 
 _log = logging.getLogger("stormtorch")
@@ -153,17 +153,18 @@ class ReplicatedSession(Session):
         return not self.membership.cut_off()
 
     @torch.no_grad()
-    def change(self) -> None:
+    def change(self) -> bool:
         """Begins the latest view. Every rank has a model of its own; newcomers get another rank's."""
         self._entering = True
         try:
-            while not self._enter(self.membership.await_view()):
+            while (held := self._enter(self.membership.await_view())) is None:
                 pass
+            return held
         finally:
             self._entering = False
 
-    def _enter(self, latest: Any) -> bool:
-        """Begins a view. Returns False if yet another one has come meanwhile."""
+    def _enter(self, latest: Any) -> bool | None:
+        """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""
         membership, group = self.membership, self.moving(latest)
         base, round_ = membership.base(latest)
         members = membership.members_of(latest)
@@ -173,7 +174,7 @@ class ReplicatedSession(Session):
         try:
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if group.transport.rank not in members:
-                raise Left
+                self.leave()
             there = [rank for rank in members if told[rank]["holds"]]
             if not there:
                 raise StormError(
@@ -188,15 +189,15 @@ class ReplicatedSession(Session):
             self._ready = latest.number
             objects.gather(True, self.channel("settle", interruptible=True))
         except Interrupted:
-            return False
+            return None
         if not membership.settle(round_):
-            return False
+            return None
         self.forget_channels()
         words = self.told_of(before, members, newcomers)
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
-        self.taken({rank: told[rank]["carried"] for rank in members})
-        return True
+        self.taken({rank: each["carried"] for rank, each in told.items()})
+        return holds
 
     def _hand_over(self, root: int, *, new: bool) -> None:
         """Gives newcomers the whole model of the root, and its settings."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from stormtorch.runtime.membership import Membership, View
 from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
+from stormtorch.transport.waiting import doing
+
+_log = logging.getLogger("stormtorch")
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
@@ -57,6 +61,9 @@ class Session(ABC):
         """Optimizer steps so far."""
         self.membership = Membership(group, name, policy.give_up_s)
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
+        self._gone = False
+        self._told: dict[int, dict[str, bytes]] = {}
+        """What the others have told when this process came into the job, for those who ask only afterwards."""
         self._on_step: list[Callable[[int], None]] = []
         self._bytes_sent = 0
         # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
@@ -165,9 +172,12 @@ class Session(ABC):
         Args:
             name: Name of it, the same on all ranks.
             give: Returns what this rank tells the others; also asked of ranks that are new.
-            take: Called with what each member, by rank, has told, once the view has begun.
+            take: Called with what each member, by rank, has told, once the view has begun. In a process that has just
+                come into a running job, it is called at once with what the others have told.
         """
         self._carried[name] = give, take
+        if self._told:
+            take({rank: each[name] for rank, each in self._told.items() if name in each})
 
     def on_step(self, callback: Callable[[int], None]) -> None:
         """Has a function called after every complete optimizer step, with the number of steps so far."""
@@ -175,12 +185,38 @@ class Session(ABC):
 
     def stepped(self) -> None:
         """Called by subclasses when a step is complete."""
+        self._told = {}
         for callback in self._on_step:
             callback(self.steps)
 
     @abstractmethod
-    def change(self) -> None:
-        """Begins the latest view, together with all its members. This rank is at rest, between two steps."""
+    def change(self) -> bool:
+        """Begins the latest view, together with all its members. Returns False if this rank had been away.
+
+        This rank is at rest, between two steps.
+
+        Raises:
+            Left: This rank has handed over what it owned, and may leave.
+        """
+
+    def hand_over(self) -> None:
+        """Hands over what this rank owns, as it is about to leave. The others are told already that it wants to."""
+        if self._gone:
+            return
+        with doing("leave()"), contextlib.suppress(Left):
+            while True:
+                self.change()
+
+    def leave(self) -> NoReturn:
+        """Leaves the job: this session has handed over what it owned, and now the others of this rank do.
+
+        Raises:
+            Left: Always.
+        """
+        self._gone = True
+        rank = self.label(self.group.transport.rank)
+        _log.warning("rank %d: has handed over what it owned, and leaves at step %d", rank, self.steps)
+        raise Left
 
     @abstractmethod
     def at_rest(self) -> bool:
@@ -244,6 +280,7 @@ class Session(ABC):
 
     def taken(self, told: dict[int, dict[str, bytes]]) -> None:
         """Passes on what members have told when a view began."""
+        self._told = told
         for name, (_, take) in self._carried.items():
             take({rank: each[name] for rank, each in told.items() if name in each})
 
@@ -295,7 +332,7 @@ class Session(ABC):
             self.hand_rest(group, buckets, 0, take=True)
         except Interrupted as error:
             raise StormError(
-                f"rank {group.transport.rank}: a rank was lost before all had prepared their models: start the job again"
+                f"rank {group.transport.rank}: a rank was lost before all had prepared their models: start again"
             ) from error
 
     @staticmethod

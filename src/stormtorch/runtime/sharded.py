@@ -33,7 +33,7 @@ from stormtorch.runtime.owned import Owned
 from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.rounds import Rounds
-from stormtorch.runtime.session import Left, Session
+from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
 from stormtorch.runtime.standby import Standby
 from stormtorch.runtime.transition import Held, Hello, greet, move
@@ -185,7 +185,10 @@ class ShardedSession(Session):
         self._exchanging = True
         try:
             while not self._round(self._row):
-                self.change()
+                if not self.change():
+                    # It comes back with other parameters than those of its gradients, and others got its samples.
+                    for bucket in self.buckets:
+                        bucket.grads.zero_()
                 for bucket in self.buckets:
                     self._reduction.start(bucket)
         finally:
@@ -317,8 +320,8 @@ class ShardedSession(Session):
         return not (self._exchanging or self._entering or self._unstepped)
 
     @torch.no_grad()
-    def change(self) -> None:
-        """Begins the latest view, together with all its members."""
+    def change(self) -> bool:
+        """Begins the latest view, together with all its members. Returns False if this rank had been away."""
         self._entering = True
         try:
             if not self.membership.newcomer:
@@ -328,9 +331,10 @@ class ShardedSession(Session):
                 if not self._held:
                     self._held[self.membership.settled] = self._holds()
             began = time.perf_counter()
-            while not self._enter(self.membership.await_view()):
+            while (held := self._enter(self.membership.await_view())) is None:
                 pass
             self._row.view_wait_s += time.perf_counter() - began
+            return held
         finally:
             self._entering = False
 
@@ -341,8 +345,11 @@ class ShardedSession(Session):
         ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
         return Held(cut, self._shards.holding(), followed, ages, standby is not None and standby.behind > 0)
 
-    def _enter(self, latest: Any) -> bool:
-        """Moves shards to where they belong in a view. Returns False if yet another view has come meanwhile."""
+    def _enter(self, latest: Any) -> bool | None:
+        """Moves shards to where they belong in a view.
+
+        Returns whether this rank held a part of what the members had before; None if another view has come meanwhile.
+        """
         membership, group = self.membership, self.moving(latest)
         base, round_ = membership.base(latest)
         held = None if membership.blank() else self._held.get(base)
@@ -354,7 +361,7 @@ class ShardedSession(Session):
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
             if group.transport.rank not in members:
                 objects.gather(True, group)
-                raise Left
+                self.leave()
             self.steps = hello.steps
             membership.enter(latest, self.steps)
             self._recut(after, moved.masters)
@@ -364,13 +371,13 @@ class ShardedSession(Session):
             self._share_all(hello, members)
             objects.gather(True, group)
         except Interrupted:
-            return False
+            return None
         if not membership.settle(round_):
-            return False
+            return None
         self.forget_channels()
         self._tell(before, after, moved.lost, hello)
-        self.taken({rank: told["carried"] for rank, told in hello.told.items() if rank in members})
-        return True
+        self.taken({rank: told["carried"] for rank, told in hello.told.items()})
+        return held is not None
 
     def _share_all(self, hello: Hello, members: Sequence[int]) -> None:
         """Gives every member all parameters, and newcomers what else they need."""

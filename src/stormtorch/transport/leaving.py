@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -81,12 +82,8 @@ def leave() -> None:
     for transport in [*_transports]:
         if transport.closed or transport.inherited:
             continue
-        try:
-            _ask_out(transport)
-            for hand_over in list(getattr(transport, "on_leave", ())):
-                hand_over()
-        finally:
-            transport.close()
+        _ask_out(transport)
+        hand_all_over(transport)
 
 
 def install_sigterm(transport: Any) -> None:
@@ -110,6 +107,27 @@ def install_sigterm(transport: Any) -> None:
         os.register_at_fork(after_in_child=_forget_in_child)
     _listens_in = os.getpid()
     _before = signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def leaves_by(transport: Any, hand_over: Callable[[], None]) -> None:
+    """Has a method, held weakly, called before a transport is left by wish.
+
+    Args:
+        transport: A transport over UDP; others cannot be left.
+        hand_over: Method that returns when all is handed over.
+    """
+    if hasattr(transport, "on_leave"):
+        found = weakref.WeakMethod(hand_over)
+        transport.on_leave.append(lambda: (method := found()) is not None and method())
+
+
+def hand_all_over(transport: Any) -> None:
+    """Hands over all that a process owns, and closes its transport."""
+    try:
+        for hand_over in list(transport.on_leave):
+            hand_over()
+    finally:
+        transport.close()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,11 @@
 """Coming into a running job: a newcomer asks any rank of it, and goes on with others if that one dies meanwhile."""
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,6 +18,7 @@ import stormtorch._engine as _engine
 from stormtorch.errors import NotAdmitted
 from stormtorch.transport import frames
 from stormtorch.transport.cards import Agreement, Card, Job, fingerprint, pack, unpack
+from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import not_yet
 from stormtorch.transport.starting import bind, receive_newcomers, start
@@ -28,9 +31,6 @@ Address = tuple[str, int]
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
-# Time after which a newcomer asks for a higher number, and then twice as long: some ranks may know an earlier process
-# in the slot that has a higher one, although it never came in.
-_RESEAT_S = 20.0
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
 _UNHEARD_S = 30.0
 
@@ -63,7 +63,9 @@ def check_path(who: str, card: Card, agreement: Agreement, others: Sequence[Card
 def come_in(
     where: Sequence[Address], options: Options, *, rank: int | None = None, store: Store | None = None
 ) -> UdpTransport:
-    """Comes into a running job, and returns once a view of its ranks includes this process.
+    """Takes a place in a running job. The transport's `enter` then comes into it: `prepare` calls it.
+
+    The others wait for a process that is in, so it comes in only when it is ready to train.
 
     Args:
         where: Addresses of ranks of the job; one that answers is enough.
@@ -101,25 +103,26 @@ class _Newcomer:
         # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
         buffer = min(job.agreement.receive_buffer, card.receive_buffer)
         job = replace(job, agreement=replace(job.agreement, receive_buffer=buffer))
-        patience_s = _RESEAT_S
-        while True:
-            rank, incarnation = self._seat(card.incarnation)
-            card = replace(card, incarnation=incarnation)
-            state = self._wait(rank, card, patience_s)
-            if state in ("in", "knock"):
-                break
-            patience_s *= 2
-            if state == "taken":
-                _log.warning("rank %d: another process has got this slot; asks for another one", rank)
-                self._may_try_again(rank)
+        rank, incarnation = self._seat(card.incarnation)
+        card = replace(card, incarnation=incarnation)
         cards = {each: other for each, other in self._cards.items() if each < job.capacity} | {rank: card}
         transport = start(endpoint, listener, self._store, rank, cards, job, self._options)
-        try:
-            self._enter(transport, rank, card)
-        except BaseException:
-            transport.close(0.0)
-            raise
+        answer, listener.answer = listener.answer, not_yet  # it receives nobody before it is in itself
+        transport.enter = functools.partial(self._come_in, weakref.ref(transport), rank, card, listener, answer)
         return transport
+
+    def _come_in(
+        self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: Listener, answer: Answer
+    ) -> None:
+        """Asks the others to let this process in, and waits until it is in."""
+        transport = found()
+        if transport is None or listener.answer is answer:
+            return
+        self._give_up_at = time.monotonic() + self._options.timeout_s
+        if self._wait(rank, card, self._options.timeout_s) == "taken":
+            raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
+        self._enter(transport, rank, card)
+        listener.answer = answer
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
@@ -257,11 +260,6 @@ class _Newcomer:
         if now >= self._warned_at + _WARN_EVERY_S:
             self._warned_at = now
             _log.warning("rank %d: waits to be let into the job: %s", rank, why)
-
-    def _may_try_again(self, rank: int) -> None:
-        if self._wanted is not None:
-            raise NotAdmitted(f"another process has taken the place of rank {rank}: is it started twice?")
-        self._check_time(rank, "other processes got the free slots")
 
     def _refused(self, answer: Mapping[str, Any]) -> NotAdmitted:
         return NotAdmitted(f"the job at {self._named()} refuses this process: {answer.get('why', answer.get('state'))}")

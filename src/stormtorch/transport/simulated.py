@@ -111,6 +111,9 @@ class SimulatedTransport:
         """Number of the process of a rank: here every rank has one for good."""
         return 0
 
+    def enter(self) -> None:
+        """Does nothing: all ranks of a simulated network are there from the start."""
+
     def install(self, view: _engine.View) -> None:
         """Does nothing: all ranks of a simulated network know each other from the start."""
 

@@ -262,6 +262,9 @@ class UdpTransport(EndpointMembership):
             self.receive_by(other._listener, other._reception)
             other._listener = None
 
+    enter: Callable[[], None] = staticmethod(lambda: None)
+    """Comes into a running job: for processes that took a place in one, and are ready to train now."""
+
     def install(self, view: _engine.View) -> None:
         """Readmits the members of a view that this rank does not know yet. Calling it again changes nothing."""
         with self._lock:

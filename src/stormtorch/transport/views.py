@@ -12,6 +12,18 @@ T = TypeVar("T")
 class Membership(Protocol):
     """Membership as both transports offer it. Views are agreed between the ranks, by a majority of the last view."""
 
+    def enter(self) -> None:
+        """Comes into a running job: for processes that took a place in one, and are ready to train now."""
+        ...
+
+    def incarnation(self, peer: int, /) -> int:
+        """Number of the process of a rank that this rank knows: 0 is the first."""
+        ...
+
+    def install(self, view: _engine.View) -> None:
+        """Makes the members of a view that this rank does not know yet its peers."""
+        ...
+
     def watch(self) -> None:
         """Begins to send notes to all peers. A rank that never watches only answers those of others."""
         ...
