@@ -59,6 +59,15 @@ class SimulatedExchange:
         """Whether the exchange has ended."""
         return self.outcome is not None
 
+    def cancel(self) -> None:
+        """Gives the exchange up; wait() then raises `Closed`."""
+
+        def cancel(sim: _engine.Sim) -> None:
+            if self.outcome is None and self.id is not None:
+                sim.cancel(self.rank, self.id)
+
+        self._network.later(self.rank, cancel)
+
 
 class _ViewWait:
     """A rank that waits for a view with a number above another."""
@@ -151,6 +160,10 @@ class SimulatedTransport:
 
     def blank(self, session: int) -> bool:
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        return self.network.ask(lambda sim: sim.blank(self.rank, session))
+
+    def blank(self, session: int) -> bool:
+        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
         return self.network.ask(lambda sim: sim.blank(self.rank, session))
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
