@@ -14,6 +14,7 @@ docs/launching.md has launchers that do this for you.
 
 import argparse
 import os
+import time
 from urllib.parse import urlparse
 
 import torch
@@ -38,7 +39,9 @@ def open_store(address: str) -> dist.Store:
 def enter(arguments: argparse.Namespace) -> Group:
     """Comes into the job, whether it already runs or not."""
     key = os.environ.get("STORM_KEY", "").encode() or None
-    options = stormtorch.Options(rejoin="auto", port=arguments.port, key=key, interface=arguments.interface)
+    options = stormtorch.Options(
+        rejoin="auto", port=arguments.port, key=key, interface=arguments.interface, silence_s=arguments.silence
+    )
     if arguments.join:
         return stormtorch.join(arguments.join, options)
     return Group(stormtorch.connect(open_store(arguments.store), arguments.rank, arguments.world, options))
@@ -54,7 +57,11 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="UDP and TCP port; 0 lets the kernel choose")
     parser.add_argument("--interface", help="name or address of the network interface")
+    parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a silent rank counts as lost")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds to sleep in each step, as if the model were larger"
+    )
     arguments = parser.parse_args()
 
     group = enter(arguments)
@@ -70,6 +77,7 @@ def main() -> None:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(pictures), labels).backward()
         optimizer.step()
+        time.sleep(arguments.pause)
     pictures, labels = test.tensors
     with stormtorch.exact(model), torch.no_grad():
         accuracy = (model(pictures).argmax(1) == labels).float().mean().item()

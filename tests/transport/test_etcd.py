@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import OPTIONS
 from torch.distributed import DistStoreError
 
@@ -133,6 +134,17 @@ def test_ranks_meet_in_it(server: Server) -> None:
     for thread in threads:
         thread.join(30.0)
     assert sums == [6.0] * 3
+
+
+def test_a_process_group_meets_in_it(server: Server) -> None:
+    """torch wraps the store in prefixes of its own."""
+    dist.init_process_group("storm", store=server.store("group"), rank=0, world_size=1, pg_options=OPTIONS)
+    try:
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        assert tensor.sum() == 10
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_server_that_is_gone_is_named() -> None:

@@ -21,17 +21,17 @@ SILENCE_S = 2.0
 
 
 class Job:
-    """Processes by name, and a store that may die before them."""
+    """Processes by name, and a store that may die before them. The first `started` ranks are started at once."""
 
-    def __init__(self, world: int = 3, **how: Any) -> None:
+    def __init__(self, started: int = 3, **how: Any) -> None:
         self.store: Any = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
-        self._how = {"world": world, "port": self.store.port, "key": "", "silence_s": SILENCE_S} | how
+        self._how: dict[str, Any] = {"world": started, "port": self.store.port, "key": "", "silence_s": SILENCE_S} | how
         self._processes: dict[str, warm_scripts.Script] = {}
         self.address: dict[str, str] = {}
-        self.names = [str(rank) for rank in range(world)]
-        for rank in range(world):
+        self.names = [str(rank) for rank in range(started)]
+        for rank in range(started):
             self.launch(str(rank), rank=rank)
         for name in self.names:
             self.up(name)
@@ -139,6 +139,37 @@ def test_a_killed_rank_is_started_again_by_the_store(rejoin: bool | str) -> None
             said = job.up("0")
             assert (said["rank"], said["incarnation"] > turn) == (0, True)
             job.check_together(["0", "1", "2"], [0, 1, 2])
+    finally:
+        job.close()
+
+
+def test_a_job_whose_ranks_have_all_died_begins_anew_by_the_same_commands() -> None:
+    job = Job(rejoin="auto")
+    try:
+        for name in job.names:
+            job.kill(name)
+        for name in reversed(job.names):  # the others must wait for rank 0, and not meet the dead
+            job.launch(name, rank=int(name))
+            time.sleep(0.2)
+        assert [job.up(name)["incarnation"] for name in job.names] == [0, 0, 0]
+        job.tell(job.names, "watch")
+        assert job.check_together(job.names, [0, 1, 2]) == 1
+    finally:
+        job.close()
+
+
+def test_a_rank_that_dies_while_the_others_still_meet_comes_in_after_them() -> None:
+    job = Job(0, world=3, rejoin="auto")
+    try:
+        job.launch("0", rank=0)
+        job.launch("1", rank=1)
+        time.sleep(1.0)  # both have published their cards, and wait for rank 2
+        job.kill("1")
+        job.launch("1", rank=1)
+        time.sleep(0.5)
+        job.launch("2", rank=2)
+        assert [job.up(name)["incarnation"] > 0 for name in ("0", "1", "2")] == [False, True, False]
+        job.check_together(["0", "1", "2"], [0, 1, 2])
     finally:
         job.close()
 
