@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
     from stormtorch.policies.ledger import Ledger
+    from stormtorch.runtime.elastic_sampler import ElasticSampler
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.simulation import simulate
@@ -24,6 +25,7 @@ __version__ = version("stormtorch")
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
     "BoundedDrift": "policies",
+    "ElasticSampler": "runtime.elastic_sampler",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
     "LossyGradients": "backend.lossy",
@@ -47,6 +49,7 @@ __all__ = [
     "LOSSY",
     "REPAIRED",
     "BoundedDrift",
+    "ElasticSampler",
     "GradientAveraging",
     "Ledger",
     "LossyGradients",
