@@ -12,6 +12,8 @@ from stormtorch import ElasticSampler
 
 Give = Callable[[], bytes]
 Take = Callable[[dict[int, bytes]], None]
+Loading = Callable[[ElasticSampler], Any]
+"""Makes the loader of a sampler."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,11 @@ def _one(draws: Iterator[list[int]]) -> list[list[int]]:
 class Rank:
     """One process: a sampler and a loop over it."""
 
-    def __init__(self, sampler: ElasticSampler, session: Session, ahead: int, *, plain: bool) -> None:
+    def __init__(self, sampler: ElasticSampler, session: Session, loader: Loading, *, plain: bool) -> None:
         self.sampler = sampler
         self.session = session
         sampler.attach(SimpleNamespace(session=session))  # type: ignore[arg-type]
-        self.loader = Loader(sampler, ahead)
+        self.loader = loader(sampler)
         self.plain = plain
         self.loop: Iterator[Iterable[Any]] | None = None
         self.hand: list[tuple[list[int], float]] = []
@@ -88,12 +90,12 @@ class Rank:
         """Takes the batches of the next step, as forward and backward would."""
         while True:
             if self.loop is None:
-                self.loop = self._plain() if self.plain else self.sampler.steps(self.loader)  # type: ignore[arg-type]
+                self.loop = self._plain() if self.plain else self.sampler.steps(self.loader)
             step = next(self.loop, None)
             if step is not None:
                 break
             self.loop = None  # the next epoch, or the rest of this one
-        self.hand = [(batch, self.sampler.scale) for batch in step]
+        self.hand = [([int(index) for index in batch], self.sampler.scale) for batch in step]
 
     def _plain(self) -> Iterator[list[list[int]]]:
         yield from ([batch] for batch in self.loader)
@@ -102,11 +104,20 @@ class Rank:
 class Schedule:
     """All ranks, and what they have trained on."""
 
-    def __init__(self, length: int, ranks: int, *, ahead: int = 2, plain: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        length: int,
+        ranks: int,
+        *,
+        ahead: int = 2,
+        plain: bool = False,
+        load: Loading | None = None,
+        **settings: Any,
+    ) -> None:
         self.length = length
         self.settings = settings
-        self.ahead = ahead
         self.plain = plain
+        self.load: Loading = load or (lambda sampler: Loader(sampler, ahead))
         self.view = View(1, tuple(range(ranks)), 0)
         self.ranks = {rank: self._rank(rank, {}) for rank in self.view.members}
         self.outside: dict[int, Rank] = {}
@@ -119,7 +130,7 @@ class Schedule:
 
     def _rank(self, rank: int, given: dict[int, bytes]) -> Rank:
         sampler = ElasticSampler(self.length, **self.settings)
-        return Rank(sampler, Session(rank, self.view, given), self.ahead, plain=self.plain)
+        return Rank(sampler, Session(rank, self.view, given), self.load, plain=self.plain)
 
     @property
     def epoch(self) -> int:

@@ -118,7 +118,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         if self._attached or not self._position.untouched:
             raise RuntimeError("attach() comes once, before the first batch: create another ElasticSampler")
-        self._attached = self._attaching = True
+        self._attached = True
         session = getattr(optimizer, "session", None)
         if session is None:
             optimizer.register_step_post_hook(lambda *_: self._stepped(None))
@@ -129,6 +129,7 @@ class ElasticSampler(Sampler[list[int]]):
             optimizer.register_step_post_hook(lambda *_: self._stepped(None))
             return
         self._position.enter(rank, session.view.number, session.view.members)
+        self._attaching = True
         session.carry(name, self._give, lambda given: self._take(given, session.view))
         self._attaching = False
         session.on_step(self._stepped)
@@ -145,6 +146,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError("steps() needs DataLoader(data, batch_sampler=sampler), with this sampler")
         if not getattr(loader, "in_order", True):
             raise ValueError("steps() needs batches in the order in which they were drawn: DataLoader(in_order=True)")
+        self._check_inside()
         position, source = self._position, self._source(loader)
         epoch = position.begin()
         try:
@@ -158,6 +160,12 @@ class ElasticSampler(Sampler[list[int]]):
         finally:
             source.close()
             self._scale, self._more = None, False
+            # Only for a loop that breaks off: a step that is not known to be complete is made again.
+            if position.busy:
+                if self._attached:
+                    position.put_back()
+                else:
+                    position.step_done()
 
     def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for forward and backward of one batch, which exchanges gradients if it is the step's last.
@@ -205,6 +213,7 @@ class ElasticSampler(Sampler[list[int]]):
     # --- what DataLoader and checkpoints call -----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._check_inside()
         self._position.rewind()
         self._drawn = self._came = self._revoked = 0
         self._last_step = None
@@ -223,6 +232,14 @@ class ElasticSampler(Sampler[list[int]]):
         """Goes on from a position that a job of any size has saved. All ranks load the same one."""
         self._position.load(state)
         self._draws = None
+
+    def _check_inside(self) -> None:
+        position = self._position
+        if not position.inside:
+            raise RuntimeError(
+                f"rank {position.rank} is not in view {position.view}, whose members are {list(position.members)}: it has "
+                "left or was left out, and has no data to train on. End its loop"
+            )
 
     def _draw(self, draws: _Draws, epoch: int) -> list[int]:
         position = self._position

@@ -140,6 +140,10 @@ class EpochPosition:
         self._make_firm()
         self._begin().hand += 1
 
+    def put_back(self) -> None:
+        """Notes that the step in progress will not be completed with the batches in hand."""
+        self._begin().hand = 0
+
     def assume_busy(self) -> None:
         """Notes that a loop which does not say what it takes is in the middle of a step, if it can be."""
         place = self._begin()
