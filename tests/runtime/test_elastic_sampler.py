@@ -61,14 +61,14 @@ def storm(chance: random.Random, *, plain: bool = False, **settings: object) -> 
     return schedule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("batch", ["per-rank", "constant"])
 def test_every_sample_is_used_once_over_any_changes_of_membership(seed: int, batch: str) -> None:
     once(storm(random.Random(seed), batch=batch), 3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_plain_loop_over_the_loader_uses_every_sample_once_too(seed: int) -> None:
     once(storm(random.Random(seed), plain=True), 3)
@@ -183,7 +183,7 @@ def test_the_global_batch_stays_constant_while_ranks_come_and_go() -> None:
     once(schedule)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("batch", ["per-rank", "constant"])
 def test_weights_make_the_mean_over_ranks_one_over_samples(seed: int, batch: str) -> None:
@@ -195,7 +195,7 @@ def test_weights_make_the_mean_over_ranks_one_over_samples(seed: int, batch: str
         total = sum(len(batch) for hand in hands.values() for batch, weight in hand if weight)
         for hand in hands.values():
             for samples, weight in hand:
-                assert weight == pytest.approx(len(samples) * len(hands) / total) or weight == 0
+                assert weight == pytest.approx(len(samples) * len(hands) / max(total, 1)) or weight == 0
         assert {each.sampler.global_batch for each in schedule.ranks.values()} == {total}
         assert [each.sampler.micro_batches for each in schedule.ranks.values()] == [
             len(hand) for hand in hands.values()

@@ -237,8 +237,8 @@ class ElasticSampler(Sampler[list[int]]):
         position = self._position
         if not position.inside:
             raise RuntimeError(
-                f"rank {position.rank} is not in view {position.view}, whose members are {list(position.members)}: it has "
-                "left or was left out, and has no data to train on. End its loop"
+                f"rank {position.rank} is not in view {position.view}, whose members are {list(position.members)}: it "
+                "has left or was left out, and has no data to train on. End its loop"
             )
 
     def _draw(self, draws: _Draws, epoch: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stormtorch.runtime.spans import Line, Spans, size, union, without
@@ -78,6 +78,7 @@ class EpochPlan:
         set_(self, "_line", line)
         set_(self, "_head_steps", head)
         set_(self, "_body", (offset, whole))
+        set_(self, "_ordinary", self._regular(0, target))
         ends: list[_Step] = []
         offset += whole * target
         for samples in tail:
@@ -91,6 +92,7 @@ class EpochPlan:
     _line: Line = field(init=False, repr=False, compare=False)
     _head_steps: list[_Step] = field(init=False, repr=False, compare=False)
     _body: tuple[int, int] = field(init=False, repr=False, compare=False)
+    _ordinary: _Step = field(init=False, repr=False, compare=False)
     _tail_steps: list[_Step] = field(init=False, repr=False, compare=False)
 
     @property
@@ -215,8 +217,7 @@ class EpochPlan:
             return self._head_steps[step]
         if step >= head + whole:
             return self._tail_steps[step - head - whole]
-        target = self.samples_per_step
-        return self._regular(offset + (step - head) * target, target)
+        return replace(self._ordinary, offset=offset + (step - head) * self.samples_per_step)
 
     def _regular(self, offset: int, samples: int) -> _Step:
         """A step of new batches only, in shares that differ by at most one sample."""
