@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ class View:
     number: int
     members: tuple[int, ...]
     step: int
+    base: int
 
 
 class Session:
@@ -83,6 +84,8 @@ class Rank:
         self.loader = loader(sampler)
         self.plain = plain
         self.loop: Iterator[Iterable[Any]] | None = None
+        self.settled = session.view.number
+        """The last view that was in place and had this rank."""
         self.hand: list[tuple[list[int], float]] = []
         """Batches of the step in progress, and their weights."""
 
@@ -118,7 +121,8 @@ class Schedule:
         self.settings = settings
         self.plain = plain
         self.load: Loading = load or (lambda sampler: Loader(sampler, ahead))
-        self.view = View(1, tuple(range(ranks)), 0)
+        self.settled = 1
+        self.view = View(1, tuple(range(ranks)), 0, 0)
         self.ranks = {rank: self._rank(rank, {}) for rank in self.view.members}
         self.outside: dict[int, Rank] = {}
         self.used: dict[int, list[int]] = {}
@@ -148,7 +152,7 @@ class Schedule:
             members: Ranks of the view; those that nobody has yet are new processes.
             taken_by: Members that get as far as `take` before yet another view comes; None: all of them.
         """
-        self.view = View(self.view.number + 1, tuple(sorted(members)), self.view.step)
+        self.view = View(self.view.number + 1, tuple(sorted(members)), self.view.step, self.settled)
         back = {rank: self.outside.pop(rank) for rank in members if rank in self.outside}
         givers = {**self.ranks, **back}
         given = {rank: each.session.give() for rank, each in givers.items() if rank in members and each.session.give}
@@ -159,7 +163,8 @@ class Schedule:
                 assert each.session.take is not None
                 each.session.take(given)
         for each in back.values():
-            each.hand = []  # a process that comes back has no gradient that counts
+            if each.settled != self.settled:
+                each.hand = []  # a process that comes back has no gradient that counts
         if taken_by is not None:
             self.ranks = {rank: each for rank, each in givers.items()}
             return
@@ -168,6 +173,9 @@ class Schedule:
             if rank not in self.ranks:
                 self.ranks[rank] = self._rank(rank, given)
                 self.ranks[rank].start()
+        self.settled = self.view.number
+        for each in self.ranks.values():
+            each.settled = self.settled
 
     def cut_off(self, rank: int) -> None:
         """Leaves a live process out of the next view; it may come back."""
@@ -185,7 +193,7 @@ class Schedule:
                     self.idle += 1
             rank.hand = []
         self.totals.append(total)
-        self.view = View(self.view.number, self.view.members, self.view.step + 1)
+        self.view = replace(self.view, step=self.view.step + 1)
         for rank in self.ranks.values():
             rank.session.stepped(self.view.step - 1)
 

@@ -50,7 +50,7 @@ def test_scripts_may_set_the_epoch_themselves() -> None:
 def test_a_checkpoint_knows_what_steps_have_used_and_not_what_was_drawn(workers: int) -> None:
     sampler, optimizer = ElasticSampler(DATA, batch_size=8), an_optimizer()
     sampler.attach(optimizer)
-    first = []
+    first: list[Any] = []
     for step in sampler.steps(loader_of(sampler, num_workers=workers)):
         first.extend(step)
         optimizer.step()
@@ -75,7 +75,7 @@ def test_a_loop_that_breaks_off_before_its_step_makes_it_again() -> None:
 def test_a_step_that_a_scaler_leaves_out_has_used_its_batch() -> None:
     sampler, optimizer = ElasticSampler(DATA, batch_size=8), an_optimizer()
     sampler.attach(optimizer)
-    batches = []
+    batches: list[Any] = []
     for number, step in enumerate(sampler.steps(loader_of(sampler))):
         batches.extend(step)
         if number % 2:
@@ -97,7 +97,7 @@ def test_accumulated_batches_give_the_gradient_of_the_global_batch() -> None:
     model = nn.Linear(3, 1)
     sampler = ElasticSampler(pictures, batch_size=4, batch="constant", shuffle=False)
     sampler.load_state_dict({**sampler.state_dict(), "global_batch": 10})  # saved by a larger job
-    loader = DataLoader(pictures, batch_sampler=sampler)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(pictures, batch_sampler=sampler)  # type: ignore[arg-type]
     for number, step in enumerate(sampler.steps(loader)):
         counts = []
         for batch in step:

@@ -26,6 +26,13 @@ class _View(Protocol):
     def number(self) -> int: ...
     @property
     def members(self) -> Sequence[int]: ...
+    @property
+    def base(self) -> int:
+        """Number of the last view before it that was in place on all its members.
+
+        A gradient that a process has in hand counts if and only if the process was in place in that view.
+        """
+        ...
 
 
 @runtime_checkable
@@ -95,7 +102,7 @@ class ElasticSampler(Sampler[list[int]]):
         distributed = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self._position = EpochPosition(terms, seed, rank, range(world))
-        self._attached = self._attaching = False
+        self._attached = False
         self._last_step: int | None = None
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
         self._draws: _Draws | None = None  # the latest iterator, the only one that draws
@@ -129,9 +136,7 @@ class ElasticSampler(Sampler[list[int]]):
             optimizer.register_step_post_hook(lambda *_: self._stepped(None))
             return
         self._position.enter(rank, session.view.number, session.view.members)
-        self._attaching = True
         session.carry(name, self._give, lambda given: self._take(given, session.view))
-        self._attaching = False
         session.on_step(self._stepped)
 
     def steps(self, loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
@@ -319,7 +324,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._position.give()
 
     def _take(self, given: dict[int, bytes], view: _View) -> None:
-        if self._position.take(given, view.number, view.members, settled=self._attaching):
+        if self._position.take(given, view.number, view.members, view.base):
             return
         self._revoked = self._drawn
         if self._drawn and not self._looping:

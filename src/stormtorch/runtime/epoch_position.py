@@ -57,8 +57,8 @@ class _Place:
 class EpochPosition:
     """Place of one rank in the epoch: which batch it draws next, which step is complete, what the next plan is.
 
-    A plan that a change of view has brought is *tentative* until this rank goes on training. If yet another view comes
-    before that, some ranks may not have the plan at all: all go back to the last one that anybody has trained on.
+    A view may be overtaken by the next one before all its members have a plan for it. All then go back to the plan of
+    the last view that was in place, so a rank keeps that one until it goes on training.
 
     Args:
         terms: What all ranks were given.
@@ -78,8 +78,7 @@ class EpochPosition:
         """Samples of every step, if they are to stay the same; known from the first plan on."""
         self._left: Spans = union([(0, terms.length)])  # at the beginning of the first plan
         self._place: _Place | None = None
-        self._last_firm: _Place | None = None
-        self._tentative = False
+        self._earlier: _Place | None = None  # in the last view before this one that was in place
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class EpochPosition:
         place = self._begin()
         if not self.inside or place.drawn[0] >= place.plan.steps:
             return None
-        self._make_firm()
+        self._earlier = None  # training goes on, so the view is in place
         step, number = place.drawn
         place.drawn = place.plan.after(place.drawn, self.rank)
         return place.plan.batches(step, self.rank)[number]
@@ -137,7 +136,7 @@ class EpochPosition:
 
     def take_in_hand(self) -> None:
         """Notes that the training loop has taken one more batch of the step in progress."""
-        self._make_firm()
+        self._earlier = None  # training goes on, so the view is in place
         self._begin().hand += 1
 
     def put_back(self) -> None:
@@ -152,7 +151,7 @@ class EpochPosition:
 
     def step_done(self) -> None:
         """Notes that a step is complete. The last step of an epoch begins the next one."""
-        self._make_firm()
+        self._earlier = None  # training goes on, so the view is in place
         place = self._begin()
         place.done += 1
         place.hand = 0
@@ -164,8 +163,7 @@ class EpochPosition:
         """Begins an epoch, whatever is left of the present one."""
         self.epoch = epoch
         self._left = union([(0, self.terms.length)])
-        self._place = self._last_firm = None
-        self._tentative = False
+        self._place = self._earlier = None
 
     def count(self) -> int:
         """Returns how many batches this rank uses in this epoch if the members stay the same."""
@@ -181,27 +179,31 @@ class EpochPosition:
 
     def give(self) -> bytes:
         """Returns what others need to know of this rank when the view changes."""
-        places = [self._begin(), *([self._last_firm] if self._last_firm else [])]
-        firm = self._last_firm if self._tentative else self._place
+        places = [self._begin(), *([self._earlier] if self._earlier else [])]
         return json.dumps(
             {
                 "terms": {name: getattr(self.terms, name) for name in Terms.__slots__},
                 "seed": self.seed,
                 "global_batch": self.global_batch,
                 "busy": self.busy,
-                "firm": firm.name if firm else None,
                 "places": [place.to_json() for place in places],
             }
         ).encode()
 
-    def take(self, given: Mapping[int, bytes], view: int, members: Sequence[int], *, settled: bool = False) -> bool:
+    def take(
+        self,
+        given: Mapping[int, bytes],
+        view: int,
+        members: Sequence[int],
+        base: int,
+    ) -> bool:
         """Makes the plan for a new view from what ranks have given. All members make the same one.
 
         Args:
             given: What each rank gave: nothing or no bytes if it has just come.
             view: Number of the view.
             members: Ranks in it.
-            settled: Whether the view is known to be in place on all its members.
+            base: Number of the last view that was in place on all its members.
 
         Returns:
             Whether the batches that this rank has drawn are still its own.
@@ -209,31 +211,30 @@ class EpochPosition:
         known = {rank: json.loads(each) for rank, each in given.items() if each}
         for rank, each in known.items():
             self.terms.check(each["terms"], f"rank {rank}")
-        firm = [tuple(each["firm"]) for each in known.values() if each["firm"]]
-        if not firm:
+        names = [tuple(place["name"]) for each in known.values() for place in each["places"]]
+        names = [name for name in names if name[1] <= base]
+        if not names:
             self.enter(self.rank, view, members)
             return True
-        base = max(firm)
+        name = max(names)
         places = {
-            rank: place for rank, each in known.items() for place in each["places"] if tuple(place["name"]) == base
+            rank: place for rank, each in known.items() for place in each["places"] if tuple(place["name"]) == name
         }
         first = known[min(places)]
         plan = EpochPlan.from_json(places[min(places)]["plan"])
         progress = {rank: _progress(place["progress"]) for rank, place in places.items()}
         busy = [rank for rank in sorted(members) if rank in known and rank not in places and known[rank]["busy"]]
-        self._adopt(base, plan.follow(members, progress, busy), view, members, settled=settled)
+        self._adopt(name, plan.follow(members, progress, busy), view, members)
         self.seed, self.global_batch = first["seed"], first["global_batch"]
         return self.rank in places
 
-    def _adopt(self, base: _Name, plan: EpochPlan, view: int, members: Sequence[int], *, settled: bool) -> None:
-        mine = [each for each in (self._place, self._last_firm) if each and each.name == base]
+    def _adopt(self, name: _Name, plan: EpochPlan, view: int, members: Sequence[int]) -> None:
+        mine = [each for each in (self._place, self._earlier) if each and each.name == name]
         before = mine[0].before if mine else 0
         if mine and self.rank in mine[0].plan.members:
             before += mine[0].plan.count(self.rank, mine[0].done)
-        # A rank that comes back has no place in the base; its own last place then stands for "nothing that counts".
-        self._last_firm = None if settled else mine[0] if mine else self._last_firm or self._place
-        self._tentative = not settled
-        self.epoch, self.view, self.members = base[0], view, tuple(sorted(members))
+        self._earlier = mine[0] if mine else None
+        self.epoch, self.view, self.members = name[0], view, tuple(sorted(members))
         drawn = plan.cursor(len(plan.kept.get(self.rank, ())), self.rank) if self.inside else (0, 0)
         hand = plan.hands.get(self.rank, 0)
         self._place = _Place((self.epoch, view), plan, 0, drawn, hand, before)
@@ -286,10 +287,6 @@ class EpochPosition:
             )
             self._place = _Place((self.epoch, self.view), plan, 0, (0, 0), 0, 0)
         return self._place
-
-    def _make_firm(self) -> None:
-        self._tentative = False
-        self._last_firm = None
 
 
 def _progress(given: Mapping[str, Any]) -> Progress:
