@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -136,7 +137,13 @@ class ElasticSampler(Sampler[list[int]]):
             optimizer.register_step_post_hook(lambda *_: self._stepped(None))
             return
         self._position.enter(rank, session.view.number, session.view.members)
-        session.carry(name, self._give, lambda given: self._take(given, session.view))
+        session_of = weakref.ref(session)  # the session keeps the sampler, so the sampler must not keep the session
+
+        def take(given: dict[int, bytes]) -> None:
+            if (found := session_of()) is not None:
+                self._take(given, found.view)
+
+        session.carry(name, self._give, take)
         session.on_step(self._stepped)
 
     def steps(self, loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:

@@ -51,7 +51,8 @@ class _Place:
 
     def to_json(self) -> dict[str, Any]:
         progress = {"done": self.done, "drawn": self.drawn, "hand": self.hand}
-        return {"name": self.name, "plan": self.plan.to_json(), "progress": progress}
+        # As a string within the string: who gets many of them, all alike, decodes one.
+        return {"name": self.name, "plan": json.dumps(self.plan.to_json()), "progress": progress}
 
 
 class EpochPosition:
@@ -221,7 +222,7 @@ class EpochPosition:
             rank: place for rank, each in known.items() for place in each["places"] if tuple(place["name"]) == name
         }
         first = known[min(places)]
-        plan = EpochPlan.from_json(places[min(places)]["plan"])
+        plan = EpochPlan.from_json(json.loads(places[min(places)]["plan"]))
         progress = {rank: _progress(place["progress"]) for rank, place in places.items()}
         busy = [rank for rank in sorted(members) if rank in known and rank not in places and known[rank]["busy"]]
         self._adopt(name, plan.follow(members, progress, busy), view, members)
