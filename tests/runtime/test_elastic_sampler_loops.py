@@ -72,6 +72,23 @@ def test_a_loop_that_breaks_off_before_its_step_makes_it_again() -> None:
     assert next(next(sampler.steps(loader_of(sampler)))).tolist() == list(range(8))
 
 
+def test_a_loop_may_begin_again_after_an_exception() -> None:
+    sampler, optimizer = ElasticSampler(DATA, batch_size=8), an_optimizer()
+    sampler.attach(optimizer)
+    broken = sampler.steps(loader_of(sampler))
+    batches = list(next(broken))
+    optimizer.step()
+    list(next(broken))  # its step fails, and the traceback keeps the loop
+    steps = sampler.steps(loader_of(sampler))
+    batches.extend(next(steps))
+    del broken
+    optimizer.step()
+    for step in steps:
+        batches.extend(step)
+        optimizer.step()
+    assert used(batches) == DATA
+
+
 def test_a_step_that_a_scaler_leaves_out_has_used_its_batch() -> None:
     sampler, optimizer = ElasticSampler(DATA, batch_size=8), an_optimizer()
     sampler.attach(optimizer)

@@ -107,7 +107,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._last_step: int | None = None
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
         self._draws: _Draws | None = None  # the latest iterator, the only one that draws
-        self._looping = False
+        self._loop: object | None = None  # the latest loop over steps()
         # Batches since the latest iterator began: drawn, come out of the loader, and no longer this rank's.
         self._drawn = self._came = self._revoked = 0
         self._scale: float | None = None
@@ -159,6 +159,8 @@ class ElasticSampler(Sampler[list[int]]):
         if not getattr(loader, "in_order", True):
             raise ValueError("steps() needs batches in the order in which they were drawn: DataLoader(in_order=True)")
         self._check_inside()
+        self._end_loop()  # of a loop that an exception ended, which Python has not closed yet
+        loop = self._loop = object()
         position, source = self._position, self._source(loader)
         epoch = position.begin()
         try:
@@ -171,13 +173,8 @@ class ElasticSampler(Sampler[list[int]]):
                     position.step_done()  # nobody has counted it: a scaler left it out, or nothing is attached
         finally:
             source.close()
-            self._scale, self._more = None, False
-            # Only for a loop that breaks off: a step that is not known to be complete is made again.
-            if position.busy:
-                if self._attached:
-                    position.put_back()
-                else:
-                    position.step_done()
+            if self._loop is loop:
+                self._end_loop()
 
     def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for forward and backward of one batch, which exchanges gradients if it is the step's last.
@@ -257,7 +254,7 @@ class ElasticSampler(Sampler[list[int]]):
         position = self._position
         if draws is not self._draws or position.epoch != epoch:
             raise StopIteration
-        if not self._attached and not self._looping:
+        if not self._attached and self._loop is None:
             # Nobody tells which steps are complete: whoever asks for more has used what it got.
             while position.epoch == epoch and position.done < position.drawn[0]:
                 position.step_done()
@@ -286,19 +283,26 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _source(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         """Batches out of the loader that are this rank's. A loader that ended too early begins again."""
-        self._looping = True
-        try:
-            while True:
-                empty = True
-                for batch in loader:
-                    self._came += 1
-                    if self._came > self._revoked:
-                        empty = False
-                        yield batch
-                if empty and self._revoked == 0:
-                    raise RuntimeError("the loader has ended before the epoch: give it no other sampler or length")
-        finally:
-            self._looping = False
+        while True:
+            empty = True
+            for batch in loader:
+                self._came += 1
+                if self._came > self._revoked:
+                    empty = False
+                    yield batch
+            if empty and self._revoked == 0:
+                raise RuntimeError("the loader has ended before the epoch: give it no other sampler or length")
+
+    def _end_loop(self) -> None:
+        position = self._position
+        if self._loop is not None and position.busy:
+            # The loop broke off. A step that is not known to be complete is made again.
+            if self._attached:
+                position.put_back()
+            else:
+                position.step_done()
+        self._loop = self._scale = None
+        self._more = False
 
     def _step(self, source: Iterator[Any]) -> Iterator[Any]:
         position = self._position
@@ -313,7 +317,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _stepped(self, number: int | None) -> None:
         position = self._position
-        if self._looping:
+        if self._loop is not None:
             if position.busy:
                 position.step_done()
             return
@@ -326,7 +330,7 @@ class ElasticSampler(Sampler[list[int]]):
                 position.step_done()
 
     def _give(self) -> bytes:
-        if not self._looping and self._draws is not None:
+        if self._loop is None and self._draws is not None:
             self._position.assume_busy()
         return self._position.give()
 
@@ -334,7 +338,7 @@ class ElasticSampler(Sampler[list[int]]):
         if self._position.take(given, view.number, view.members, view.base):
             return
         self._revoked = self._drawn
-        if self._drawn and not self._looping:
+        if self._drawn and self._loop is None:
             _log.warning(
                 "rank %d comes back to view %d: others were given the batches that it had drawn, and it may use up to "
                 "%d of them again. Loops over sampler.steps(loader) leave them out",
