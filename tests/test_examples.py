@@ -52,6 +52,16 @@ def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(tmp_
     assert checkpoint.exists()
 
 
+def test_an_elastic_loop_uses_every_sample_once(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, str(EXAMPLES / "elastic_data.py"), "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(\d+) steps, 3 epochs, accuracy ([0-9.]+)%", done.stdout)
+    assert [steps for steps, _ in found] == ["72", "72"]  # of 1500 samples, 64 in each
+    assert all(float(accuracy) > 60 for _, accuracy in found)
+
+
 def test_any_model_is_simulated(tmp_path: Path) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*PYTHON, str(EXAMPLES / "simulate.py")]

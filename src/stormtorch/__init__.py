@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stormtorch.collectives.joining import join
     from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
     from stormtorch.policies.ledger import Ledger
+    from stormtorch.runtime.elastic_sampler import ElasticSampler
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.simulation import simulate
@@ -27,6 +28,7 @@ __version__ = version("stormtorch")
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
     "BoundedDrift": "policies",
+    "ElasticSampler": "runtime.elastic_sampler",
     "EtcdStore": "transport.etcd",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
@@ -53,6 +55,7 @@ __all__ = [
     "LOSSY",
     "REPAIRED",
     "BoundedDrift",
+    "ElasticSampler",
     "EtcdStore",
     "GradientAveraging",
     "Ledger",
