@@ -112,5 +112,5 @@ TEST(statistics_are_one_line_of_json) {
           "\"down\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0}},"
           "{\"host\":1,\"up\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0},"
           "\"down\":{\"packets\":1,\"bytes\":1486,\"overflowed\":0,\"busy_s\":0}}],"
-          "\"cut\":0,\"strays\":1,\"refused\":0,\"delivered\":1,\"late_mean_us\":0,\"late_max_us\":0}");
+          "\"cut\":0,\"too_large\":0,\"strays\":1,\"refused\":0,\"delivered\":1,\"late_mean_us\":0,\"late_max_us\":0}");
 }
