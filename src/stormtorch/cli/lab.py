@@ -3,19 +3,17 @@
 import contextlib
 import os
 import re
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from stormtorch.checks import BadCondition
-from stormtorch.cli.console import check_file, friendly_errors, save
+from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
 from stormtorch.cli.options import (
     Delay,
     Hosts,
@@ -85,7 +83,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    with friendly_errors(), _ending_signals():
+    with friendly_errors(), ending_signals():
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
@@ -274,18 +272,3 @@ def _write(
         "statuses": list(statuses),
     }
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the lab as tidily as Ctrl-C does."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
