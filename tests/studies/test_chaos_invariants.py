@@ -180,6 +180,7 @@ def test_a_loss_that_is_too_high_is_found_and_a_lower_one_is_not() -> None:
     for loss, found in ((2.039, set()), (2.05, {name}), (1.5, set()), (float("nan"), {name})):
         assert violated(run_of(*(end(life(host), loss) for host in range(HOSTS)))) == found
     assert violated(run_of(*whole(), undisturbed=None)) == set()
+    assert violated(run_of(*whole(), undisturbed=float("nan"))) == {name}
 
 
 def test_hundreds_of_problems_are_counted_and_not_all_told() -> None:

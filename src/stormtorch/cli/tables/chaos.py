@@ -1,5 +1,6 @@
 """Tables of `stormtorch chaos`: recoveries by kind of fault, invariants, and the verdict."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from stormtorch.results.text import condition_text, loss_text, time_text
 if TYPE_CHECKING:
     from stormtorch.studies.chaos.report import ChaosReport
 
+# Rows of the timeline: more than fit on a screen or two help nobody.
+_MOST_ROWS = 40
 # Problems of one invariant that are printed; the JSON has more.
 _MOST_SHOWN = 5
 
@@ -26,6 +29,7 @@ def show_chaos(report: "ChaosReport", console: Console, *, kept: Path | None) ->
         console: Where to.
         kept: Folder in which the logs were kept, if they were.
     """
+    console.print(timeline_table(report))
     console.print(recovery_table(report))
     console.print(invariant_table(report))
     for check in report.checks:
@@ -55,11 +59,38 @@ def recovery_table(report: "ChaosReport") -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for kind in report.kinds:
         cells = [
-            time_text(value) if value is not None else "-"
+            _time(value)
             for values in (kind.pauses_s, kind.returns_s)
             for value in ((median(values), max(values)) if values else (None, None))
         ]
+        if kind.stopped:
+            cells[1] = "never"
         table.add_row(kind.kind, f"{kind.count}", *cells)
+    return table
+
+
+def timeline_table(report: "ChaosReport") -> Table:
+    """One row per fault in the order of time; of very many, those with the longest pauses."""
+    rows = report.recoveries
+    title = "timeline"
+    if len(rows) > _MOST_ROWS:
+        longest = sorted(rows, key=lambda row: math.inf if row.pause_s is None else row.pause_s)[-_MOST_ROWS:]
+        rows = sorted(longest, key=lambda row: row.struck.began_s)
+        title = f"timeline, the {_MOST_ROWS} faults with the longest pauses"
+    table = new_table(title)
+    table.add_column("at", justify="right", no_wrap=True)
+    table.add_column("fault", no_wrap=True)
+    for heading in ("lasted", "pause", "return"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        struck = row.struck
+        table.add_row(
+            f"{struck.began_s - report.start_s:.1f} s",
+            escape(struck.fault.words),
+            f"{struck.ended_s - struck.began_s:.1f} s",
+            "never" if row.pause_s is None else _time(row.pause_s),
+            _time(row.return_s),
+        )
     return table
 
 
@@ -79,3 +110,7 @@ def invariant_table(report: "ChaosReport") -> Table:
         text = "yes" if check.holds else f"NO: {len(check.problems)}"
         table.add_row(escape(check.name), text, style=None if check.holds else "bold red")
     return table
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else time_text(seconds)

@@ -1,6 +1,7 @@
 """Invariants of a run: what must hold whatever fails. Each function returns what it found wrong, in sentences."""
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Run:
     patience_s: float
     """Time within which the training goes on, and hosts return."""
     undisturbed: float | None = None
-    """Validation loss of the undisturbed run; None if there was none."""
+    """Validation loss of the undisturbed run: NaN if that failed, None if there was none."""
 
 
 def check_run(run: Run) -> list[Check]:
@@ -233,6 +234,8 @@ def lost_learning(run: Run) -> list[str]:
     loss = final_loss(run.history)
     if loss is None:
         return ["no rank came to the end, so there is no loss to compare"]
+    if math.isnan(run.undisturbed):
+        return ["the undisturbed run did not come to its end, so there is no loss to compare with"]
     above = loss / run.undisturbed - 1
     # Written so that a loss which is no number violates it.
     if above <= MOST_ABOVE:

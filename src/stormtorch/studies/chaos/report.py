@@ -19,6 +19,8 @@ class KindResult:
 
     kind: str
     count: int
+    stopped: int
+    """Faults after which the training never went on."""
     pauses_s: list[float]
     """Longest pause of the training, for each fault after which it went on."""
     returns_s: list[float]
@@ -26,7 +28,7 @@ class KindResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: medians and worst values."""
-        found: dict[str, Any] = {"kind": self.kind, "count": self.count}
+        found: dict[str, Any] = {"kind": self.kind, "count": self.count, "stopped": self.stopped}
         for name, values in (("pause", self.pauses_s), ("return", self.returns_s)):
             found |= {
                 f"{name}_median_s": median(values) if values else None,
@@ -107,6 +109,7 @@ class ChaosReport:
         return KindResult(
             kind,
             len(own),
+            sum(each.pause_s is None for each in own),
             [each.pause_s for each in own if each.pause_s is not None],
             [each.return_s for each in own if each.return_s is not None],
         )

@@ -1,5 +1,6 @@
 """A run of chaos: a training whose hosts and links fail by the schedule, an undisturbed one beside it, and a report."""
 
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -60,11 +61,7 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
         if settings.baseline and final_loss(history) is not None:
             calm = Drill(lab, settings, folder / "undisturbed", pace_s=0.0)
             calm.announce_end(decay_at, stop_at)
-            lab.set(cut=(), cut_links=(), lines=settings.network.lines)
-            _start(lab, calm, settings, advance)
-            lab.reset()
-            _wait(calm, settings, stop_at, advance, "undisturbed run")
-            undisturbed = final_loss(calm.history())
+            undisturbed = _undisturbed(lab, calm, settings, stop_at, advance)
             undisturbed_loss = lab.measured().loss
         conditions |= {
             "network": f"lab: {lab.kind}",
@@ -173,6 +170,20 @@ def _end(drill: Drill, settings: ChaosSettings, advance: Advance) -> tuple[int, 
     drill.announce_end(decay_at, stop_at)
     _wait(drill, settings, stop_at, advance, "end")
     return decay_at, stop_at
+
+
+def _undisturbed(lab: Lab, drill: Drill, settings: ChaosSettings, steps: int, advance: Advance) -> float:
+    """Trains without faults, and returns the validation loss; NaN if the training failed."""
+    lab.set(cut=(), cut_links=(), lines=settings.network.lines)
+    try:
+        _start(lab, drill, settings, advance)
+    except RankFailed:
+        drill.kill()
+        return math.nan  # what the faults showed is not thrown away
+    lab.reset()
+    _wait(drill, settings, steps, advance, "undisturbed run")
+    loss = final_loss(drill.history())
+    return math.nan if loss is None else loss
 
 
 def _wait(drill: Drill, settings: ChaosSettings, steps: int, advance: Advance, what: str) -> None:

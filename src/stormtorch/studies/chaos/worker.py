@@ -112,7 +112,8 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
     with exact(model):
         digest, (val_loss, _) = digest_of(model), task.evaluate(model)
         log.write(end=session.steps, val_loss=val_loss, digest=digest)
-    leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _compare(model: nn.Module, session: Any, log: Log) -> None:
