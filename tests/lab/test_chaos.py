@@ -34,26 +34,26 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.timeout(240)
-def test_training_passes_pauses_and_narrow_paths_and_leaves_a_report(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_training_passes_storms_and_narrow_paths_and_leaves_a_report(tmp_path: Path) -> None:
     report, picture, logs = tmp_path / "chaos.json", tmp_path / "chaos.png", tmp_path / "logs"
-    words = ["--hosts", "3", "--minutes", "0.4", "--seed", "1", "--loss", "0.1", "--faults", "pause,mtu"]
+    words = ["--hosts", "3", "--minutes", "0.4", "--seed", "1", "--loss", "0.1", "--faults", "storm,mtu"]
     done = subprocess.run(
         [*STORMTORCH, "chaos", *words, "--json", report, "--plot", picture, "--keep", logs],
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=280,
         env={**ENVIRONMENT, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout.splitlines()[-1]
     data = json.loads(report.read_text())
     assert data["passed"] and all(check["holds"] for check in data["checks"])
-    assert {fault["kind"] for fault in data["timeline"]} == {"pause", "mtu"}
+    assert {fault["kind"] for fault in data["timeline"]} == {"storm", "mtu"}
     assert data["compared"] > 2
     assert data["undisturbed_val_loss"] == pytest.approx(data["val_loss"], rel=0.02)
     assert data["conditions"]["requested"]["loss"] == 0.1
-    assert data["conditions"]["measured"]["loss"] == pytest.approx(0.1, abs=0.02)
+    assert 0.1 < data["conditions"]["measured"]["loss"] < 0.5
     assert picture.stat().st_size > 10_000
     assert not workers(logs)
 

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stormtorch.lab.access import LabError
 from stormtorch.lab.lab import Lab
 from stormtorch.studies.chaos.faults import Fault, network
 from stormtorch.studies.chaos.logs import History, Reader
 from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import Ended, Struck
-from stormtorch.studies.chaos.worker import STOP
+from stormtorch.studies.chaos.worker import STOP, STORE_HOST, STORE_PORT
 
 # A process that was asked to leave and has not done so within this time is killed, which counts as its failure.
 LEAVE_S = 10.0
@@ -43,11 +44,21 @@ class Drill:
         self._folder = folder
         self._pace_s = pace_s
         self._reader = Reader(folder)
+        self._store: subprocess.Popen[Any] | None = None
         self._processes: dict[int, subprocess.Popen[Any]] = {}
         self._leaving: dict[int, float] = {}
         self._restarts: dict[int, float] = {}
         self._delays: dict[int, float] = {}
         self._active: dict[Fault, float] = {}
+
+    def open_store(self) -> None:
+        """Starts the store in which the processes meet, and waits until it serves."""
+        store = "stormtorch.studies.chaos.store"
+        words = [sys.executable, "-m", store, self._lab.address(STORE_HOST), str(STORE_PORT)]
+        self._store = self._lab.start(STORE_HOST, words, stdout=subprocess.PIPE)
+        assert self._store.stdout is not None
+        if not self._store.stdout.readline():
+            raise LabError(f"the store on h{STORE_HOST} did not start: is port {STORE_PORT} in use?")
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +136,12 @@ class Drill:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10.0)
         self._processes.clear()
+        if self._store is not None:
+            self._lab.signal(self._store, signal.SIGKILL)
+            self._store.wait(10.0)
+            assert self._store.stdout is not None
+            self._store.stdout.close()
+            self._store = None
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

@@ -70,9 +70,10 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
             "measured": measured.to_json(),
             "undisturbed_loss_measured": undisturbed_loss,
         }
+    struck = sorted(drill.struck, key=lambda each: each.began_s)
     run = Run(
         history=history,
-        struck=drill.struck,
+        struck=struck,
         ended=drill.ended,
         start_s=start_s,
         finish_s=finish_s,
@@ -86,7 +87,7 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
         history=history,
         start_s=start_s,
         finish_s=finish_s,
-        recoveries=recoveries(history, drill.struck),
+        recoveries=recoveries(history, struck),
         planned=len(faults),
         checks=check_run(run),
         undisturbed=undisturbed,
@@ -97,6 +98,7 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
 def _start(lab: Lab, drill: Drill, settings: ChaosSettings, advance: Advance) -> None:
     """Starts all processes, and waits until each has made a few steps; the network is whole until then."""
     lab.set(loss=0.0)
+    drill.open_store()
     for host in range(settings.hosts):
         drill.start(host)
     give_up_at = time.monotonic() + _START_S

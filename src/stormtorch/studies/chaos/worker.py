@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +24,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from stormtorch.collectives import Group
 from stormtorch.errors import StormError
 from stormtorch.lab.wires import DEVICE, address
 from stormtorch.policies.presets import make_policy
@@ -35,14 +37,19 @@ from stormtorch.studies.chaos.logs import log_path
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
 from stormtorch.transport.options import Options
+from stormtorch.transport.rendezvous import connect, rejoin
 
 STOP = "stop.json"
 """Name of the file that says when to end: {"decay_at": step, "stop_at": step}."""
 PORT = 29600
 """Port of every rank, UDP and TCP, on its own host."""
+STORE_HOST, STORE_PORT = 0, 29500
+"""Host and port of the store in which all meet."""
 _WARMUP_STEPS = 50
-_FIRST_S = 60.0
-_AGAIN_S = 600.0
+# Time to reach the store before a process that starts again asks the other ranks instead.
+_STORE_S = 10.0
+# Time to ask the other ranks, longer than any fault lasts.
+_JOIN_S = 120.0
 
 
 def main() -> None:
@@ -105,15 +112,14 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
             _compare(model, session, log)
         if leaving():
             log.write(left=session.steps)
-            leave()
+            leave(group)
             return
         if not stop.decays(session.steps):
             time.sleep(max(begin + given.pace_s - time.monotonic(), 0.0))
     with exact(model):
         digest, (val_loss, _) = digest_of(model), task.evaluate(model)
         log.write(end=session.steps, val_loss=val_loss, digest=digest)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    group.transport.close()
 
 
 def _compare(model: nn.Module, session: Any, log: Log) -> None:
@@ -168,49 +174,48 @@ class Stop:
 # --- what the runtime offers ----------------------------------------------------------------------------------------
 
 
-def enter(given: argparse.Namespace, *, again: bool) -> Any:
-    """Comes into the training: with all others at first, by any live rank later. Returns the group for `prepare`."""
+def enter(given: argparse.Namespace, *, again: bool) -> Group:
+    """Comes into the training, by one command for the first start and for every other: with the others by the store if
+    nothing runs yet, or into what runs. A further host, and one that cannot reach the store, asks any live rank.
+    """
     options = Options(interface=DEVICE, silence_s=given.silence_s, port=PORT)
-    if again or given.host >= given.hosts:
-        join = _offered("join")
-        if join is not None:
-            return _join(join, given, options)
-        options = Options(interface=DEVICE, silence_s=given.silence_s, port=PORT, rejoin=True)
     if given.host >= given.hosts:
-        raise StormError(f"host {given.host} cannot join: this version of stormtorch lets in no further ranks")
-    dist.init_process_group(
-        "storm",
-        init_method=f"tcp://{address(0)}:{given.store_port}",
-        rank=given.host,
-        world_size=given.hosts,
-        pg_options=options,
-        timeout=timedelta(seconds=_AGAIN_S if again else _FIRST_S),
-    )
-    return None
+        return _join(given, options)
+    try:
+        store = TCPStore(address(STORE_HOST), STORE_PORT, is_master=False, timeout=timedelta(seconds=_STORE_S))
+    except (RuntimeError, TimeoutError):
+        if not again:
+            raise
+        return _join(given, options)
+    if _offered("join") is None:  # a version that must be told whether something runs
+        return Group((rejoin if again else connect)(store, given.host, given.hosts, options))
+    return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))  # type: ignore[arg-type]
 
 
-def _join(join: Callable[..., Any], given: argparse.Namespace, options: Options) -> Any:
+def _join(given: argparse.Namespace, options: Options) -> Group:
     """Asks one rank after the other until one answers: some may be dead, or cut off as this one is."""
-    give_up_at = time.monotonic() + _AGAIN_S
-    others = [host for host in range(given.hosts) if host != given.host]
+    join = _offered("join")
+    if join is None:
+        raise StormError(f"host {given.host} cannot join: this version of stormtorch lets in no further ranks")
+    others = ",".join(f"{address(host)}:{PORT}" for host in range(given.hosts) if host != given.host)
+    give_up_at = time.monotonic() + _JOIN_S
     while True:
-        for host in others:
-            try:
-                return join(f"{address(host)}:{PORT}", options)
-            except (OSError, StormError) as error:
-                if time.monotonic() > give_up_at:
-                    raise
-                logging.getLogger(__name__).warning("host %d did not let this process in: %s", host, error)
+        try:
+            group: Group = join(others, options)
+            return group
+        except StormError as error:
+            if time.monotonic() > give_up_at:
+                raise
+            logging.getLogger(__name__).warning("not let in yet: %s", error)
         time.sleep(0.5)
 
 
-def leave() -> None:
-    """Leaves the training: hands over what others need, and says goodbye."""
+def leave(group: Group) -> None:
+    """Leaves the training by wish: hands over what others need, and says goodbye."""
     wish = _offered("leave")
     if wish is not None:
         wish()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    group.transport.close()
 
 
 def view_of(session: Any) -> dict[str, Any]:
@@ -250,7 +255,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--silence-s", type=float, default=2.0)
     parser.add_argument("--pace-s", type=float, default=0.0, help="shortest time of a step")
     parser.add_argument("--digest-every", type=int, default=20, help="steps between two digests")
-    parser.add_argument("--store-port", type=int, default=29500)
     return parser.parse_args()
 
 
