@@ -68,12 +68,16 @@ def test_an_interrupt_ends_all_hosts_and_is_the_status(tmp_path: Path) -> None:
         text=True,
         env={**ENVIRONMENT, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
-    give_up_at = time.monotonic() + 60
-    while len(workers(logs)) < 3:
-        assert process.poll() is None and time.monotonic() < give_up_at
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    try:
+        give_up_at = time.monotonic() + 60
+        while len(workers(logs)) < 3:
+            assert process.poll() is None and time.monotonic() < give_up_at
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130, output
     assert "interrupted" in output
     assert not workers(logs)

@@ -75,12 +75,10 @@ def test_a_run_in_which_all_is_right_passes() -> None:
 def test_a_training_that_stands_still_is_a_hang_unless_there_is_an_outage() -> None:
     steps = without(range(20, 41))  # nothing from 9.5 s to 20.5 s
     lives = [end(life(host, steps)) for host in range(HOSTS)]
-    assert violated(run_of(*lives, struck=[struck("pause", 9.5, 10, 1)])) == {
-        "no hang",
-        "every host that was struck comes back",
-    }
+    stands = {"no hang", "every host that was struck comes back"}
+    assert violated(run_of(*lives, struck=[struck("pause", 9.5, 10, 1)])) == stands
     assert violated(run_of(*lives, struck=[struck("outage", 9.6, 18)])) == set()
-    assert violated(run_of(*lives, struck=[struck("outage", 9.6, 12)])) == {"no hang"}
+    assert violated(run_of(*lives, struck=[struck("outage", 9.6, 12)])) == stands
 
 
 def test_a_training_that_ends_too_early_is_a_hang() -> None:
@@ -96,6 +94,14 @@ def test_a_host_that_stays_away_is_missed() -> None:
     # Struck again before its time was over: it is not missed yet.
     assert violated(run_of(*lives, struck=[cut, struck("kill", 14, 27, 2)])) == set()
     assert violated(run_of(*lives, struck=[cut], patience_s=20.0)) == set()
+
+
+def test_after_an_outage_all_hosts_come_back() -> None:
+    lives = [end(life(0)), end(life(1)), end(life(2, without(range(20, 60))))]
+    assert violated(run_of(*lives, struck=[struck("outage", 9.6, 12)])) == {"every host that was struck comes back"}
+    # Another fault holds it back: that one has a time of its own.
+    held = struck("pause", 9, 29, 2)
+    assert violated(run_of(*lives, struck=[held, struck("storm", 9.6, 12)])) == set()
 
 
 def test_a_further_host_must_come_in_before_it_leaves() -> None:

@@ -94,7 +94,8 @@ def missing_returns(run: Run) -> list[str]:
     for struck in run.struck:
         joins = struck.fault.kind == "join"
         since = struck.began_s if joins else struck.ended_s
-        for host in struck.fault.hosts:
+        # An outage and a storm strike all alike.
+        for host in struck.fault.hosts or range(run.hosts):
             until = min(undisturbed_until(host, since, run.struck), run.finish_s, struck.ended_s if joins else 1e300)
             stepped = run.history.stepped(host, since)
             due = since + run.patience_s

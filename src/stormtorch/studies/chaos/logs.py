@@ -13,6 +13,7 @@ Every line has a time, `t`, of the clock that all hosts of a lab share, and one 
 """
 
 import bisect
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,11 @@ class Life:
     def name(self) -> str:
         """Name for messages: the host, and which of its processes."""
         return f"h{self.host}" + (f" (process {self.number + 1})" if self.number else "")
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Longest time between two steps."""
+        return max((after.t - before.t for before, after in itertools.pairwise(self.steps)), default=0.0)
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes one line of the log."""
@@ -125,6 +131,11 @@ class History:
             if index < len(life.steps):
                 return life.steps[index].t
         return None
+
+    @property
+    def came_to_end(self) -> bool:
+        """Whether any process came to the end of the training."""
+        return any(life.ended_at is not None for life in self.lives)
 
     @property
     def last_step(self) -> int:

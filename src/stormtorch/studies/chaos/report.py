@@ -119,6 +119,24 @@ class ChaosReport:
         """Results of all kinds that struck."""
         return [found for kind in KINDS if (found := self.of_kind(kind)).count]
 
+    @property
+    def hosts(self) -> list[dict[str, Any]]:
+        """What each host did, as plain data."""
+        found = []
+        for host in sorted({life.host for life in self.history.lives}):
+            lives = self.history.of_host(host)
+            found.append(
+                {
+                    "host": host,
+                    "processes": len(lives),
+                    "steps": sum(len(life.steps) for life in lives),
+                    "longest_pause_s": round(max(life.longest_pause_s for life in lives), 3),
+                    "warnings": sum(len(life.warnings) for life in lives),
+                    "errors": [life.error for life in lives if life.error],
+                }
+            )
+        return found
+
     def curve(self) -> list[tuple[float, int]]:
         """Seconds since the faults began and the step that the training had come to, about once a second."""
         found: list[tuple[float, int]] = []
@@ -144,6 +162,7 @@ class ChaosReport:
                 "checks": [check.to_json() for check in self.checks],
                 "kinds": [kind.to_json() for kind in self.kinds],
                 "timeline": [each.to_json(self.start_s) for each in self.recoveries],
+                "hosts": self.hosts,
                 "curve": self.curve(),
             }
         )

@@ -40,7 +40,7 @@ class Recovery:
     """Longest time without a step on any host; after an outage, from its end on. None if no step came any more."""
     return_s: float | None
     """Time from the end of the fault until all hosts that it struck made steps again; of a join, from its beginning.
-    None where the next fault, or the end, came first, or where it struck none."""
+    None where another fault, or the end, came first, or where it struck none."""
 
     def to_json(self, start_s: float) -> dict[str, Any]:
         """Plain data, in seconds since the run began."""
@@ -70,7 +70,7 @@ def pause_of(history: History, struck: Struck, all_struck: Sequence[Struck]) -> 
         if times[index] >= until:
             return longest
         if index + 1 == len(times):
-            return None if not longest or until - times[index] > _AFTER_S else longest
+            return longest if history.came_to_end else None
         # A gap that an outage has made longer is the outage's.
         if not any(times[index] < each.ended_s and each.began_s < times[index + 1] for each in _outages(all_struck)):
             longest = max(longest, times[index + 1] - times[index])
@@ -90,15 +90,14 @@ def return_of(history: History, struck: Struck, all_struck: Sequence[Struck]) ->
 
 
 def undisturbed_until(host: int, since_s: float, all_struck: Sequence[Struck]) -> float:
-    """Time at which the next fault strikes a host or all hosts; infinite if none does."""
-    return min(
-        (
-            each.began_s
-            for each in all_struck
-            if each.began_s > since_s and (host in each.fault.hosts or each.fault.kind in ("outage", "storm"))
-        ),
-        default=float("inf"),
+    """Time at which the next fault strikes a host or all hosts; `since_s` if one still holds, infinite if none does."""
+    disturbing = (
+        max(each.began_s, since_s)
+        for each in all_struck
+        if each.ended_s > since_s and (host in each.fault.hosts or each.fault.kind in ("outage", "storm"))
+        if not (each.fault.kind == "join" and each.began_s <= since_s)
     )
+    return min(disturbing, default=float("inf"))
 
 
 def _outages(all_struck: Sequence[Struck]) -> list[Struck]:
