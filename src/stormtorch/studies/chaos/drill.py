@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import Ended, Struck
 from stormtorch.studies.chaos.worker import STOP, STORE_HOST, STORE_PORT
 
+WORKER = (sys.executable, "-m", "stormtorch.studies.chaos.worker")
+"""First words of the command of every process."""
 # A process that was asked to leave and has not done so within this time is killed, which counts as its failure.
 LEAVE_S = 10.0
 # A process that ended by itself is started again after this time, and then after twice as long each time.
@@ -31,9 +34,18 @@ class Drill:
         settings: Settings of the run.
         folder: Folder for the logs, which must be empty.
         pace_s: Shortest time of a step.
+        command: First words of the command of every process. It takes the options of worker.py, and writes its logs.
     """
 
-    def __init__(self, lab: Lab, settings: ChaosSettings, folder: Path, *, pace_s: float) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        settings: ChaosSettings,
+        folder: Path,
+        *,
+        pace_s: float,
+        command: Sequence[str] = WORKER,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.struck: list[Struck] = []
         """Faults that have ended."""
@@ -43,6 +55,7 @@ class Drill:
         self._settings = settings
         self._folder = folder
         self._pace_s = pace_s
+        self._command = command
         self._reader = Reader(folder)
         self._store: subprocess.Popen[Any] | None = None
         self._processes: dict[int, subprocess.Popen[Any]] = {}
@@ -78,7 +91,7 @@ class Drill:
         with (self._folder / f"h{host}.txt").open("ab") as output:
             self._processes[host] = self._lab.start(
                 host,
-                [sys.executable, "-m", "stormtorch.studies.chaos.worker", *words],
+                [*self._command, *words],
                 env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -3,13 +3,14 @@
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.lab.lab import Lab
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.surroundings import surroundings
-from stormtorch.studies.chaos.drill import LEAVE_S, Drill
+from stormtorch.studies.chaos.drill import LEAVE_S, WORKER, Drill
 from stormtorch.studies.chaos.faults import Fault
 from stormtorch.studies.chaos.invariants import Run, check_run, final_loss
 from stormtorch.studies.chaos.logs import History
@@ -31,13 +32,16 @@ _AHEAD_S = 3.0
 _AHEAD_STEPS = 20
 
 
-def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_progress) -> ChaosReport:
+def run_chaos(
+    settings: ChaosSettings, folder: Path, advance: Advance = ignore_progress, *, command: Sequence[str] = WORKER
+) -> ChaosReport:
     """Runs the training with its faults, then the undisturbed one, and returns when all processes are gone.
 
     Args:
         settings: Settings of the run.
         folder: Folder for the logs of all processes, which must be empty.
         advance: Called with what is being done and the seconds of the schedule that are over.
+        command: First words of the command of every process, see `Drill`.
 
     Raises:
         stormtorch.jobs.failed.RankFailed: The training did not even start.
@@ -47,7 +51,7 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
     conditions = surroundings()
     advance(f"making {settings.hosts + settings.spares} hosts", 0)
     with Lab(settings.hosts + settings.spares, settings.network.changed(seed=settings.seed)) as lab:
-        drill = Drill(lab, settings, folder / "chaos", pace_s=settings.pace_s)
+        drill = Drill(lab, settings, folder / "chaos", pace_s=settings.pace_s, command=command)
         _start(lab, drill, settings, advance)
         start_s = time.monotonic()
         lab.reset()
@@ -59,7 +63,7 @@ def run_chaos(settings: ChaosSettings, folder: Path, advance: Advance = ignore_p
         history = drill.history()
         undisturbed, undisturbed_loss = None, None
         if settings.baseline and final_loss(history) is not None:
-            calm = Drill(lab, settings, folder / "undisturbed", pace_s=0.0)
+            calm = Drill(lab, settings, folder / "undisturbed", pace_s=0.0, command=command)
             calm.announce_end(decay_at, stop_at)
             undisturbed = _undisturbed(lab, calm, settings, stop_at, advance)
             undisturbed_loss = lab.measured().loss
