@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stormtorch.lab import Lab, between, both_ways
+from stormtorch.lab import HostLine, Lab, between, both_ways
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
@@ -70,6 +70,8 @@ def test_packets_above_the_mtu_of_a_hosts_path_vanish_until_it_is_lifted(lab: Ma
     assert arrivals(network, links, size=1173) == set()
     network.set(mtu=None)
     assert arrivals(network, links, size=1472) == set(links)
+    network.set(lines={0: HostLine(mtu=1200)})
+    assert arrivals(network, links, size=1472) == {(2, 1)}
 
 
 def test_cuts_leave_the_losses_and_the_counters_of_links_as_they_are(lab: MakeLab) -> None:

@@ -97,7 +97,7 @@ def timeline_table(report: "ChaosReport") -> Table:
 def invariant_table(report: "ChaosReport") -> Table:
     """One row per invariant."""
     caption = (
-        f"{report.steps} steps in {report.views} views; exact parameters compared at {report.compared} steps, "
+        f"{report.steps} steps in {report.views} view{'s' if report.views != 1 else ''}; exact parameters compared at {report.compared} steps, "
         f"refused with an error {report.refused} times."
     )
     if report.val_loss is not None:
