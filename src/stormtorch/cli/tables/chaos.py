@@ -96,9 +96,10 @@ def timeline_table(report: "ChaosReport") -> Table:
 
 def invariant_table(report: "ChaosReport") -> Table:
     """One row per invariant."""
+    views = "1 view" if report.views == 1 else f"{report.views} views"
     caption = (
-        f"{report.steps} steps in {report.views} view{'s' if report.views != 1 else ''}; exact parameters compared at {report.compared} steps, "
-        f"refused with an error {report.refused} times."
+        f"{report.steps} steps in {views}; exact parameters compared at {report.compared} steps, refused with an "
+        f"error {report.refused} times."
     )
     if report.val_loss is not None:
         caption += f" Validation loss {report.val_loss:.4f}"
