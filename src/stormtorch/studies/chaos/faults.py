@@ -35,7 +35,7 @@ _LASTS_S = {
     "leave": (3.0, 15.0),
 }
 # Seconds after its end for which a fault still counts: a process must start, and hosts must be let in again.
-_SETTLES_S = {"kill": 8.0, "leave": 8.0, "join": 0.0, "storm": 0.0, "mtu": 0.0}
+_SETTLES_S = {"kill": 12.0, "leave": 12.0, "join": 0.0, "storm": 0.0, "mtu": 0.0}
 _SETTLES_OTHERS_S = 3.0
 # Seconds for which a join counts as a fault; then the further host is one like the others.
 _JOIN_COUNTS_S = 8.0
