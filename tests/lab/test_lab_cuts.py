@@ -107,3 +107,13 @@ def test_signals_reach_the_command_and_not_the_program_that_entered_the_host(lab
     assert process.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
     network.signal(process, signal.SIGKILL)  # it is gone: nothing happens
     process.stdout.close()
+
+
+def test_a_command_that_is_stopped_ends_with_the_lab(lab: MakeLab) -> None:
+    network = lab(2, probe=False)
+    process = network.start(1, ["sleep", "60"])
+    time.sleep(0.3)
+    network.signal(process, signal.SIGSTOP)
+    time.sleep(0.3)
+    network.close()
+    assert process.wait(5) != 0

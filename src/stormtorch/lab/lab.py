@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -81,6 +82,7 @@ class Lab:
         self._management = management
         self._probing = probe
         self._holders: list[Holder] = []
+        self._stopped: list[subprocess.Popen[Any]] = []
         self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self._network: Network | None = None
@@ -139,6 +141,11 @@ class Lab:
         for holder in reversed(self._holders):
             holder.end()
         self._holders.clear()
+        # The programs that entered the hosts stop with their commands, and would not notice that those are gone.
+        for process in self._stopped:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+        self._stopped.clear()
         if self._pipe is not None:
             for end in self._pipe:
                 os.close(end)
@@ -210,6 +217,8 @@ class Lab:
         """Sends a signal to a command that `start` has started. A signal to `process` itself would reach the program
         that entered the host, and not the command. Does nothing if the command has ended.
         """
+        if number == signal.SIGSTOP:
+            self._stopped.append(process)
         send_inside(process.pid, number)
 
     def python(self, host: int, folder: Path) -> Path:
