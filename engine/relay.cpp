@@ -226,13 +226,21 @@ void Relay::leave(Server& server, Stage stage, Slot slot, Nanos now) {
         post(slot, now);
 }
 
-bool Relay::is_cut(const Packet& packet) const { return hosts_[packet.from]->cut || hosts_[packet.to]->cut; }
+bool Relay::is_cut(const Packet& packet) const {
+    return hosts_[packet.from]->cut || hosts_[packet.to]->cut || hosts_[packet.from]->to[packet.to]->cut;
+}
+
+bool Relay::is_too_large(const Packet& packet) const {
+    for (const std::uint16_t host : {packet.from, packet.to})
+        if (hosts_[host]->mtu_bytes != 0 && packet.length > hosts_[host]->mtu_bytes) return true;
+    return false;
+}
 
 void Relay::cross(Slot slot, Nanos now) {
     Packet& packet = packets_[slot];
     Link& link = *hosts_[packet.from]->to[packet.to];
-    if (is_cut(packet)) {
-        ++totals_.cut;
+    if (is_cut(packet) || is_too_large(packet)) {
+        ++(is_cut(packet) ? totals_.cut : totals_.too_large);
         give_back(slot);
         return;
     }

@@ -42,9 +42,10 @@ struct RelayLinkStats {
 struct RelayStats {
     std::vector<RelayLinkStats> links;
     std::vector<RelayHostStats> hosts;
-    std::uint64_t cut{};      // packets from or to a host that was cut off
-    std::uint64_t strays{};   // not IPv4, malformed, or for nobody here
-    std::uint64_t refused{};  // packets that `deliver` could not hand over
+    std::uint64_t cut{};        // packets from or to a host that was cut off, or on a link that was
+    std::uint64_t too_large{};  // packets above the MTU of a line
+    std::uint64_t strays{};     // not IPv4, malformed, or for nobody here
+    std::uint64_t refused{};    // packets that `deliver` could not hand over
     // How much later than due packets were delivered: delay that this machine added to the network.
     std::uint64_t delivered{};
     Nanos late_total{}, late_max{};
@@ -84,6 +85,10 @@ public:
     void set_link(std::uint16_t from, std::uint16_t to, RelayLinkSettings settings);
     // From now until it rejoins, nothing from or to this host is delivered, not even what is under way.
     void set_cut(std::uint16_t host, bool cut) { hosts_[host]->cut = cut; }
+    // The same for what one host sends to another; the way back stays open.
+    void set_link_cut(std::uint16_t from, std::uint16_t to, bool cut) { hosts_[from]->to[to]->cut = cut; }
+    // Larger packets from or to this host vanish; 0 lets all pass. Packets that have left the uplink keep their fate.
+    void set_mtu(std::uint16_t host, std::size_t bytes) { hosts_[host]->mtu_bytes = bytes; }
     // Applies to packets that arrive from now on.
     void set_overhead(std::size_t bytes) { overhead_bytes_ = bytes; }
 
@@ -130,6 +135,7 @@ private:
             stats.to = to;
         }
         RelayLinkSettings settings;
+        bool cut{};
         FaultyLink fates;
         Fifo line;  // in the order of `due`
         Nanos last_due{};
@@ -138,6 +144,7 @@ private:
     struct Host {
         std::uint32_t address{};
         bool cut{};
+        std::size_t mtu_bytes{};
         Server up, down;
         Fifo outbox;  // due, and delivered by the next advance
         std::array<std::unique_ptr<Link>, max_hosts> to;
@@ -160,6 +167,7 @@ private:
 
     [[nodiscard]] Server& server(std::uint16_t host, Direction direction);
     [[nodiscard]] bool is_cut(const Packet& packet) const;
+    [[nodiscard]] bool is_too_large(const Packet& packet) const;
     void schedule(Nanos at, Stage stage, std::uint16_t from, std::uint16_t to);
     void enter(Server& server, Stage stage, Slot slot, Nanos now);
     void begin(Server& server, Nanos now);

@@ -103,6 +103,8 @@ std::string RelayCommands::execute(std::string_view line, Nanos now) {
             trace(words);
         } else if (verb == "cut") {
             cut(words);
+        } else if (verb == "mtu") {
+            mtu(words);
         } else if (verb == "overhead") {
             overhead(words);
         } else if (verb == "stats") {
@@ -111,7 +113,7 @@ std::string RelayCommands::execute(std::string_view line, Nanos now) {
             return to_json(relay_.stats());
         } else {
             reject("unknown command " + quoted(verb) +
-                   ": known are host, rate, queue, link, trace, cut, overhead, stats");
+                   ": known are host, rate, queue, link, trace, cut, mtu, overhead, stats");
         }
     } catch (const std::exception& error) {
         return std::string("error ") + error.what();
@@ -191,9 +193,20 @@ void RelayCommands::trace(const Words& words) {
 }
 
 void RelayCommands::cut(const Words& words) {
-    check_count(words, 3, "cut INDEX 0|1");
+    if (words.size() == 4) {
+        const auto [from, to] = known_link(words);
+        relay_.set_link_cut(from, to, whole_number("cut", words[3], 1) == 1);
+        return;
+    }
+    check_count(words, 3, "cut INDEX 0|1, or cut FROM TO 0|1");
     const std::uint16_t index = known_host(words[1]);
     relay_.set_cut(index, whole_number("cut", words[2], 1) == 1);
+}
+
+void RelayCommands::mtu(const Words& words) {
+    check_count(words, 3, "mtu INDEX BYTES");
+    const std::uint16_t index = known_host(words[1]);
+    relay_.set_mtu(index, whole_number("mtu", words[2], Relay::max_packet_bytes));
 }
 
 void RelayCommands::overhead(const Words& words) {
@@ -227,8 +240,8 @@ std::string to_json(const RelayStats& stats) {
         comma = ",";
     }
     const double delivered = static_cast<double>(std::max<std::uint64_t>(stats.delivered, 1));
-    out << "],\"cut\":" << stats.cut << ",\"strays\":" << stats.strays << ",\"refused\":" << stats.refused
-        << ",\"delivered\":" << stats.delivered
+    out << "],\"cut\":" << stats.cut << ",\"too_large\":" << stats.too_large << ",\"strays\":" << stats.strays
+        << ",\"refused\":" << stats.refused << ",\"delivered\":" << stats.delivered
         << ",\"late_mean_us\":" << static_cast<double>(stats.late_total) / delivered / static_cast<double>(microsecond)
         << ",\"late_max_us\":" << static_cast<double>(stats.late_max) / static_cast<double>(microsecond) << '}';
     return out.str();

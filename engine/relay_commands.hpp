@@ -36,6 +36,7 @@ private:
     void link(const Words& words);
     void trace(const Words& words);
     void cut(const Words& words);
+    void mtu(const Words& words);
     void overhead(const Words& words);
     [[nodiscard]] std::uint16_t known_host(std::string_view word) const;
     [[nodiscard]] std::pair<std::uint16_t, std::uint16_t> known_link(const Words& words) const;

@@ -87,7 +87,8 @@ struct Network {
     // Every packet sent is somewhere: that is what makes the counters worth reading.
     bool balanced(std::uint64_t sent) {
         const RelayStats stats = relay.stats();
-        std::uint64_t sum = stats.cut + stats.strays + stats.refused + stats.delivered + relay.packets_held();
+        std::uint64_t sum =
+            stats.cut + stats.too_large + stats.strays + stats.refused + stats.delivered + relay.packets_held();
         for (const RelayHostStats& host : stats.hosts) sum += host.up.overflowed + host.down.overflowed;
         for (const RelayLinkStats& each : stats.links) sum += each.lost + each.overflowed;
         return sum == sent;

@@ -232,6 +232,42 @@ TEST(a_host_that_is_cut_off_hears_and_says_nothing_until_it_rejoins) {
     CHECK(net.balanced(7));
 }
 
+TEST(a_link_that_is_cut_carries_nothing_while_the_way_back_does) {
+    Network net;
+    net.tell("link 0 1 delay_us 1000");
+    net.send(0, 1);  // under way when the cut comes
+    net.tell("cut 0 1 1");
+    net.send(0, 1);
+    net.send(1, 0, 5);
+    net.send(0, 2, 6);
+    net.run_until(20 * millisecond);
+    CHECK_EQUAL(net.arrived.size(), 2U);
+    CHECK_EQUAL(net.relay.stats().cut, 2U);
+    net.tell("cut 0 1 0");
+    net.send(0, 1, 7);
+    net.run_until(second);
+    CHECK_EQUAL(net.arrived.size(), 3U);
+    CHECK_EQUAL(net.arrived[2].number, 7U);
+    CHECK(net.balanced(5));
+}
+
+TEST(packets_above_the_mtu_of_either_end_vanish_until_it_is_lifted) {
+    Network net;
+    const auto send = [&net](std::uint16_t from, std::uint16_t to) { net.send(from, to, 1, 1000); };
+    net.tell("mtu 1 999");
+    send(0, 1);
+    send(1, 0);
+    send(0, 2);
+    CHECK_EQUAL(net.arrived.size(), 1U);
+    CHECK_EQUAL(net.relay.stats().too_large, 2U);
+    net.tell("mtu 1 1000");
+    send(0, 1);
+    net.tell("mtu 1 0");
+    send(0, 1);
+    CHECK_EQUAL(net.arrived.size(), 3U);
+    CHECK(net.balanced(5));
+}
+
 TEST(what_waits_drains_at_the_new_rate) {
     for (const char* direction : {"0 up", "1 down"}) {
         Network net;

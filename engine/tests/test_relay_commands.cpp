@@ -53,6 +53,11 @@ TEST(a_bad_command_names_the_bad_word_and_changes_nothing) {
         {"trace 0 1 0120", "'0120'"},
         {"trace 0 1", "too few"},
         {"cut 0 2", "'2'"},
+        {"cut 0 1 2", "'2'"},
+        {"cut 0 0 1", "'0'"},
+        {"cut 0 7 1", "'7'"},
+        {"mtu 0 100000", "'100000'"},
+        {"mtu 0", "too few"},
         {"overhead 5000", "'5000'"},
         {"host 0 /ns st 198.18.0.9", "'0'"},
         {"host 300 /ns st 198.18.0.9", "'300'"},
@@ -107,5 +112,5 @@ TEST(statistics_are_one_line_of_json) {
           "\"down\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0}},"
           "{\"host\":1,\"up\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0},"
           "\"down\":{\"packets\":1,\"bytes\":1486,\"overflowed\":0,\"busy_s\":0}}],"
-          "\"cut\":0,\"strays\":1,\"refused\":0,\"delivered\":1,\"late_mean_us\":0,\"late_max_us\":0}");
+          "\"cut\":0,\"too_large\":0,\"strays\":1,\"refused\":0,\"delivered\":1,\"late_mean_us\":0,\"late_max_us\":0}");
 }

@@ -15,6 +15,7 @@ from stormtorch.bench.manners import MANNERS
 from stormtorch.cli import choices
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.policies.presets import PRESETS, WIRES
+from stormtorch.studies.chaos.faults import KINDS
 from stormtorch.studies.settings import PRECISIONS, LmSettings, SimSettings
 from stormtorch.tasks.kinds import TASKS
 
@@ -24,6 +25,7 @@ def test_version_and_help_answer() -> None:
     for command in (
         (),
         ("bench",),
+        ("chaos",),
         ("demo",),
         ("keygen",),
         ("simulate",),
@@ -57,6 +59,7 @@ def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.LAB_BACKENDS.split(",")) == LAB_DEFAULT
     assert tuple(choices.DDP_BACKENDS.split(",")) == replicas.BACKENDS
     assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
+    assert tuple(choices.FAULTS.split(",")) == KINDS
     assert tuple(choices.MANNERS.split(",")) == MANNERS
     assert [each.value for each in choices.Dtype] == list(DTYPES)
     assert tuple(choices.POLICIES.split(",")) == PRESETS == tuple(COLOURS)

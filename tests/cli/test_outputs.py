@@ -25,6 +25,7 @@ COMMANDS = [
     ("train", "image"),
     ("simulate",),
     ("theory",),
+    ("chaos",),
     ("lab", "run"),
 ]
 WITHOUT_PLOT = (("bench", "latency"), ("bench", "manners"), ("lab", "run"))
@@ -48,6 +49,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         "studies.on_workers.run_simulations",
         "theory.predict",
         "lab.lab.Lab",
+        "studies.chaos.run.run_chaos",
     ):
         monkeypatch.setattr(f"stormtorch.{place}", begin)
 

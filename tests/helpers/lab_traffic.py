@@ -1,6 +1,6 @@
 """Numbered datagrams between two lab hosts: run as a script on either side; needs Python alone.
 
-lab_traffic.py receive PORT SECONDS      prints the numbers that arrived, as JSON, once nothing came for SECONDS
+lab_traffic.py receive PORT SECONDS      prints the numbers that arrived, as JSON, at ^C or after SECONDS of silence
 lab_traffic.py send ADDRESS PORT COUNT PAUSE_S BYTES
 """
 
@@ -26,7 +26,7 @@ def receive(port: int, quiet_s: float) -> None:
             while True:
                 numbers.append(int.from_bytes(sock.recv(2048)[:4], "big"))
                 sock.settimeout(quiet_s)
-        except TimeoutError:
+        except (TimeoutError, KeyboardInterrupt):
             pass
     print(json.dumps(numbers))
 

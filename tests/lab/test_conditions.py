@@ -9,7 +9,7 @@ import pytest
 from stormtorch.checks import BadCondition
 from stormtorch.cli.tables.lab import requested_text
 from stormtorch.lab.access import LabUnavailable, find_access, tool
-from stormtorch.lab.conditions import Conditions, HostLine
+from stormtorch.lab.conditions import Conditions, HostLine, between, both_ways
 from stormtorch.lab.measured import LineCount, LinkCount, Measured
 from stormtorch.lab.per_link import read_per_link
 from stormtorch.lab.wires import _bits, ruleset, shape
@@ -44,6 +44,9 @@ def test_text_becomes_numbers() -> None:
         ("delay", float("inf")),
         ("jitter", "2ms"),  # without a delay
         ("seed", -1),
+        ("mtu", 100),
+        ("mtu", 9000),
+        ("mtu", "1200"),
     ],
 )
 def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
@@ -78,6 +81,7 @@ def test_change_of_nothing_known_is_refused(changes: dict[str, Any]) -> None:
 
 def test_hosts_that_do_not_exist_are_refused() -> None:
     for conditions in (
+        Conditions(cut_links=frozenset({(0, 4)})),
         Conditions(cut=frozenset({4})),
         Conditions(loss=PerLink(links={(0, 4): Bernoulli(p=0.1)})),
         Conditions(delays={(4, 0): 0.1}),
@@ -85,6 +89,16 @@ def test_hosts_that_do_not_exist_are_refused() -> None:
     ):
         with pytest.raises(BadCondition, match="host 4"):
             conditions.check(4)
+
+
+def test_link_of_a_host_to_itself_is_refused() -> None:
+    with pytest.raises(BadCondition, match="itself"):
+        Conditions(cut_links=frozenset({(1, 1)})).check(4)
+
+
+def test_partitions_and_pairs_are_links_of_both_directions() -> None:
+    assert both_ways((0, 1)) == {(0, 1), (1, 0)}
+    assert between({0}, {1, 2}) == both_ways((0, 1), (0, 2))
 
 
 # --- the file of links ---------------------------------------------------------------------------------------------
@@ -161,7 +175,7 @@ def test_drawn_bursts_have_their_length() -> None:
 def test_ruleset_names_every_link_once_and_drops_only_where_asked() -> None:
     rules = ruleset(Conditions(loss=PerLink(links={(0, 1): Bernoulli(p=0.5)})), 3)
     assert rules.count(" drop") == 1
-    assert rules.count("jump") == 6
+    assert rules.count("jump link_") == 6
     assert "lost_0_1 drop" in rules
 
 

@@ -182,6 +182,9 @@ def test_running_lab_is_shown_and_changed_from_outside(start: Start) -> None:
     assert "cut off: h2" in run("show").stdout
     assert "cut off" not in run("set", "--join", "2").stderr
     assert "no rate limit" in run("set", "--rate", "unlimited").stderr
+    assert "links cut: 0>1, 1>0, 2>0, MTU 1200" in run("set", "--cut", "0-1", "--cut", "2:0", "--mtu", "1200").stderr
+    assert "links cut: 2>0, MTU" in run("set", "--join", "0-1").stderr
+    assert run("set", "--cut", "0>1").returncode == 2
     refused = run("set", "--cut", "7")
     assert refused.returncode != 0 and "host 7" in refused.stderr
     assert process.poll() is None

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from stormtorch.cli import bench, lab, train
+from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
 from stormtorch.cli.options import Loss, Ranks, Steps
 from stormtorch.cli.simulate import simulate
@@ -21,6 +22,7 @@ app.command()(simulate)
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
 app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
+app.command()(chaos)
 
 
 def main() -> None:
@@ -65,6 +67,8 @@ def stormtorch(
       stormtorch bench ddp                             training steps
 
       stormtorch lab run --loss 0.1 -- python train.py a bad network
+
+      stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
 
       stormtorch keygen                                a key that seals a job's datagrams
 

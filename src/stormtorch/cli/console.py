@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -35,6 +37,21 @@ def friendly_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo("interrupted: all ranks are ended", err=True)
         raise typer.Exit(130) from error
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a lab as tidily as Ctrl-C does."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(message: str, details: str = "") -> None:

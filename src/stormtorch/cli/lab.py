@@ -2,19 +2,18 @@
 
 import contextlib
 import os
-import signal
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from stormtorch.checks import BadCondition
-from stormtorch.cli.console import check_file, friendly_errors, save
+from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
 from stormtorch.cli.options import (
     Delay,
     Hosts,
@@ -84,7 +83,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    with friendly_errors(), _ending_signals():
+    with friendly_errors(), ending_signals():
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
@@ -123,8 +122,19 @@ def change(
     delay: Delay = None,
     jitter: Jitter = None,
     queue: Queue = None,
-    cut: Annotated[list[int] | None, typer.Option(help="Cut this host off; can be given several times.")] = None,
-    join: Annotated[list[int] | None, typer.Option(help="Let a host that was cut off come back.")] = None,
+    mtu: Annotated[
+        int | None, typer.Option(help="Let larger IP packets vanish, as in many tunnels: 576 to 1500 bytes.")
+    ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cut off a host (2), a link in both directions (0-1) or in one (0:1, from host 0 to host 1); can be "
+            "given several times."
+        ),
+    ] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(help="Let a host or a link that was cut off come back, in the same words.")
+    ] = None,
 ) -> None:
     """Change the network of a running lab; what is not named stays as it is.
 
@@ -137,24 +147,28 @@ def change(
       stormtorch lab set --cut 2
 
       stormtorch lab set --join 2
+
+      stormtorch lab set --cut 0-1 --cut 2:3 --mtu 1200
     """
     with friendly_errors():
         from stormtorch.cli.tables.lab import requested_text
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.registry import ask
 
-        changes = _changes(rate=rate, loss=loss, burst=burst, trace=None, delay=delay, jitter=jitter, queue=queue)
+        changes = _changes(
+            rate=rate, loss=loss, burst=burst, trace=None, delay=delay, jitter=jitter, queue=queue, mtu=mtu
+        )
         Conditions(delay=1.0).changed(**changes)  # wrong values need no lab to be found out
         if trace is not None:
             changes["trace"] = "".join("01"[bit] for bit in _read_trace(trace).bits)
-        if cut:
-            changes["cut"] = cut
-        if join:
-            changes["join"] = join
+        for verb, places in (("cut", cut), ("join", join)):
+            hosts, links = _places(verb, places or [])
+            changes |= {verb: hosts} if hosts else {}
+            changes |= {f"{verb}_links": links} if links else {}
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
         reply = ask(lab, {"set": changes})
-        Console(stderr=True, highlight=False).print("now " + requested_text(reply["requested"]))
+        Console(stderr=True, highlight=False).print("now " + requested_text(reply["requested"]), soft_wrap=True)
 
 
 @app.command()
@@ -193,6 +207,22 @@ def _changes(**options: Any) -> dict[str, Any]:
             raise BadCondition("trace", "takes the place of loss and burst; only one can hold")
         changes["loss"] = _read_trace(changes.pop("trace"))
     return changes
+
+
+def _places(option: str, words: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Reads hosts such as 2, and links such as 0-1 and 0:1."""
+    hosts: list[int] = []
+    links: list[tuple[int, int]] = []
+    for word in words:
+        found = re.fullmatch(r"(\d+)(?:([-:])(\d+))?", word)
+        if found is None:
+            raise BadCondition(option, f"must be a host as 2, or a link as 0-1 or 0:1, got {word!r}")
+        first, mark, second = found.groups()
+        if mark is None:
+            hosts.append(int(first))
+        else:
+            links += [(int(first), int(second)), *([(int(second), int(first))] if mark == "-" else [])]
+    return hosts, links
 
 
 def _read_trace(text: str) -> Any:
@@ -242,18 +272,3 @@ def _write(
         "statuses": list(statuses),
     }
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the lab as tidily as Ctrl-C does."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
 
 from stormtorch.checks import BadCondition
 from stormtorch.lab.access import LabError, LabUnavailable
-from stormtorch.lab.conditions import Conditions, HostLine
+from stormtorch.lab.conditions import Conditions, HostLine, between, both_ways
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import LineCount, LinkCount, Measured
 from stormtorch.lab.per_link import read_per_link
@@ -23,5 +23,7 @@ __all__ = [
     "LineCount",
     "LinkCount",
     "Measured",
+    "between",
+    "both_ways",
     "read_per_link",
 ]

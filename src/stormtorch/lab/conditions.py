@@ -6,7 +6,7 @@ Conditions(loss=PerLink(links={(0, 1): Trace.from_file("links.jsonl", line=7)}))
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -20,6 +20,8 @@ LEAST_RATE = 64e3
 """Lowest rate in bits per second: below it, one Ethernet frame takes longer than a fifth of a second."""
 MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
+LEAST_MTU, MOST_MTU = 576, 1500
+"""Range of an MTU: what every IPv4 path should carry, and what Ethernet does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,7 @@ class HostLine:
     up_bits: float | None = None
     down_bits: float | None = None
     queue_bytes: int | None = None
+    mtu: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,11 @@ class Conditions:
     """TCP congestion control of the hosts; None is that of this machine."""
     cut: frozenset[int] = frozenset()
     """Hosts that are cut off."""
+    cut_links: frozenset[tuple[int, int]] = frozenset()
+    """Links (source, target) that carry nothing, each in its direction alone."""
+    mtu: int | None = None
+    """Bytes of the largest IP packet that passes a host's line; larger ones vanish without an answer, as in many
+    tunnels. None is Ethernet's 1500."""
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Delays of single links (source, target) in seconds, instead of `delay`."""
     lines: Mapping[int, HostLine] = field(default_factory=dict)
@@ -65,6 +73,8 @@ class Conditions:
             "delay": checked_delay("delay", self.delay),
             "jitter": checked_delay("jitter", self.jitter),
             "cut": frozenset(self.cut),
+            "cut_links": frozenset((source, target) for source, target in self.cut_links),
+            "mtu": None if self.mtu is None else checked_mtu("mtu", self.mtu),
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
@@ -122,7 +132,13 @@ class Conditions:
             up_bits=self.rate_bits if own.up_bits is None else own.up_bits,
             down_bits=self.rate_bits if own.down_bits is None else own.down_bits,
             queue_bytes=self.queue_bytes if own.queue_bytes is None else own.queue_bytes,
+            mtu=self.mtu if own.mtu is None else own.mtu,
         )
+
+    def unhindered(self) -> "Conditions":
+        """Copies the conditions without loss, cuts and MTUs, to measure rates and round trips."""
+        lines = {host: replace(line, mtu=None) for host, line in self.lines.items()}
+        return self.changed(loss=0.0, cut=(), cut_links=(), mtu=None, lines=lines)
 
     def changed(self, **changes: Any) -> "Conditions":
         """Copies the conditions with some changes. A new loss has a burst of 1 unless `burst` is given, too."""
@@ -145,7 +161,11 @@ class Conditions:
             for host in (source, target):
                 if not 0 <= host < hosts:
                     raise BadCondition("per_link", f"names host {host}; the hosts are 0 to {hosts - 1}")
-        for name, named in (("cut", self.cut), ("per_link", self.lines)):
+        for source, target in self.cut_links:
+            if source == target:
+                raise BadCondition("cut", f"names a link from host {source} to itself")
+        ends = {host for link in self.cut_links for host in link}
+        for name, named in (("cut", self.cut | ends), ("per_link", self.lines)):
             for host in named:
                 if not 0 <= host < hosts:
                     raise BadCondition(name, f"names host {host}; the hosts are 0 to {hosts - 1}")
@@ -164,11 +184,16 @@ class Conditions:
         }
         if self.cut:
             data["cut"] = sorted(self.cut)
+        if self.cut_links:
+            data["cut_links"] = [f"{source}>{target}" for source, target in sorted(self.cut_links)]
+        if self.mtu is not None:
+            data["mtu"] = self.mtu
         if self.delays:
             data["delays_s"] = {f"{source}>{target}": delay for (source, target), delay in self.delays.items()}
         if self.lines:
             data["lines"] = {
                 host: {"up_bits": line.up_bits, "down_bits": line.down_bits, "queue_bytes": line.queue_bytes}
+                | ({} if line.mtu is None else {"mtu": line.mtu})
                 for host in self.lines
                 for line in (self.line(host),)
             }
@@ -191,6 +216,31 @@ def checked_queue(name: str, value: object) -> int:
     if not LEAST_QUEUE_BYTES <= size <= 1 << 30:
         raise BadCondition(name, f"must lie in [{LEAST_QUEUE_BYTES} b, 1024 mb], got {size:g} b")
     return round(size)
+
+
+def checked_mtu(name: str, value: object) -> int:
+    """Bytes of an MTU, within what a path of IPv4 over Ethernet may have."""
+    if isinstance(value, bool) or not isinstance(value, int) or not LEAST_MTU <= value <= MOST_MTU:
+        raise BadCondition(name, f"must be a number of bytes in [{LEAST_MTU}, {MOST_MTU}], got {value!r}")
+    return value
+
+
+def both_ways(*links: tuple[int, int]) -> frozenset[tuple[int, int]]:
+    """Links in both directions, for `Conditions.cut_links`."""
+    return frozenset(each for source, target in links for each in ((source, target), (target, source)))
+
+
+def between(*sides: Iterable[int]) -> frozenset[tuple[int, int]]:
+    """All links between sides of a partition, for `Conditions.cut_links`."""
+    groups = [frozenset(side) for side in sides]
+    return frozenset(
+        (source, target)
+        for side in groups
+        for other in groups
+        if other is not side
+        for source in side
+        for target in other
+    )
 
 
 def checked_rate(name: str, value: object) -> float:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from stormtorch.checks import BadCondition
 from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
 from stormtorch.lab.conditions import MOST_HOSTS, Conditions
 from stormtorch.lab.measured import Measured
-from stormtorch.lab.namespaces import Holder
+from stormtorch.lab.namespaces import Holder, send_inside
 from stormtorch.lab.registry import Registration
 from stormtorch.lab.relay import RelayNetwork
 from stormtorch.lab.running import Line, run_everywhere
@@ -81,6 +82,7 @@ class Lab:
         self._management = management
         self._probing = probe
         self._holders: list[Holder] = []
+        self._stopped: list[subprocess.Popen[Any]] = []
         self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self._network: Network | None = None
@@ -115,7 +117,7 @@ class Lab:
         uniform = not self.conditions.delays
         kernel = not self.conditions.delayed or (uniform and has_netem())
         # The probe measures rate and round trip, so the network has no loss until it is done.
-        at_first = self.conditions.changed(loss=0.0, cut=()) if self._probing else self.conditions
+        at_first = self.conditions.unhindered() if self._probing else self.conditions
         self._network = (KernelNetwork if kernel else RelayNetwork)(switch, hosts, at_first)
         if self._management:
             make_bridge(switch, hosts, "br1", MANAGEMENT_DEVICE, management_address, port="m")
@@ -139,6 +141,11 @@ class Lab:
         for holder in reversed(self._holders):
             holder.end()
         self._holders.clear()
+        # The programs that entered the hosts stop with their commands, and would not notice that those are gone.
+        for process in self._stopped:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+        self._stopped.clear()
         if self._pipe is not None:
             for end in self._pipe:
                 os.close(end)
@@ -205,6 +212,14 @@ class Lab:
         """Starts a command on a host, in a process group of its own; `popen` are further arguments of Popen."""
         popen.setdefault("stdin", subprocess.DEVNULL)
         return subprocess.Popen(self.command(host, words, env), start_new_session=True, **popen)
+
+    def signal(self, process: "subprocess.Popen[Any]", number: int) -> None:
+        """Sends a signal to a command that `start` has started. A signal to `process` itself would reach the program
+        that entered the host, and not the command. Does nothing if the command has ended.
+        """
+        if number == signal.SIGSTOP:
+            self._stopped.append(process)
+        send_inside(process.pid, number)
 
     def python(self, host: int, folder: Path) -> Path:
         """Writes a script into `folder` that runs this Python on a host, for programs that take an executable."""
@@ -273,7 +288,9 @@ class Lab:
         return {name: str(value) for name, value in values.items()}
 
     def set(self, **changes: Any) -> Conditions:
-        """Changes single conditions while commands run: `lab.set(loss=0.3)`, `lab.set(cut={2})`."""
+        """Changes single conditions while commands run: `lab.set(loss=0.3)`, `lab.set(cut={2})`, and for single links
+        `lab.set(cut_links=between({0, 1}, {2, 3}))`.
+        """
         with self._lock:
             conditions = self.conditions.changed(**changes)
             conditions.check(self.size)
@@ -359,8 +376,10 @@ class Lab:
         if "trace" in changes:
             changes["loss"] = Trace(bits=changes.pop("trace"))
         if "cut" in changes or "join" in changes:
-            cut = (self.conditions.cut | set(changes.pop("cut", ()))) - set(changes.pop("join", ()))
-            changes["cut"] = cut
+            changes["cut"] = (self.conditions.cut | set(changes.get("cut", ()))) - set(changes.pop("join", ()))
+        if "cut_links" in changes or "join_links" in changes:
+            cut, join = ({(a, b) for a, b in changes.pop(name, ())} for name in ("cut_links", "join_links"))
+            changes["cut_links"] = (self.conditions.cut_links | cut) - join
         if changes:
             self.set(**changes)
         return {

@@ -92,6 +92,17 @@ def run_command(command: Sequence[str], text: str = "") -> str:
     return done.stdout
 
 
+def send_inside(pid: int, number: int) -> None:
+    """Sends a signal to the command that the nsenter of this process id runs in a holder's namespaces."""
+    child = _children(pid)
+    if not child:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child[0], number)
+        if number == signal.SIGCONT:
+            os.kill(pid, number)  # nsenter stops itself when its command is stopped
+
+
 def _last_descendant(pid: int) -> int:
     while True:
         children = _children(pid)

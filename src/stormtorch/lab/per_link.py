@@ -3,7 +3,7 @@
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
            {"from": 2, "to": "*", "delay": "80ms"},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
- "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb"}]}
+ "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb", "mtu": 1200}]}
 
 A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
 The file of a trace is relative to the folder of the file that names it.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import BadCondition
-from stormtorch.lab.conditions import Conditions, HostLine, checked_delay, checked_queue, checked_rate
+from stormtorch.lab.conditions import Conditions, HostLine, checked_delay, checked_mtu, checked_queue, checked_rate
 from stormtorch.network.link_file import entries, link_entries, ranks_of, read_file
 from stormtorch.network.loss import PerLink
 
 _NAME = "per_link"
-_HOST_KEYS = {"host", "rate", "up", "down", "queue"}
+_HOST_KEYS = {"host", "rate", "up", "down", "queue", "mtu"}
 
 
 def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
@@ -52,4 +52,5 @@ def _entry_line(where: str, entry: dict[str, Any]) -> HostLine:
         up_bits=checked_rate(f"{where}.up", entry["up"]) if "up" in entry else both,
         down_bits=checked_rate(f"{where}.down", entry["down"]) if "down" in entry else both,
         queue_bytes=checked_queue(f"{where}.queue", entry["queue"]) if "queue" in entry else None,
+        mtu=checked_mtu(f"{where}.mtu", entry["mtu"]) if "mtu" in entry else None,
     )

@@ -66,12 +66,14 @@ class RelayNetwork:
                 self._set(f"rate {index} {direction}", f"{bits or 0:.0f}")
                 self._set(f"queue {index} {direction}", f"{line.queue_bytes}")
             self._set(f"cut {index}", f"{int(index in conditions.cut)}")
+            self._set(f"mtu {index}", f"{line.mtu or 0}")
         for source in range(self._hosts):
             for target in range(self._hosts):
                 if source != target:
                     self._apply_link(conditions, source, target)
 
     def _apply_link(self, conditions: Conditions, source: int, target: int) -> None:
+        self._set(f"cut {source} {target}", f"{int((source, target) in conditions.cut_links)}")
         model = conditions.model(source, target)
         faults = model.link_faults()
         bits = "".join("01"[bit] for bit in model.bits) if isinstance(model, Trace) else "-"

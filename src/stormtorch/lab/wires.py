@@ -8,6 +8,7 @@ numbers have neither a seed nor bursts.
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from stormtorch.lab.access import LabError, has_netem, tool
@@ -86,11 +87,16 @@ class KernelNetwork:
             line = conditions.line(index)
             delay = (conditions.delay_s, conditions.jitter_s)
             if before is not None:
-                if before.line(index) == line and (before.delay_s, before.jitter_s) == delay:
+                if replace(before.line(index), mtu=line.mtu) == line and (before.delay_s, before.jitter_s) == delay:
                     continue
                 self._keep_counts(index, before.line(index), line)
             holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(DEVICE, line.up_bits, line, (0.0, 0.0))))
             self._switch.run([tool("tc"), "-batch", "-"], "\n".join(shape(f"p{index}", line.down_bits, line, delay)))
+        if before is not None and (before.loss, before.seed) == (conditions.loss, conditions.seed):
+            # Cuts and MTUs alone: the links keep their counters and their places in the traces of losses.
+            self._switch.run([tool("nft"), "-f", "-"], barriers(conditions, len(self._hosts)))
+            self._conditions = conditions
+            return
         self._count()
         self._switch.run([tool("nft"), "-f", "-"], ruleset(conditions, len(self._hosts)))
         self._conditions = conditions
@@ -216,7 +222,6 @@ def ruleset(conditions: Conditions, hosts: int) -> str:
             ]
         chains.append(_block(f"chain link_{source}_{target}", rules))
     jumps = ", ".join(f"{address(a)} . {address(b)} : jump link_{a}_{b}" for a, b in links)
-    cut = [f"ip {side} {address(host)} drop" for host in sorted(conditions.cut) for side in ("saddr", "daddr")]
     hook = "type filter hook forward priority 0; policy accept;"
     parts = [f"counter {kind}_{a}_{b} {{ }}" for a, b in links for kind in ("seen", "lost")]
     parts += [
@@ -230,9 +235,23 @@ def ruleset(conditions: Conditions, hosts: int) -> str:
         for positions in (_positions(_bits(model, conditions.seed) * 2),)
     ]
     parts += chains
-    parts.append(_block("chain forward", [hook, *cut, f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
+    parts.append("chain barriers { }")
+    parts.append(_block("chain forward", [hook, "jump barriers", f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
     table = f"table bridge {_TABLE}"
-    return f"{table}\ndelete {table}\n{_block(table, parts)}\n"
+    return f"{table}\ndelete {table}\n{_block(table, parts)}\n{barriers(conditions, hosts)}"
+
+
+def barriers(conditions: Conditions, hosts: int) -> str:
+    """Rules of nft for what is cut and for packets that are too large, in one transaction that replaces the former."""
+    rules = [f"ip {side} {address(host)} drop" for host in sorted(conditions.cut) for side in ("saddr", "daddr")]
+    if conditions.cut_links:
+        pairs = ", ".join(f"{address(source)} . {address(target)}" for source, target in sorted(conditions.cut_links))
+        rules.append(f"ip saddr . ip daddr {{ {pairs} }} drop")
+    for host in range(hosts):
+        if (mtu := conditions.line(host).mtu) is not None:
+            rules += [f"ip {side} {address(host)} ip length > {mtu} drop" for side in ("saddr", "daddr")]
+    chain = f"bridge {_TABLE} barriers"
+    return "\n".join([f"flush chain {chain}", *(f"add rule {chain} {rule}" for rule in rules), ""])
 
 
 def _harmless(model: LinkModel) -> bool:

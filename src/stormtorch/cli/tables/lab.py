@@ -68,6 +68,10 @@ def requested_text(requested: dict[str, Any]) -> str:
         words.append(f"{len(requested['lines'])} hosts with lines of their own")
     if requested.get("cut"):
         words.append(f"cut off: {', '.join(f'h{host}' for host in requested['cut'])}")
+    if requested.get("cut_links"):
+        words.append(f"links cut: {', '.join(requested['cut_links'])}")
+    if requested.get("mtu"):
+        words.append(f"MTU {requested['mtu']}")
     return ", ".join(words)
 
 

@@ -1,0 +1,180 @@
+"""Logs of the ranks: lines of JSON that each process writes, and the history of a run that is made of them.
+
+Every line has a time, `t`, of the clock that all hosts of a lab share, and one of these:
+
+{"begin": 812, "host": 2, "rank": 2}                               the process has come in, at this step
+{"step": 813, "view": 7, "members": [0, 1, 2], "since": 800, "loss": 2.4}
+{"digest": "0f3a...", "step": 820}                                 of the exact parameters
+{"refused": "...", "step": 820}                                    why it got no exact parameters
+{"warning": "..."}
+{"left": 900}                                                      it has left by wish, at this step
+{"end": 1200, "val_loss": 1.9, "digest": "77ab..."}
+{"error": "..."}
+"""
+
+import bisect
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Step(NamedTuple):
+    """A step that a rank has completed."""
+
+    t: float
+    host: int
+    rank: int
+    step: int
+    """Steps so far, with this one."""
+    view: int | None
+    """Number of the view in which it was made; None where views have no numbers."""
+    members: tuple[int, ...]
+    """Ranks of that view."""
+    since: int | None = None
+    """Steps at which the view began."""
+
+
+@dataclass
+class Life:
+    """All that one process has written."""
+
+    host: int
+    number: int
+    """Number of the process on its host, from 0."""
+    rank: int | None = None
+    """Rank of the process; None until it has come in."""
+    came_s: float | None = None
+    """Time at which it came in."""
+    steps: list[Step] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Step and training loss."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Digest of the exact parameters, by step."""
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """Steps at which it got no exact parameters, and why."""
+    warnings: list[tuple[float, str]] = field(default_factory=list)
+    left: bool = False
+    """Whether it has left by wish."""
+    ended_at: int | None = None
+    """Last step of the training, if it came so far."""
+    val_loss: float | None = None
+    error: str | None = None
+    """Error that ended the process."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages: the host, and which of its processes."""
+        return f"h{self.host}" + (f" (process {self.number + 1})" if self.number else "")
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Longest time between two steps."""
+        return max((after.t - before.t for before, after in itertools.pairwise(self.steps)), default=0.0)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes one line of the log."""
+        t = float(line["t"])
+        if "begin" in line:
+            self.rank, self.came_s = line["rank"], t
+        elif "digest" in line and "end" not in line:
+            self.digests[line["step"]] = line["digest"]
+        elif "refused" in line:
+            self.refused.append((line["step"], line["refused"]))
+        elif "step" in line:
+            assert self.rank is not None, "a process comes in before it makes a step"
+            view, members, since = line.get("view"), tuple(line["members"]), line.get("since")
+            self.steps.append(Step(t, self.host, self.rank, line["step"], view, members, since))
+            self.losses.append((line["step"], line["loss"]))
+        elif "warning" in line:
+            self.warnings.append((t, line["warning"]))
+        elif "left" in line:
+            self.left = True
+        elif "error" in line:
+            self.error = line["error"]
+        elif "end" in line:
+            self.ended_at, self.val_loss = line["end"], line["val_loss"]
+            self.digests[line["end"]] = line["digest"]
+
+
+@dataclass(frozen=True)
+class History:
+    """All processes of a run."""
+
+    lives: Sequence[Life]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Steps of all ranks in the order of time."""
+        return sorted(step for life in self.lives for step in life.steps)
+
+    @cached_property
+    def frontier(self) -> list[tuple[float, int]]:
+        """Times at which the training came to a step for the first time on any rank, and that step."""
+        found: list[tuple[float, int]] = []
+        for step in self.steps:
+            if not found or step.step > found[-1][1]:
+                found.append((step.t, step.step))
+        return found
+
+    def of_host(self, host: int) -> list[Life]:
+        """Processes of one host, in their order."""
+        return sorted((life for life in self.lives if life.host == host), key=lambda life: life.number)
+
+    def stepped(self, host: int, after_s: float) -> float | None:
+        """Time of a host's first step after a moment; None if it made none."""
+        for life in self.of_host(host):
+            index = bisect.bisect_right(life.steps, after_s, key=lambda step: step.t)
+            if index < len(life.steps):
+                return life.steps[index].t
+        return None
+
+    @property
+    def came_to_end(self) -> bool:
+        """Whether any process came to the end of the training."""
+        return any(life.ended_at is not None for life in self.lives)
+
+    @property
+    def last_step(self) -> int:
+        """Highest step that any rank came to."""
+        return max((life.steps[-1].step for life in self.lives if life.steps), default=0)
+
+
+def log_path(folder: Path, host: int, number: int) -> Path:
+    """File of one process."""
+    return folder / f"h{host}.{number}.jsonl"
+
+
+class Reader:
+    """Reads logs while they grow.
+
+    Args:
+        folder: Folder of the logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lives: dict[Path, Life] = {}
+        self._read: dict[Path, int] = {}
+
+    def read(self) -> History:
+        """Reads what is new, and returns the history so far."""
+        for path in self._folder.glob("h*.jsonl"):
+            if path not in self._lives:
+                host, number = path.name.removesuffix(".jsonl")[1:].split(".")
+                self._lives[path] = Life(int(host), int(number))
+            for line in self._lines(path):
+                self._lives[path].add(line)
+        return History(sorted(self._lives.values(), key=lambda life: (life.host, life.number)))
+
+    def _lines(self, path: Path) -> Iterable[dict[str, Any]]:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            text = file.read()
+        # A process that is killed may leave half a line, and one that runs may be about to write the other half.
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(whole)
+        return (json.loads(line) for line in whole.splitlines())

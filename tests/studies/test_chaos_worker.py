@@ -1,0 +1,62 @@
+"""The training script of chaos: when it ends, what it says of views, and bits that it tells apart."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, view_of
+
+pytestmark = pytest.mark.pure
+
+
+def session(**given: Any) -> Any:
+    rows = [SimpleNamespace(missing=()), SimpleNamespace(missing=(2,))]
+    return SimpleNamespace(group=SimpleNamespace(size=4), ledger=SimpleNamespace(rows=rows), **given)
+
+
+def test_end_is_where_the_file_says_and_the_rate_falls_to_zero_until_then(tmp_path: Path) -> None:
+    stop = Stop(tmp_path / STOP)
+    assert stop.at() == float("inf") and not stop.decays(10**9)
+    assert [stop.rate(step, 1.0) for step in (0, 24, 49, 5000)] == [0.02, 0.5, 1.0, 1.0]
+    (tmp_path / STOP).write_text(json.dumps({"decay_at": 1000, "stop_at": 1100}))
+    assert stop.at() == 1100
+    assert [stop.decays(step) for step in (999, 1000)] == [False, True]
+    assert [stop.rate(step, 1.0) for step in (999, 1000, 1050, 1099, 1100)] == [1.0, 1.0, 0.5, 0.01, 0.0]
+
+
+def test_view_is_the_sessions_or_what_the_ledger_does_not_miss() -> None:
+    view = SimpleNamespace(number=7, members=(3, 0, 1), step=120)
+    assert view_of(session(view=view)) == {"view": 7, "members": [0, 1, 3], "since": 120}
+    assert view_of(session(view=None)) == {"members": [0, 1, 3]}
+    assert view_of(session()) == {"members": [0, 1, 3]}
+
+
+def test_digest_tells_one_bit_apart() -> None:
+    model = nn.Linear(3, 2)
+    before = digest_of(model)
+    assert digest_of(model) == before
+    with torch.no_grad():
+        model.bias[0] = torch.nextafter(model.bias[0], torch.tensor(9.0))
+    assert digest_of(model) != before
+
+
+def test_log_has_a_time_on_every_line_and_takes_warnings(tmp_path: Path) -> None:
+    import logging
+
+    log = Log(tmp_path / "log.jsonl")
+    try:
+        log.write(step=3)
+        logging.getLogger("anyone").warning("rank %d is missing", 2)
+    finally:
+        logging.getLogger().removeHandler(log)
+        logging.captureWarnings(False)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert all(line.pop("t") > 0 for line in lines)
+    assert lines == [{"step": 3}, {"warning": "rank 2 is missing"}]
+    with pytest.raises(FileExistsError):  # a second process of a host has a file of its own
+        Log(tmp_path / "log.jsonl")
