@@ -143,7 +143,6 @@ def test_the_batch_script_of_slurm_starts_all_tasks(processes: Processes, tmp_pa
     )
     hostname = tools / "hostname"
     hostname.write_text("#!/bin/sh\necho 127.0.0.1\n")
-    (tools / "python").symlink_to(sys.executable)
     for tool in (srun, hostname):
         tool.chmod(0o755)
     script = (LAUNCH / "slurm.sbatch").read_text().replace("examples/", f"{EXAMPLES}/")

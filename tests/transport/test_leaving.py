@@ -66,3 +66,79 @@ def test_what_a_process_said_when_it_left_is_not_told_of_the_one_that_took_its_p
     assert leaving.why_left(transport, 0) == ""
     incarnations[1] = 1
     assert leaving.why_left(transport, 1) == ""
+
+
+SIGTERM = """
+import os, signal, sys, time
+from types import SimpleNamespace
+from stormtorch.transport import leaving
+
+class Transport:
+    closed, inherited, leaving, rank, prefix, store, on_leave = False, False, False, 0, "storm", None, []
+    options = SimpleNamespace(leave_s=0.5)
+    endpoint = SimpleNamespace(ask_out=lambda: print("asked out", flush=True))
+
+    def close(self, linger_s=None):
+        self.closed = True
+        print("closed", flush=True)
+
+    def part(self):
+        pass
+
+transport = Transport()
+"""
+
+
+def terminated(script: str) -> tuple[list[str], int]:
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGTERM + script], capture_output=True, text=True, timeout=60, check=False
+    )
+    return ended.stdout.splitlines(), ended.returncode
+
+
+def test_sigterm_asks_out_and_ends_the_process_when_the_grace_is_over() -> None:
+    said, status = terminated("leaving.install_sigterm(transport); os.kill(os.getpid(), 15); time.sleep(20)")
+    assert (said, status) == (["asked out", "closed"], 143)
+
+
+def test_sigterm_still_reaches_a_handler_of_the_program() -> None:
+    script = """
+signal.signal(15, lambda *_: sys.exit(7))
+leaving.install_sigterm(transport)
+leaving.install_sigterm(transport)
+os.kill(os.getpid(), 15)
+time.sleep(20)
+"""
+    assert terminated(script) == (["asked out"], 7)
+
+
+def test_sigterm_ends_a_process_that_has_left_as_ever() -> None:
+    script = "leaving.install_sigterm(transport); transport.close(); os.kill(os.getpid(), 15); time.sleep(20)"
+    assert terminated(script) == (["closed"], -15)
+
+
+def test_sigterm_ends_a_forked_process_at_once() -> None:
+    script = """
+leaving.install_sigterm(transport)
+up, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"x")  # Python forgets signals that come before this
+    time.sleep(20)
+    os._exit(1)
+os.read(up, 1)
+os.kill(child, 15)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    assert terminated(script) == (["15"], 0)
+
+
+def test_leave_hands_over_before_it_closes() -> None:
+    script = """
+leaving.say_goodbye_on_error(transport)
+transport.on_leave = [lambda: print("handed over", flush=True)]
+leaving.leave()
+leaving.leave()
+print(transport.leaving)
+"""
+    assert terminated(script) == (["asked out", "handed over", "closed", "True"], 0)
