@@ -113,7 +113,7 @@ TEST(member_that_wants_out_is_listed_as_leaving_and_then_forgotten) {
     CHECK((world.view(1).leaving == std::vector<Member>{{0, 0}}));
     CHECK(world.at(0).views->inside());
     for (int turn = 0; turn < 3; ++turn) {
-        for (const std::uint16_t rank : {0, 1, 2}) (void)world.act(rank);
+        for (const std::uint16_t rank : ranks({0, 1, 2})) (void)world.act(rank);
     }
     world.close(0);
     world.run_for(3 * silence);
