@@ -122,7 +122,7 @@ void Views::propose(Nanos now) {
     own.began_at = own.resend_at = now;
     own.replaced = replaced();
     (void)answers_.promise(own.ballot);
-    own.on_promise(self_.rank, answers_.accepted, positions());
+    own.on_promise(self_.rank, answers_.accepted, positions(), !blank_);
     if (answers_.accepted) own.on_value(answers_.accepted, answers_.value);
     drive(now);
 }
@@ -195,6 +195,8 @@ void Views::try_vote(Nanos now) {
             among.add(who.rank);
         }
         std::sort(own.value.leaving.begin(), own.value.leaving.end());
+        // Those who hold nothing must not begin anew without those who hold something: they wait for them.
+        if (!latest_.starts.empty() && (own.holders & among).empty()) return abandon(now);
         own.value.starts = own.starts(among);
         // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.
         own.value.number = quorum ? latest_.number + 1 : (latest_.number | 0xffffU) + 1;
@@ -239,6 +241,7 @@ void Views::on_prepare(std::uint16_t from, const NoteBody& note, Nanos now) {
     promise.ballot = note.ballot;
     promise.accepted = answers_.accepted;
     promise.positions = positions();
+    promise.flags = blank_ ? note_blank : 0;
     send(from, promise);
     if (!answers_.accepted) return;
     NoteBody value = make(NoteKind::value);

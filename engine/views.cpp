@@ -102,7 +102,7 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
         case NoteKind::propose: on_propose(from, *note, now); break;
         case NoteKind::promise:
             if (!proposal_ || note->ballot != proposal_->ballot) break;
-            proposal_->on_promise(from, note->accepted, note->positions);
+            proposal_->on_promise(from, note->accepted, note->positions, (note->flags & note_blank) == 0);
             try_vote(now);
             break;
         case NoteKind::value:
@@ -232,11 +232,12 @@ void Views::beat(Nanos now) {
         if (ask.own && note.asks.size() < most_asks) note.asks.push_back(ask.who);
     }
     const std::vector<std::byte> body = write_note(note);
+    const Ranks listed = voters();
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (rank == self_.rank || net_.left().has(rank)) continue;
-        const bool listed = latest_.at(rank) != nullptr || latest_.lets_go({rank, slots_[rank].incarnation});
         // Who knows no view yet does not know either who is there.
-        if (latest_.number == 0 || listed || (slots_[rank].known && outsiders_too)) out_.push_back({rank, body});
+        if (latest_.number == 0 || listed.has(rank) || (slots_[rank].known && outsiders_too))
+            out_.push_back({rank, body});
     }
 }
 
@@ -266,7 +267,7 @@ bool Views::advance(const Position& position) {
     found->place = place;
     if (settles) {
         found->position.settled = latest_.number;
-        found->blank = false;
+        found->blank = blank_ = false;
     }
     return true;
 }
@@ -343,6 +344,7 @@ void Views::install(const View& view, Nanos now) {
         for (Session& each : sessions_) each = {.position = {.session = each.position.session}, .blank = true};
         for (const Member who : view.members) net_.trust(who.rank, now);
         inside_since_ = now;
+        blank_ = true;
     } else if (was_inside && !takes_part()) {
         back_off_ = now - inside_since_ < long_inside ? std::min(2 * back_off_, longest_back_off) : first_back_off;
         knock_at_ = now + back_off_;
@@ -430,7 +432,7 @@ Views::Standing Views::standing(Nanos now) const {
         for (const std::uint16_t each : net_.told(rank)) standing.hears.back().push_back(each);
     }
     standing.quorum = is_quorum(latest_, alive());
-    standing.proposing = proposal_.has_value();
+    standing.proposing = proposing();
     standing.knocking = watching_ && knocks(now);
     return standing;
 }

@@ -91,6 +91,7 @@ public:
         bool proposing{}, knocking{};
     };
     [[nodiscard]] Standing standing(Nanos now) const;
+    [[nodiscard]] bool proposing() const { return proposal_.has_value(); }
 
 private:
     struct Slot {
@@ -184,6 +185,7 @@ private:
     unsigned failures_{};
 
     bool watching_{}, wants_out_{};
+    bool blank_{};  // it came in, and no session has settled since
     bool dirty_{};  // something has changed that `consider` must see
     Nanos last_tick_{}, beat_at_{never}, beaten_at_{}, cards_at_{never};
     unsigned beats_{};

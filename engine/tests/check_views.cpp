@@ -71,7 +71,7 @@ public:
         // A process that is restarted has forgotten what it answered. Views survive that of a quorum only where nobody
         // else came in meanwhile: docs/membership.md, "Limits". So a schedule has either.
         restarts_ = dice_.chance(50);
-        heals_ = dice_.chance(25);
+        heals_ = dice_.chance(10);
     }
 
     // True if every invariant held.
@@ -108,7 +108,9 @@ private:
     void happen() {
         const std::uint64_t what = dice_.below(100);
         const std::uint16_t rank = any(), other = any();
-        if (what < 45) {
+        if (what < 8) {
+            disturb();
+        } else if (what < 45) {
             static constexpr Nanos spans[] = {8 * millisecond, 30 * millisecond, silence / 50, silence / 10,
                                               silence / 4};
             const Nanos span = spans[dice_.below(std::size(spans))];
@@ -154,12 +156,32 @@ private:
             world_.resume(rank);
         } else if (what < 97) {
             come(rank, other);
-        } else if (what < 98) {
+        } else if (what < 99 || !heals_) {
             if (!lives(rank)) return;
             say(world_, "%u wants out", rank);
             world_.leave(rank);
         } else {
             world_.run_for(silence);
+        }
+    }
+
+    // Strikes whoever proposes just now, or lets it go on after others have taken over: ballots meet that way.
+    void disturb() {
+        for (std::uint16_t rank = 0; rank < world_.capacity(); ++rank) {
+            if (!lives(rank) || !world_.at(rank).views->proposing()) continue;
+            if (world_.at(rank).paused) {
+                if (!dice_.chance(30)) continue;
+                say(world_, "%u runs on", rank);
+                world_.resume(rank);
+            } else if (dice_.chance(50)) {
+                say(world_, "%u, who proposes, is paused", rank);
+                world_.pause(rank);
+                world_.run_for(silence / 4);
+            } else {
+                const std::uint16_t other = any();
+                say(world_, "%u, who proposes, no longer reaches %u", rank, other);
+                if (rank != other) world_.cut(rank, other);
+            }
         }
     }
 
@@ -183,7 +205,9 @@ private:
             for (const Member who : next->second.members) {
                 const bool there = lives(who.rank) && world_.at(who.rank).self == who;
                 here.set(who.rank, there);
-                stays = stays || (there && !world_.at(who.rank).asked_out);
+                // Somebody must be there who knows something.
+                stays = stays ||
+                        (there && !world_.at(who.rank).asked_out && !world_.at(who.rank).views->blank(World::session));
             }
             if (!stays || !is_quorum(next->second, here)) return false;
         }
