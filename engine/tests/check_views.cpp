@@ -205,9 +205,9 @@ private:
             for (const Member who : next->second.members) {
                 const bool there = lives(who.rank) && world_.at(who.rank).self == who;
                 here.set(who.rank, there);
-                // Somebody must be there who knows something.
-                stays = stays ||
-                        (there && !world_.at(who.rank).asked_out && !world_.at(who.rank).views->blank(World::session));
+                // Somebody must be there who holds something.
+                stays = stays || (there && !world_.at(who.rank).asked_out && world_.view(who.rank).has(who) &&
+                                  !world_.at(who.rank).views->blank(World::session));
             }
             if (!stays || !is_quorum(next->second, here)) return false;
         }
