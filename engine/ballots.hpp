@@ -35,21 +35,21 @@ struct Answers {
 
 // A ballot of this process's own.
 struct Proposal {
-    Ballot ballot;
+    Ballot ballot{};
     Nanos began_at{}, resend_at{};
-    Ranks replaced;  // members of the view before whose slot another process has now; fixed from the start
+    Ranks replaced{};  // members of the view before whose slot another process has now; fixed from the start
 
     // First the promises.
-    Ranks promised;
-    std::vector<std::pair<std::uint16_t, std::vector<Position>>> positions;  // of those who promised
-    Ranks holders;              // of those, whoever has a part in the state of its sessions
-    Ballot highest;             // of all that was accepted before, as the promises say
-    std::optional<View> found;  // the value of that ballot, once it is here
+    Ranks promised{};
+    std::vector<std::pair<std::uint16_t, std::vector<Position>>> positions{};  // of those who promised
+    Ranks holders{};              // of those, whoever has a part in the state of its sessions
+    Ballot highest{};             // of all that was accepted before, as the promises say
+    std::optional<View> found{};  // the value of that ballot, once it is here
 
     // Then the votes.
     bool voting{};
-    View value;
-    Ranks accepted;
+    View value{};
+    Ranks accepted{};
 
     void on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool holds);
     void on_value(Ballot of, const View& view);

@@ -34,10 +34,11 @@ struct Start {
 
 struct View {
     std::uint32_t number{};
-    std::vector<Member> members;  // by rising rank
-    std::vector<Member> joined;  // those of the members who were not in the view before: they hold nothing of its state
-    std::vector<Member> leaving;  // no members: they hand over what they own, and go
-    std::vector<Start> starts;    // by rising session
+    std::vector<Member> members{};  // by rising rank
+    std::vector<Member>
+        joined{};  // those of the members who were not in the view before: they hold nothing of its state
+    std::vector<Member> leaving{};  // no members: they hand over what they own, and go
+    std::vector<Start> starts{};    // by rising session
 
     [[nodiscard]] bool has(Member who) const;      // among the members
     [[nodiscard]] bool lets_go(Member who) const;  // among those that leave

@@ -49,15 +49,15 @@ struct NoteBody {
     std::uint16_t incarnation{};  // of the sender
     std::uint32_t number{};       // of the sender's latest view; 0: it knows none
 
-    std::uint8_t flags{};             // beat, promise
-    Ranks hears;                      // beat
-    std::vector<Member> asks;         // beat: processes that the sender brings in
-    Ballot ballot;                    // prepare, promise, propose, accepted, refusal (the higher one), value (its own)
-    Ballot accepted;                  // promise
-    std::vector<Position> positions;  // promise
-    View view;                        // value, propose, record
-    Member who;                       // request, card
-    std::vector<std::byte> card;      // card
+    std::uint8_t flags{};        // beat, promise
+    Ranks hears{};               // beat
+    std::vector<Member> asks{};  // beat: processes that the sender brings in
+    Ballot ballot{};             // prepare, promise, propose, accepted, refusal (the higher one), value (its own)
+    Ballot accepted{};           // promise
+    std::vector<Position> positions{};  // promise
+    View view{};                        // value, propose, record
+    Member who{};                       // request, card
+    std::vector<std::byte> card{};      // card
     bool operator==(const NoteBody&) const = default;
 };
 

@@ -76,6 +76,8 @@ public:
 
     // The latest view whose members' cards are all known; null as long as this process knows none.
     [[nodiscard]] const View* view() const;
+    // The latest view of all, even if some of its members' cards are missing; number 0 as long as none is known.
+    [[nodiscard]] const View& latest() const { return latest_; }
     // Whether this process is a member of that view, or leaving in it.
     [[nodiscard]] bool inside() const;
     // Whether a promise forbids to complete a step.

@@ -196,7 +196,8 @@ private:
     [[nodiscard]] bool must_agree() {
         View top;
         for (std::uint16_t rank = 0; rank < world_.capacity(); ++rank) {
-            if (world_.view(rank).number > top.number) top = world_.view(rank);
+            if (lives(rank) && world_.at(rank).views->latest().number > top.number)
+                top = world_.at(rank).views->latest();
         }
         if (top.number == 0) return false;
         for (auto next = world_.decided().find(top.number); next != world_.decided().end(); ++next) {
@@ -205,9 +206,10 @@ private:
             for (const Member who : next->second.members) {
                 const bool there = lives(who.rank) && world_.at(who.rank).self == who;
                 here.set(who.rank, there);
-                // Somebody must be there who knows something.
-                stays = stays ||
-                        (there && !world_.at(who.rank).asked_out && !world_.at(who.rank).views->blank(World::session));
+                // Somebody must be there who holds something.
+                stays =
+                    stays || (there && !world_.at(who.rank).asked_out && world_.at(who.rank).views->latest().has(who) &&
+                              !world_.at(who.rank).views->blank(World::session));
             }
             if (!stays || !is_quorum(next->second, here)) return false;
         }

@@ -160,3 +160,84 @@ TEST(pair_survives_the_crash_of_either_once_it_is_restarted) {
         CHECK_EQUAL(world.view(0).number, dead == 0 ? 0x10000U : 3U);
     }
 }
+
+TEST(frozen_process_makes_no_step_until_the_view_is_known) {
+    World world(3, 4, 9);
+    world.run_for(silence);
+    Views& views = *world.at(1).views;
+    CHECK(views.advance({World::session, 1, 1}));
+    NoteBody prepare{.kind = NoteKind::prepare, .number = 1, .ballot = {5, 0, 0}};
+    views.receive(0, write_note(prepare), world.now());
+    CHECK(views.frozen());
+    CHECK(!views.advance({World::session, 2, 1}));
+    CHECK(views.advance({World::session, 1, 1}));
+    // Whoever promised and hears no more takes the matter over.
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1, 2}));
+    CHECK_EQUAL(world.view(1).number, 2U);
+}
+
+TEST(step_that_was_made_in_an_older_view_does_not_count_beyond_the_start_of_the_new_one) {
+    World world(3, 4, 10);
+    world.run_for(silence);
+    Views& views = *world.at(1).views;
+    CHECK(views.advance({World::session, 4, 1}));
+    world.close(2);
+    world.run_for(silence / 10);
+    CHECK_EQUAL(views.view()->start(World::session)->steps, 4U);
+    CHECK_EQUAL(views.view()->start(World::session)->base, 1U);
+    CHECK(!views.advance({World::session, 5, 1}));
+    CHECK(views.advance({World::session, 4, 2}));
+    CHECK(views.advance({World::session, 5, 2}));
+    // The other one was behind, and may come up to the start.
+    CHECK(world.at(0).views->advance({World::session, 4, 1}));
+    CHECK(!world.at(0).views->advance({World::session, 5, 1}));
+}
+
+TEST(outsider_knocks_ever_less_often_when_it_is_thrown_out_again) {
+    World world(3, 4, 11);
+    world.run_for(silence);
+    std::vector<Nanos> waits;
+    for (int round = 0; round < 3; ++round) {
+        world.at(0).views->blocked(2, world.now());
+        world.at(1).views->blocked(2, world.now());
+        while (world.at(2).views->inside()) world.run_for(silence / 100);
+        const Nanos out = world.now();
+        while (!world.at(2).views->standing(world.now()).knocking) world.run_for(silence / 100);
+        waits.push_back(world.now() - out);
+        while (!world.at(2).views->inside()) world.run_for(silence / 10);
+    }
+    CHECK(waits[1] > waits[0] + second / 2);
+    CHECK(waits[2] > waits[1] + second / 2);
+}
+
+TEST(process_that_holds_nothing_does_not_go_on_without_those_who_do) {
+    World world(2, 4, 12);
+    world.run_for(silence);
+    CHECK(world.at(0).views->advance({World::session, 3, 1}));
+    world.kill(1);
+    world.run_for(2 * silence);
+    CHECK(world.at(0).views->advance({World::session, 3, 2}));
+    world.join(1, 0);
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1}));
+    CHECK(world.at(1).views->blank(World::session));
+    CHECK(!world.at(0).views->blank(World::session));
+    // Now the one who knows leaves without a word. The other would be no quorum; if it were, it would still wait.
+    world.close(0);
+    world.run_for(3 * silence);
+    CHECK_EQUAL(world.view(1).number, 3U);
+}
+
+TEST(paused_process_learns_that_it_is_out_and_comes_back) {
+    World world(3, 4, 13);
+    world.run_for(silence);
+    world.pause(0);
+    world.run_for(2 * silence);
+    check_agreed(world, ranks({1, 2}));
+    world.resume(0);
+    CHECK(!world.at(0).views->frozen());
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1, 2}));
+    CHECK(world.at(0).views->blank(World::session));
+}

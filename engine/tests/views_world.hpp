@@ -310,7 +310,7 @@ private:
     // Looks at the view of a process, and at whether it agrees with all others.
     void look(std::uint16_t rank) {
         Process& self = at(rank);
-        const View* view = self.views ? self.views->view() : nullptr;
+        const View* view = self.views ? &self.views->latest() : nullptr;
         if (view == nullptr || view->number == self.seen) return;
         if (view->number < self.seen) fail("rank " + std::to_string(rank) + " went back to an older view");
         self.seen = view->number;
