@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS, local_world, processes, store_of_threads
+from stormtorch.runtime.members import Members
 
 from reference import reduced, same_bits, values
 from stormtorch import Options, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import PeerFailed, RanksMissing
-from stormtorch.runtime.members import Members
 from stormtorch.transport import attendance, rendezvous, starting
 from stormtorch.transport.addresses import local_address
 from stormtorch.transport.udp import UdpTransport

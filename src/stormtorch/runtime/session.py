@@ -242,7 +242,8 @@ class Session(ABC):
 
     def label(self, rank: int) -> int:
         """Returns the number of a rank in messages and in the ledger: its rank in the group that was prepared."""
-        return self.group.ranks.index(rank) if rank in self.group.ranks else rank
+        some = rank in self.group.ranks and len(self.group.ranks) < self.group.transport.world
+        return self.group.ranks.index(rank) if some else rank
 
     def labels(self) -> list[int]:
         """Returns the numbers of the members, by their places."""
