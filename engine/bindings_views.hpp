@@ -118,12 +118,6 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         },
         where..., nb::arg("session"));
     type.def(
-        "blank",
-        [reach](Self& self, Where... at, std::uint32_t session) {
-            return reach(self, at..., [&](Views& v, Nanos) { return v.blank(session); });
-        },
-        where..., nb::arg("session"));
-    type.def(
         "ask_in",
         [reach](Self& self, Where... at, std::uint16_t peer, std::uint16_t incarnation, const nb::bytes& card) {
             const auto* first = static_cast<const std::byte*>(card.data());

@@ -60,10 +60,6 @@ class Membership(Protocol):
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
         ...
 
-    def blank(self, session: int) -> bool:
-        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
-        ...
-
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         ...
@@ -125,10 +121,6 @@ class EndpointMembership:
 
     def blank(self, session: int) -> bool:
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
-        return self._ask("blank", lambda: self.endpoint.blank(session))
-
-    def blank(self, session: int) -> bool:
-        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
         return self._ask("blank", lambda: self.endpoint.blank(session))
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:

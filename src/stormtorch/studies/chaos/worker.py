@@ -13,14 +13,10 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +24,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from stormtorch.collectives import Group
+from stormtorch.collectives.joining import join
 from stormtorch.errors import StormError
 from stormtorch.lab.wires import DEVICE, address
 from stormtorch.policies.presets import make_policy
@@ -37,7 +34,7 @@ from stormtorch.studies.chaos.logs import log_path
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
 from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect, rejoin
+from stormtorch.transport.rendezvous import connect
 
 STOP = "stop.json"
 """Name of the file that says when to end: {"decay_at": step, "stop_at": step}."""
@@ -60,6 +57,9 @@ def main() -> None:
     log = Log(log_path(given.folder, given.host, number))
     try:
         _train(given, log, again=number > 0)
+    except SystemExit:  # after SIGTERM, once others have what this rank owned
+        log.write(left=True)
+        raise
     except Exception as error:
         log.write(error=f"{type(error).__name__}: {error}")
         raise
@@ -89,12 +89,11 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
     )
     model = task.model(given.seed)
     optimizer = task.optimizer(model.parameters())
-    leaving = _leaving_by_sigterm()
     group = enter(given, again=again)
     policy = make_policy(given.policy)
     model, optimizer = prepare(model, optimizer, policy=policy, group=group)
     session: Any = optimizer.session  # type: ignore[attr-defined]  # given by prepare
-    rank = session.group.rank
+    rank = group.transport.rank
     log.write(begin=session.steps, host=given.host, rank=rank, pid=os.getpid())
     stop = Stop(given.folder / STOP)
     while session.steps < stop.at():
@@ -110,10 +109,6 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
         log.write(step=session.steps, loss=round(float(loss.detach()), 4), **view_of(session))
         if session.steps % given.digest_every == 0:
             _compare(model, session, log)
-        if leaving():
-            log.write(left=session.steps)
-            leave(group)
-            return
         if not stop.decays(session.steps):
             time.sleep(max(begin + given.pace_s - time.monotonic(), 0.0))
     with exact(model):
@@ -187,22 +182,16 @@ def enter(given: argparse.Namespace, *, again: bool) -> Group:
         if not again:
             raise
         return _join(given, options)
-    if _offered("join") is None:  # a version that must be told whether something runs
-        return Group((rejoin if again else connect)(store, given.host, given.hosts, options))
-    return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))  # type: ignore[arg-type]
+    return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))
 
 
 def _join(given: argparse.Namespace, options: Options) -> Group:
     """Asks one rank after the other until one answers: some may be dead, or cut off as this one is."""
-    join = _offered("join")
-    if join is None:
-        raise StormError(f"host {given.host} cannot join: this version of stormtorch lets in no further ranks")
     others = ",".join(f"{address(host)}:{PORT}" for host in range(given.hosts) if host != given.host)
     give_up_at = time.monotonic() + _JOIN_S
     while True:
         try:
-            group: Group = join(others, options)
-            return group
+            return join(others, options)
         except StormError as error:
             if time.monotonic() > give_up_at:
                 raise
@@ -210,38 +199,10 @@ def _join(given: argparse.Namespace, options: Options) -> Group:
         time.sleep(0.5)
 
 
-def leave(group: Group) -> None:
-    """Leaves the training by wish: hands over what others need, and says goodbye."""
-    wish = _offered("leave")
-    if wish is not None:
-        wish()
-    group.transport.close()
-
-
 def view_of(session: Any) -> dict[str, Any]:
     """The view in which the last step was made."""
-    view = getattr(session, "view", None)
-    if view is not None:
-        return {"view": view.number, "members": sorted(view.members), "since": view.step}
-    rows = session.ledger.rows
-    missing = set(rows[-1].missing) if rows else set()
-    return {"members": [rank for rank in range(session.group.size) if rank not in missing]}
-
-
-def _offered(name: str) -> Any:
-    """A function of the package, or None where this version does not have it."""
-    return getattr(import_module("stormtorch"), name, None)
-
-
-def _leaving_by_sigterm() -> Callable[[], bool]:
-    asked = False
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-
-    signal.signal(signal.SIGTERM, ask)
-    return lambda: asked
+    view = session.view
+    return {"view": view.number, "members": sorted(view.members), "since": view.step}
 
 
 def _arguments() -> argparse.Namespace:
