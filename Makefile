@@ -10,12 +10,15 @@ MARKS     ?= not slow
 PYTEST_ARGS ?=
 # Inputs per fuzz target.
 FUZZ_RUNS ?= 1000000
+# Schedules that `make check-views` runs, and the seed of the first.
+SCHEDULES ?= 1000000
+SEED ?= 1
 # Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
 BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -114,7 +117,7 @@ build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
 build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 
 engine-test: engine-virtual engine-clocked
-engine-virtual: engine-build
+engine-virtual: engine-build views-test
 	build/tests/engine_tests -test_driver
 engine-clocked: engine-build
 	build/tests/engine_tests test_driver
@@ -122,12 +125,25 @@ engine-clocked: engine-build
 engine-build: build/tests/build.ninja
 	@cmake --build build/tests --target engine_tests
 
+# Random schedules of everything that can happen to those who agree on views, some seconds of them; and the three mistakes
+# that these must find.
+views-test: build/tests/build.ninja
+	@cmake --build build/tests --target check_views check_views_bugs
+	build/tests/check_views --schedules 20000
+	@set -e; for bug in majority answers commit; do build/tests/check_views_bugs --bug $$bug; done
+
+check-views: build/tests/build.ninja  ## SCHEDULES random schedules (1,000,000) of the agreement on views, from SEED on
+	@cmake --build build/tests --target check_views
+	build/tests/check_views --schedules $(SCHEDULES) --seed $(SEED)
+
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone.
 ADDRESS_TESTS = UBSAN_OPTIONS=print_stacktrace=1 build/address/engine_tests
 address-test: build/address/build.ninja
-	@cmake --build build/address --target engine_tests
+	@cmake --build build/address --target engine_tests check_views check_views_bugs
 	$(ADDRESS_TESTS) -test_driver
+	build/address/check_views --schedules 3000
+	@set -e; for bug in majority answers commit; do build/address/check_views_bugs --bug $$bug; done
 
 # setarch: TSan of older compilers cannot place its shadow where the kernel randomises addresses by more than 28 bits.
 # Containers may forbid it; the plain run is then the one to try.

@@ -6,6 +6,8 @@ namespace storm {
 
 bool Answers::promise(Ballot ballot) {
     if (ballot < promised) return false;
+    // Who forgets what it has accepted answers twice: that, and what the next ballot asks.
+    if (ballot != promised && views_bug == ViewsBug::answers) accepted = {};
     promised = ballot;
     return true;
 }
@@ -25,7 +27,7 @@ bool enough(const View& before, const Ranks& answered, const Ranks& heard) {
     return is_quorum(shrunk, answered);
 }
 
-void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where) {
+void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool holds) {
     if (voting) return;
     if (accepted_before > highest) {
         highest = accepted_before;
@@ -39,6 +41,7 @@ void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vecto
         positions.emplace_back(rank, std::move(where));
     }
     promised.add(rank);
+    holders.set(rank, holds);
 }
 
 void Proposal::on_value(Ballot of, const View& view) {

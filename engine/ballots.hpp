@@ -42,6 +42,7 @@ struct Proposal {
     // First the promises.
     Ranks promised;
     std::vector<std::pair<std::uint16_t, std::vector<Position>>> positions;  // of those who promised
+    Ranks holders;              // of those, whoever has a part in the state of its sessions
     Ballot highest;             // of all that was accepted before, as the promises say
     std::optional<View> found;  // the value of that ballot, once it is here
 
@@ -50,7 +51,7 @@ struct Proposal {
     View value;
     Ranks accepted;
 
-    void on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where);
+    void on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool holds);
     void on_value(Ballot of, const View& view);
     // Where sessions begin, if these go on.
     [[nodiscard]] std::vector<Start> starts(const Ranks& among) const;

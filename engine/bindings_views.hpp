@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -85,7 +86,13 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
     type.def(
         "enroll",
         [reach](Self& self, Where... at, std::uint32_t session, std::uint64_t steps, std::uint32_t settled) {
-            reach(self, at..., [&](Views& v, Nanos) { v.enroll({session, steps, settled}); });
+            reach(self, at..., [&](Views& v, Nanos) {
+                try {
+                    v.enroll({session, steps, settled});
+                } catch (const std::length_error& error) {
+                    throw std::invalid_argument(error.what());  // the caller's fault, which leaves the engine as it was
+                }
+            });
         },
         where..., nb::arg("session"), nb::arg("steps"), nb::arg("settled"));
     type.def(
@@ -98,6 +105,12 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         "withdraw",
         [reach](Self& self, Where... at, std::uint32_t session) {
             reach(self, at..., [&](Views& v, Nanos) { v.withdraw(session); });
+        },
+        where..., nb::arg("session"));
+    type.def(
+        "blank",
+        [reach](Self& self, Where... at, std::uint32_t session) {
+            return reach(self, at..., [&](Views& v, Nanos) { return v.blank(session); });
         },
         where..., nb::arg("session"));
     type.def(

@@ -70,8 +70,8 @@ RateControl Core::make_rate(Nanos now) const {
 
 std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     validate(spec, config_.rank, config_.world);
-    sequences_.post(spec.channel, spec.seq);
     if (spec.view != 0) (void)views(now);
+    sequences_.post(spec.channel, spec.seq);
     Exchange& exchange = exchanges_.add(std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now));
     begin_sends(exchange);
     if (line_.due(now)) share_line(now);

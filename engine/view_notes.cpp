@@ -221,6 +221,7 @@ std::vector<std::byte> write_note(const NoteBody& note) {
             out.members(note.asks);
             break;
         case NoteKind::promise:
+            out.number(note.flags);
             out.ballot(note.accepted);
             out.number(static_cast<std::uint8_t>(note.positions.size()));
             for (const Position& each : note.positions) {
@@ -259,6 +260,8 @@ std::optional<NoteBody> parse_note(std::span<const std::byte> bytes, std::uint16
             note.asks = in.members(most_asks);
             break;
         case NoteKind::promise: {
+            note.flags = in.number<std::uint8_t>();
+            in.require((note.flags & ~note_flags) == 0);
             note.accepted = in.ballot();
             const std::size_t count = in.number<std::uint8_t>();
             in.require(count <= most_sessions);

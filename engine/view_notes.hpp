@@ -40,7 +40,8 @@ enum class NoteKind : std::uint8_t {
 inline constexpr std::uint8_t note_frozen = 1;  // a promise forbids the sender to complete a step
 inline constexpr std::uint8_t note_knocks = 2;  // the sender wants in
 inline constexpr std::uint8_t note_leaves = 4;  // the sender wants out
-inline constexpr std::uint8_t note_flags = 7;
+inline constexpr std::uint8_t note_blank = 8;   // the sender came in, and no session of it has settled since
+inline constexpr std::uint8_t note_flags = 15;
 
 // All notes in one: a kind uses the fields that it names.
 struct NoteBody {
@@ -48,7 +49,7 @@ struct NoteBody {
     std::uint16_t incarnation{};  // of the sender
     std::uint32_t number{};       // of the sender's latest view; 0: it knows none
 
-    std::uint8_t flags{};             // beat
+    std::uint8_t flags{};             // beat, promise
     Ranks hears;                      // beat
     std::vector<Member> asks;         // beat: processes that the sender brings in
     Ballot ballot;                    // prepare, promise, propose, accepted, refusal (the higher one), value (its own)

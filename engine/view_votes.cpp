@@ -50,7 +50,8 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
         if (all.has(rank) || rank == self_.rank || net_.left().has(rank)) continue;
         const Slot& slot = slots_[rank];
         const bool brought = successors.has(rank) || std::any_of(asks_.begin(), asks_.end(), [&](const Ask& ask) {
-                                 return ask.who == Member{rank, slot.incarnation};
+                                 // With the card, so that it does not get lost with the member who brought it.
+                                 return ask.who == Member{rank, slot.incarnation} && find_card(ask.who) != nullptr;
                              });
         const bool knocks = (slot.flags & note_knocks) != 0 && net_.hears().has(rank) && net_.good(rank, all);
         if ((!brought && !knocks) || latest_.has({rank, slot.incarnation})) continue;
@@ -60,6 +61,15 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
     choice.members.insert(choice.members.end(), choice.joined.begin(), choice.joined.end());
     std::sort(choice.members.begin(), choice.members.end());
     return choice;
+}
+
+// Whether somebody who was to hand over is lost, and a session still waits for it: the next view lists it no more.
+bool Views::misses_leaver() const {
+    const bool waits = std::any_of(sessions_.begin(), sessions_.end(),
+                                   [&](const Session& each) { return each.place < latest_.number; });
+    return waits && std::any_of(latest_.leaving.begin(), latest_.leaving.end(), [&](Member who) {
+               return who != self_ && (!net_.hears().has(who.rank) || slots_[who.rank].incarnation != who.incarnation);
+           });
 }
 
 // Looks whether another view is wanted, and whether it is for this process to propose it now. The first of those who
@@ -75,7 +85,8 @@ void Views::consider(Nanos now) {
     const Choice choice = choose(rumoured(), successors);
     const bool all_accounted_for = !successors.empty() && (present | successors).contains(latest_.ranks());
     const bool possible = choice.quorum || all_accounted_for;
-    const bool wanted = answers_.promised || choice.members != latest_.members;
+    const bool orphaned = misses_leaver();
+    const bool wanted = answers_.promised || choice.members != latest_.members || orphaned;
     if (!possible || !wanted || choice.members.empty() || !choice.stay.has(self_.rank)) {
         wanted_since_ = never;
         return;
@@ -92,7 +103,7 @@ void Views::consider(Nanos now) {
     } else {
         // A goodbye is certain. Silence needs two more beats, in which all others notice it too. Of those who come in,
         // several may come at once.
-        due += wanted_since_ + (choice.lost ? 2 * period_ : choice.joined.empty() ? 0 : period_);
+        due += wanted_since_ + (choice.lost || orphaned ? 2 * period_ : choice.joined.empty() ? 0 : period_);
         // Others of this lineage may live where this process does not reach them yet.
         if (!choice.quorum) due += silence_;
     }
@@ -111,7 +122,7 @@ void Views::propose(Nanos now) {
     own.began_at = own.resend_at = now;
     own.replaced = replaced();
     (void)answers_.promise(own.ballot);
-    own.on_promise(self_.rank, answers_.accepted, positions());
+    own.on_promise(self_.rank, answers_.accepted, positions(), !blank_);
     if (answers_.accepted) own.on_value(answers_.accepted, answers_.value);
     drive(now);
 }
@@ -184,6 +195,8 @@ void Views::try_vote(Nanos now) {
             among.add(who.rank);
         }
         std::sort(own.value.leaving.begin(), own.value.leaving.end());
+        // Those who hold nothing must not begin anew without those who hold something: they wait for them.
+        if (!latest_.starts.empty() && (own.holders & among).empty()) return abandon(now);
         own.value.starts = own.starts(among);
         // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.
         own.value.number = quorum ? latest_.number + 1 : (latest_.number | 0xffffU) + 1;
@@ -228,6 +241,7 @@ void Views::on_prepare(std::uint16_t from, const NoteBody& note, Nanos now) {
     promise.ballot = note.ballot;
     promise.accepted = answers_.accepted;
     promise.positions = positions();
+    promise.flags = blank_ ? note_blank : 0;
     send(from, promise);
     if (!answers_.accepted) return;
     NoteBody value = make(NoteKind::value);

@@ -79,7 +79,7 @@ void Views::occupy(Member who, Nanos now) {
         slot = {.incarnation = who.incarnation, .known = true};
         net_.reset(who.rank);
         // The promises of a proposal are those of the processes that it began with.
-        if (proposal_) abandon(now);
+        if (proposal_ && voters().has(who.rank)) abandon(now);
         dirty_ = true;
     }
     if (!net_.left().has(who.rank)) slot.known = true;
@@ -102,7 +102,7 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
         case NoteKind::propose: on_propose(from, *note, now); break;
         case NoteKind::promise:
             if (!proposal_ || note->ballot != proposal_->ballot) break;
-            proposal_->on_promise(from, note->accepted, note->positions);
+            proposal_->on_promise(from, note->accepted, note->positions, (note->flags & note_blank) == 0);
             try_vote(now);
             break;
         case NoteKind::value:
@@ -180,6 +180,7 @@ void Views::on_card(const NoteBody& note) {
                         std::any_of(asks_.begin(), asks_.end(), [&](const Ask& ask) { return ask.who == note.who; });
     if (!needed || find_card(note.who) != nullptr || note.card.empty()) return;
     cards_.push_back({note.who, note.card});
+    dirty_ = true;
     show();
 }
 
@@ -231,11 +232,12 @@ void Views::beat(Nanos now) {
         if (ask.own && note.asks.size() < most_asks) note.asks.push_back(ask.who);
     }
     const std::vector<std::byte> body = write_note(note);
+    const Ranks listed = voters();
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (rank == self_.rank || net_.left().has(rank)) continue;
-        const bool listed = latest_.at(rank) != nullptr || latest_.lets_go({rank, slots_[rank].incarnation});
         // Who knows no view yet does not know either who is there.
-        if (latest_.number == 0 || listed || (slots_[rank].known && outsiders_too)) out_.push_back({rank, body});
+        if (latest_.number == 0 || listed.has(rank) || (slots_[rank].known && outsiders_too))
+            out_.push_back({rank, body});
     }
 }
 
@@ -243,7 +245,9 @@ void Views::enroll(const Position& position) {
     withdraw(position.session);
     if (sessions_.size() >= most_sessions) throw std::length_error("a process has at most 24 sessions at a time");
     const bool begun = latest_.start(position.session) != nullptr;
-    sessions_.push_back({position, begun ? position.settled : std::max(position.settled, latest_.number)});
+    sessions_.push_back({.position = position,
+                         .place = begun ? position.settled : std::max(position.settled, latest_.number),
+                         .blank = begun && position.settled == 0});
 }
 
 bool Views::advance(const Position& position) {
@@ -261,7 +265,10 @@ bool Views::advance(const Position& position) {
         found->position.steps = position.steps;
     }
     found->place = place;
-    if (settles) found->position.settled = latest_.number;
+    if (settles) {
+        found->position.settled = latest_.number;
+        found->blank = blank_ = false;
+    }
     return true;
 }
 
@@ -269,10 +276,16 @@ void Views::withdraw(std::uint32_t session) {
     std::erase_if(sessions_, [&](const Session& each) { return each.position.session == session; });
 }
 
+bool Views::blank(std::uint32_t session) const {
+    return std::any_of(sessions_.begin(), sessions_.end(),
+                       [&](const Session& each) { return each.position.session == session && each.blank; });
+}
+
 void Views::ask_in(Member who, std::span<const std::byte> card, Nanos now) {
     if (who.rank >= capacity_) throw std::invalid_argument("the rank that asks in lies beyond the slots");
     if (card.size() > most_card_bytes) throw std::invalid_argument("a card has at most 400 bytes");
     if (find_card(who) == nullptr) cards_.push_back({who, {card.begin(), card.end()}});
+    show();
     if (who == self_) {
         wants_out_ = false;
         dirty_ = true;
@@ -328,9 +341,10 @@ void Views::install(const View& view, Nanos now) {
     });
     if (view.takes_in(self_)) {
         // Whatever this process had is of a past in which the others have no part.
-        for (Session& each : sessions_) each = {.position = {.session = each.position.session}};
+        for (Session& each : sessions_) each = {.position = {.session = each.position.session}, .blank = true};
         for (const Member who : view.members) net_.trust(who.rank, now);
         inside_since_ = now;
+        blank_ = true;
     } else if (was_inside && !takes_part()) {
         back_off_ = now - inside_since_ < long_inside ? std::min(2 * back_off_, longest_back_off) : first_back_off;
         knock_at_ = now + back_off_;
@@ -392,7 +406,6 @@ void Views::fetch_cards(Nanos now) {
     for (const Member who : latest_.members) {
         if (who.incarnation == 0 || who == self_ || find_card(who) != nullptr) continue;
         const std::uint16_t helper = latest_.members[next_helper_++ % latest_.members.size()].rank;
-        // The process itself may be asked too: of two members there is no other, and its address may be known by other means.
         if (helper == self_.rank) continue;
         NoteBody request = make(NoteKind::request);
         request.who = who;
@@ -418,7 +431,7 @@ Views::Standing Views::standing(Nanos now) const {
         for (const std::uint16_t each : net_.told(rank)) standing.hears.back().push_back(each);
     }
     standing.quorum = is_quorum(latest_, alive());
-    standing.proposing = proposal_.has_value();
+    standing.proposing = proposing();
     standing.knocking = watching_ && knocks(now);
     return standing;
 }

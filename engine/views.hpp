@@ -66,6 +66,8 @@ public:
     // view may have been agreed on without knowing that this one is in place.
     [[nodiscard]] bool advance(const Position& position);
     void withdraw(std::uint32_t session);
+    // Whether this process came in, and the session has not settled since: what it holds is of no worth in the view.
+    [[nodiscard]] bool blank(std::uint32_t session) const;
 
     // Another process, or this one, wants to come in; `card` is what the others need to reach it.
     void ask_in(Member who, std::span<const std::byte> card, Nanos now);
@@ -89,6 +91,7 @@ public:
         bool proposing{}, knocking{};
     };
     [[nodiscard]] Standing standing(Nanos now) const;
+    [[nodiscard]] bool proposing() const { return proposal_.has_value(); }
 
 private:
     struct Slot {
@@ -106,6 +109,7 @@ private:
     struct Session {
         Position position;
         std::uint32_t place{};  // the view that it has settled in, or was enrolled in
+        bool blank{};
     };
     struct Card {
         Member who;
@@ -143,6 +147,7 @@ private:
     [[nodiscard]] Ranks alive() const;
     [[nodiscard]] Ranks rumoured() const;
     [[nodiscard]] Ranks replaced() const;
+    [[nodiscard]] bool misses_leaver() const;
     void consider(Nanos now);
     void propose(Nanos now);
     void drive(Nanos now);  // the proposal of this process
@@ -180,6 +185,7 @@ private:
     unsigned failures_{};
 
     bool watching_{}, wants_out_{};
+    bool blank_{};  // it came in, and no session has settled since
     bool dirty_{};  // something has changed that `consider` must see
     Nanos last_tick_{}, beat_at_{never}, beaten_at_{}, cards_at_{never};
     unsigned beats_{};

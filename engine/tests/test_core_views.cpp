@@ -4,6 +4,7 @@
 
 #include "jobs.hpp"
 #include "sim.hpp"
+#include "tapped.hpp"
 
 using namespace storm;
 using namespace storm::check;
@@ -105,25 +106,55 @@ TEST(exchange_of_a_view_outlasts_an_outage_of_all_links_and_goes_on_within_a_sec
     }
 }
 
+TEST(path_that_carries_no_data_costs_one_of_its_ends_its_place) {
+    Tapped net(network_of(3).core);
+    Watch<Tapped> watch(net, 3);
+    net.tap = [](Datagram& d) { return d.header.kind != Kind::data || d.source + d.target != 2; };
+    AllToAll job(3, 20, [](auto, auto) { return std::size_t{100'000}; });
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 3; ++rank) {
+        net.core(rank).with_views(net.now(), [&](Views& views) { views.watch(net.now()); });
+        ExchangeSpec spec = job.spec(rank, 0);
+        spec.view = 1;
+        ids.push_back(net.post(rank, spec));
+    }
+    for (const std::uint16_t rank : Some{0, 1}) CHECK(watch.wait(rank, ids[rank]).status == Status::ok);
+    CHECK(job.got[0][1] == job.sent[1][0]);
+    for (const Nanos until = net.now() + second; net.now() < until && net.advance();) {
+    }
+    const auto without = [](Views& views) { return views.view()->members == std::vector<Member>{{0, 0}, {1, 0}}; };
+    for (const std::uint16_t rank : Some{0, 1}) CHECK(net.core(rank).with_views(net.now(), without));
+}
+
 TEST(outage_after_losses_does_not_make_a_path_a_blocked_one) {
-    SimConfig config = network_of(3, 50e6);
-    config.faults.default_link.loss = 0.3;
-    Members job(config);
-    for (std::uint32_t seq = 0; seq < 8; ++seq) {
-        AllReduce sum(3, 200'000, seq);
-        const auto ids = job.post(sum, seq);
-        job.run(3 * millisecond);
-        job.set_all_dark(true);
-        job.run(3 * silence);
-        job.set_all_dark(false);
-        job.watch.wait_all(ids);
-        sum.check_exact();
-        job.run(silence);
-        for (std::uint16_t rank = 0; rank < 3; ++rank) {
-            const auto standing = job.net.with_views(rank, [](Views& views, Nanos now) { return views.standing(now); });
-            for (std::uint16_t peer = 0; peer < 3; ++peer) CHECK_EQUAL(standing.hears[peer].size(), 3U);
+    Tapped net(network_of(2).core);
+    Watch<Tapped> watch(net, 2);
+    bool dark = false, lossy = true;
+    net.tap = [&](Datagram& d) { return !dark && !(lossy && d.header.kind == Kind::data && d.source == 0); };
+    const auto run = [&](Nanos duration) {
+        for (const Nanos until = net.now() + duration; net.now() < until && net.advance();) {
         }
-        CHECK_EQUAL(job.members(0), 3U);
+    };
+    AllToAll job(2, 21, [](auto, auto) { return std::size_t{200'000}; });
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 2; ++rank) {
+        net.core(rank).with_views(net.now(), [&](Views& views) { views.watch(net.now()); });
+        ExchangeSpec spec = job.spec(rank, 0);
+        spec.view = 1;
+        ids.push_back(net.post(rank, spec));
+    }
+    run(200 * millisecond);
+    dark = true;
+    run(3 * silence / 4);  // shorter than the silence: both stay in the view
+    dark = false;
+    run(silence / 2);  // and losses go on, but not for as long as the silence
+    lossy = false;
+    watch.wait_all(ids);
+    run(silence / 2);
+    for (std::uint16_t rank = 0; rank < 2; ++rank) {
+        const auto standing = net.core(rank).with_views(net.now(), [&](Views& v) { return v.standing(net.now()); });
+        CHECK_EQUAL(standing.hears[0].size(), 2U);
+        CHECK_EQUAL(standing.hears[1].size(), 2U);
     }
 }
 
@@ -279,6 +310,49 @@ TEST(vacant_slot_is_not_waited_for_and_can_be_filled) {
         CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
         CHECK(wide.complete(rank));
     }
+}
+
+TEST(process_comes_into_a_vacant_slot_and_into_the_view) {
+    SimConfig config = network_of(4);
+    config.core.vacant = {3};
+    Members job(config);
+    job.run(second);
+    CHECK_EQUAL(job.members(0), 3U);
+    job.net.restart(3, 1);
+    const Buffer card = random_buffer(200, 15);
+    for (const std::uint16_t rank : Some{0, 1, 2}) job.net.readmit(rank, 3);
+    job.net.with_views(3, [&](Views& views, Nanos now) {
+        views.ask_in({3, 1}, card, now);
+        views.watch(now);
+    });
+    job.net.with_views(0, [&](Views& views, Nanos now) { views.ask_in({3, 1}, card, now); });
+    job.run(4 * second);
+    for (const std::uint16_t rank : Some{0, 1, 2, 3}) {
+        CHECK_EQUAL(job.members(rank), 4U);
+        CHECK_EQUAL(job.number(rank), job.number(0));
+        CHECK(job.net.with_views(rank, [&](Views& views, Nanos) { return views.inside(); }));
+    }
+    AllReduce sum(4, 10'000, 16);
+    std::vector<std::uint64_t> ids;
+    for (const std::uint16_t rank : Some{0, 1, 2, 3})
+        ids.push_back(job.post(rank, sum.spec(rank, 0, Reduce::in_order), job.number(rank)));
+    job.watch.wait_all(ids);
+    sum.check_exact();
+}
+
+TEST(member_that_restarts_in_a_job_of_two_comes_in_again) {
+    Members job(network_of(2));
+    job.run(second);
+    job.net.restart(1, 1);
+    job.net.readmit(0, 1);
+    const Buffer card = random_buffer(200, 17);
+    job.net.with_views(1, [&](Views& views, Nanos now) {
+        views.ask_in({1, 1}, card, now);
+        views.watch(now);
+    });
+    job.net.with_views(0, [&](Views& views, Nanos now) { views.ask_in({1, 1}, card, now); });
+    job.run(8 * second);
+    for (const std::uint16_t rank : Some{0, 1}) CHECK_EQUAL(job.members(rank), 2U);
 }
 
 TEST(leaving_waits_for_no_vacant_slot) {

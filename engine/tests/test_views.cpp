@@ -112,12 +112,27 @@ TEST(member_that_wants_out_is_listed_as_leaving_and_then_forgotten) {
     CHECK((world.view(1).ranks() == ranks({1, 2})));
     CHECK((world.view(1).leaving == std::vector<Member>{{0, 0}}));
     CHECK(world.at(0).views->inside());
+    for (int turn = 0; turn < 3; ++turn) {
+        for (const std::uint16_t rank : ranks({0, 1, 2})) (void)world.act(rank);
+    }
     world.close(0);
     world.run_for(3 * silence);
     CHECK_EQUAL(world.view(1).number, 2U);
     world.close(2);
     world.run_for(silence);
     check_agreed(world, ranks({1}));
+    CHECK(world.view(1).leaving.empty());
+}
+
+TEST(leaver_that_dies_before_it_has_handed_over_is_given_up) {
+    World world(3, 4, 6);
+    world.run_for(silence);
+    world.leave(0);
+    world.run_for(silence / 2);
+    world.kill(0);
+    world.run_for(2 * silence);
+    check_agreed(world, ranks({1, 2}));
+    CHECK_EQUAL(world.view(1).number, 3U);
     CHECK(world.view(1).leaving.empty());
 }
 

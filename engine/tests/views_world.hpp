@@ -44,6 +44,13 @@ public:
         View place;                 // the view in which its session works
         bool arrived{}, settled{};  // at the transition into that view
         std::uint64_t steps{};
+        std::vector<std::pair<std::uint32_t, std::uint64_t>>
+            past;  // views in which it was in place, and its steps then
+        [[nodiscard]] bool began(std::uint64_t step, std::uint32_t number) const {
+            if (place.number == number) return settled && steps >= step;
+            return std::any_of(past.begin(), past.end(),
+                               [&](const auto& each) { return each.first == number && each.second >= step; });
+        }
         [[nodiscard]] bool runs() const { return views && !paused; }
     };
     struct Network {
@@ -148,7 +155,8 @@ public:
         if (latest.number != self.place.number) {
             const Start* start = latest.start(session);
             const std::uint64_t target = start == nullptr ? 0 : start->steps;
-            if (latest.takes_in(self.self)) {
+            const std::uint64_t steps_then = self.steps;
+            if (self.views->blank(session)) {
                 self.steps = target;
             } else if (self.steps < target) {
                 return complete(rank, latest);
@@ -156,6 +164,7 @@ public:
                 fail("rank " + std::to_string(rank) + " is beyond the start of view " + std::to_string(latest.number));
                 return false;
             }
+            if (self.settled) self.past.emplace_back(self.place.number, steps_then);
             self.place = latest;
             self.arrived = true;
             self.settled = false;
@@ -169,8 +178,12 @@ public:
                     if (!there) return false;
                 }
             }
+            if (!self.views->advance({session, self.steps, self.place.number})) {
+                // Who came in goes on to the start of the view with that, which it must not while it is frozen.
+                if (!self.views->blank(session) || !self.views->frozen()) fail("settling was refused");
+                return false;
+            }
             self.settled = true;
-            if (!self.views->advance({session, self.steps, self.place.number})) fail("settling was refused");
             return true;
         }
         if (!self.place.has(self.self)) return false;
@@ -265,10 +278,7 @@ private:
         for (const Member who : self.place.members) {
             if (latest.number > self.place.number && !latest.has(who)) continue;
             const Process& other = at(who.rank);
-            const bool began = other.self == who &&
-                               (other.place.number > self.place.number || (other.place.number == self.place.number &&
-                                                                           other.settled && other.steps >= self.steps));
-            if (!began) return false;
+            if (other.self != who || !other.began(self.steps, self.place.number)) return false;
         }
         const std::uint32_t settled = self.settled ? self.place.number : 0;
         if (!self.views->advance({session, self.steps + 1, settled})) return false;
@@ -289,7 +299,7 @@ private:
     void check_overtaken(std::uint16_t rank, const View& next) {
         const Process& self = at(rank);
         const Start* start = next.start(session);
-        if (start == nullptr) return;
+        if (start == nullptr || self.views->blank(session)) return;
         const bool goes_on = (next.has(self.self) && !next.takes_in(self.self)) || next.lets_go(self.self);
         if (self.steps > start->steps + (goes_on ? 0 : 1))
             fail("rank " + std::to_string(rank) + " made step " + std::to_string(self.steps) + " of view " +

@@ -149,7 +149,7 @@ def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, 
     """Reduces any dtype and operation: ranks send each other whole tensors, and torch reduces them in rank order."""
     ranks, others = group.ranks, group.others()
     placed = [flat if peer == group.rank else torch.empty_like(flat) for peer in range(group.size)]
-    yield Plan(
+    arrival = yield Plan(
         "all_reduce",
         *name,
         [Send(ranks[peer], flat.data_ptr(), size(flat)) for peer in others],
@@ -157,7 +157,7 @@ def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, 
         timeout_s=timeout_s,
         keep=(flat, *placed),
     )
-    ops.fold(placed, op, flat)
+    ops.fold(group.present(placed, arrival), op, flat)
 
 
 def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
@@ -169,7 +169,7 @@ def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], t
     first, count = cuts[group.rank]
     own = flat.narrow(0, first, count)
     placed = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.size)]
-    yield Plan(
+    arrival = yield Plan(
         "all_reduce",
         channel,
         seq,
@@ -178,7 +178,7 @@ def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], t
         timeout_s=timeout_s,
         keep=(flat, *placed),
     )
-    ops.fold(placed, op, own)
+    ops.fold(group.present(placed, arrival), op, own)
     yield Plan(
         "all_reduce",
         channel,

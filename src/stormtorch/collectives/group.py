@@ -1,8 +1,11 @@
 """Groups of ranks that call the same collectives in the same order, and collectives under way."""
 
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
+
+T = TypeVar("T")
 
 Steps = Generator[Plan, Arrival, None]
 """Collective as a generator: it yields the plan of an exchange and receives the arrival of that exchange."""
@@ -136,6 +139,13 @@ class Group:
     def reserve_pair(self, source: int, target: int, tag: int) -> tuple[int, int]:
         """Reserves a sequence number for a message from one rank to another; returns its channel and the number."""
         return self.transport.channels.take((*self._channel, "pair", source, target, tag))
+
+    def present(self, placed: list[T], arrival: Arrival) -> list[T]:
+        """Keeps, of one item per rank, those of ranks whose messages have arrived whole, and this rank's own.
+
+        In a group without a view that is all of them.
+        """
+        return [each for peer, each in enumerate(placed) if arrival.fraction(peer=self.ranks[peer]) == 1.0]
 
     def others(self) -> list[int]:
         """Lists the other ranks, starting after this one, so that ranks do not all send to the same one first."""

@@ -90,7 +90,7 @@ def _by_torch(
     ranks, me = group.ranks, group.rank
     placed = [flat if peer == me else torch.empty_like(flat) for peer in range(group.size)] if me == root else []
     if group.size > 1:
-        yield Plan(
+        arrival = yield Plan(
             "reduce",
             *name,
             [] if me == root else [Send(ranks[root], flat.data_ptr(), size(flat))],
@@ -100,5 +100,6 @@ def _by_torch(
             timeout_s=timeout_s,
             keep=(flat, *placed),
         )
+        placed = group.present(placed, arrival)
     if me == root:
         ops.fold(placed, op, flat)

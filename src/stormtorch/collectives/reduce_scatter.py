@@ -99,7 +99,7 @@ def _by_torch(
     own, ranks = inputs[group.rank], group.ranks
     placed = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.size)]
     if group.size > 1:
-        yield Plan(
+        arrival = yield Plan(
             "reduce_scatter",
             *name,
             [Send(ranks[peer], inputs[peer].data_ptr(), size(inputs[peer])) for peer in group.others()],
@@ -107,4 +107,5 @@ def _by_torch(
             timeout_s=timeout_s,
             keep=(*placed, *inputs),
         )
+        placed = group.present(placed, arrival)
     ops.fold(placed, op, output)

@@ -120,11 +120,11 @@ class Plan:
     keep: Sequence[torch.Tensor] = field(default_factory=tuple)
     """Tensors that must live until the exchange ends."""
     view: int = 0
-    """View for which the exchange is made, or 0. With a view, the exchange waits for peers that are silent or gone until
-    a later view is known. Peers that are not in that view are then dropped, also where the exchange is exact."""
+    """View for which the exchange is made, or 0. With one, the exchange waits for peers that are silent or gone until a
+    later view is known. Peers that are not in that view are then dropped, also where the exchange is exact."""
     interrupted: Callable[[], bool] | None = None
-    """Function that whoever waits calls every 0.03 s. If it returns true, the exchange is cancelled, and the wait raises
-    `Interrupted`. It must neither block nor wait for another exchange."""
+    """Function that a waiting rank calls every 0.03 s. If it returns true, the exchange is cancelled, and the wait ends
+    with `Interrupted`. It must neither block nor wait for another exchange."""
     stopped: bool = field(default=False, init=False)
     """Whether `interrupted` has cancelled the exchange."""
 

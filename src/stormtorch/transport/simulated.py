@@ -134,6 +134,10 @@ class SimulatedTransport:
         """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
         return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled))
 
+    def blank(self, session: int) -> bool:
+        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
+        return self.network.ask(lambda sim: sim.blank(self.rank, session))
+
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         self.network.later(self.rank, lambda sim: sim.ask_in(self.rank, peer, incarnation, card))

@@ -44,6 +44,10 @@ class Membership(Protocol):
         """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
         ...
 
+    def blank(self, session: int) -> bool:
+        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
+        ...
+
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         ...
@@ -102,6 +106,10 @@ class EndpointMembership:
     def advance(self, session: int, steps: int, settled: int) -> bool:
         """Moves a session on. False, with nothing changed, if `steps` differs while this process is frozen."""
         return self._ask("advance", lambda: self.endpoint.advance(session, steps, settled))
+
+    def blank(self, session: int) -> bool:
+        """Whether this process came in and the session has not settled since: what it holds counts for nothing."""
+        return self._ask("blank", lambda: self.endpoint.blank(session))
 
     def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
