@@ -13,6 +13,7 @@ import stormtorch._engine as _engine
 from stormtorch.transport.addresses import local_address
 from stormtorch.transport.cards import Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
+from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
 from stormtorch.transport.udp import UdpTransport
@@ -49,9 +50,13 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
     )
 
 
-def receive_newcomers(card: Card, options: Options, answer: Answer) -> tuple[Listener, Card]:
+def receive_newcomers(card: Card, options: Options, answer: Answer) -> tuple[Listener | None, Card]:
     """Opens the TCP port at which this process receives newcomers; returns the card with that port."""
-    listener = Listener(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
+    try:
+        listener = Listener(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
+    except OSError as error:
+        _log.warning("cannot listen for TCP at %s: %s. Processes must join the job by other ranks.", card.host, error)
+        return None, card
     if options.port and listener.port != options.port:
         _log.warning(
             "TCP port %d of %s is taken: processes that join the job by this rank use port %d. Does a firewall let it "
@@ -123,6 +128,7 @@ def start(
         key_of=lambda peer, card: derive_key(key, job.cookie, peer, card),
     )
     transport.name = job.name
+    keep_views(transport)
     if listener is not None:
         transport.receive_by(listener, Reception(transport, job))
         _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)

@@ -257,6 +257,7 @@ class UdpTransport(EndpointMembership):
         self.endpoint, self.closed = other.endpoint, False
         self.cards, self._key_of = other.cards, other._key_of
         self._plans, self._orphans = other._plans, []
+        keep_views(self)
         if other._listener is not None and other._reception is not None:
             other._reception.speak_for(self)
             self.receive_by(other._listener, other._reception)
@@ -282,10 +283,9 @@ class UdpTransport(EndpointMembership):
                     self.readmit(rank, card)
 
     def receive_by(self, listener: Listener, reception: Receives) -> None:
-        """Has newcomers answered at a port, and begins to readmit those who come in by a view."""
+        """Has newcomers answered at a port, until this transport is closed."""
         self._listener, self._reception = listener, reception
         listener.answer = reception.answer
-        keep_views(self)
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
