@@ -15,6 +15,7 @@ from stormtorch._engine import int8_bytes
 from stormtorch.bench.backends import check_backends, congestion_controls
 from stormtorch.bench.replicas import (
     BACKENDS,
+    DEFAULT,
     DRIFT,
     LEARNING_RATE,
     NO_SYNC,
@@ -42,8 +43,8 @@ from stormtorch.results.surroundings import surroundings
 
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
-    "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift; one torch "
-    "thread per rank"
+    "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift, storm-alone "
+    "the same without standbys; one torch thread per rank"
 )
 TIMES = (
     "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
@@ -79,7 +80,7 @@ class DdpSettings:
     not wait for the slowest at every step's end."""
     warmup: int = 3
     """Rounds before them that are checked but not counted."""
-    backends: tuple[str, ...] = BACKENDS
+    backends: tuple[str, ...] = DEFAULT
     wires: tuple[str, ...] = ("float32",)
     """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
     device: str = "cpu"

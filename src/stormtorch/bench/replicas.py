@@ -37,17 +37,21 @@ LEARNING_RATE = 1e-3
 _ENDINGS = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16", "int8": "-int8"}
 LOSSY = {f"storm-lossy{ending}": wire for wire, ending in _ENDINGS.items()}
 """Wires of the replicas under DistributedDataParallel with the lossy hook."""
-DRIFT = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}
-"""Wires of the replicas prepared for `BoundedDrift`."""
-BACKENDS = ("storm", "storm-lossy", "storm-drift", "gloo")
+_FOLLOWED = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}
+_ALONE = {f"storm-alone{ending}": wire for wire, ending in _ENDINGS.items()}
+DRIFT = {**_FOLLOWED, **_ALONE}
+"""Wires of the replicas prepared for `BoundedDrift`; those of storm-alone have no standbys."""
+DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo")
+"""Backends that are compared by default."""
+BACKENDS = (*DEFAULT, "storm-alone")
 """Backends that can be asked for; a lab also has those of gloo by TCP's congestion control."""
 LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
 """Backends that a lab compares by default."""
 
 
 def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
-    """Puts one contender for each of the wires in place of storm-lossy and of storm-drift."""
-    families = {"storm-lossy": LOSSY, "storm-drift": DRIFT}
+    """Puts one contender for each of the wires in place of storm-lossy, storm-drift and storm-alone."""
+    families = {"storm-lossy": LOSSY, "storm-drift": _FOLLOWED, "storm-alone": _ALONE}
     return tuple(
         name
         for each in backends
@@ -194,7 +198,7 @@ class DriftReplica(StormReplica):
         group = _storm(member)
         model = copy.deepcopy(task.model)
         self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
-        policy = BoundedDrift(wire=WIRES[DRIFT[name]])
+        policy = BoundedDrift(wire=WIRES[DRIFT[name]], standby=int(name not in _ALONE))
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
         (self._session,) = sessions_of(model)

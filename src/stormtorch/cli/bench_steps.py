@@ -84,6 +84,7 @@ def ddp(
     Each backend has a copy of it.
     storm is exact; storm-lossy is storm with the hook of LossyGradients; no_sync is a step without communication.
     storm-drift is prepared for BoundedDrift: gradients and parameters may be lost, and replicas differ a little.
+    storm-alone is the same without standbys, which shows what those cost.
     It runs on loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
     The backends take turns within every round; a time is that of the slowest rank.
     The first step checks gradients against the mean, and the warm-up that they are the same on every rank.

@@ -148,6 +148,10 @@ class Patience:
             self._write(what)
         if quiet_s >= self._next_s:
             self._next_s = max(3 * self._next_s, 3 * ANNOUNCE_AFTER_S)
+            silent = self._silent()
+            if silent:
+                _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, quiet_s, what, silent)
+                return
             _log.warning(
                 "rank %d has waited %.0f s in %s: %s. All ranks must make this call: has one taken another branch?",
                 *(self._transport.rank, quiet_s, what, self._others()),
@@ -157,6 +161,17 @@ class Patience:
         """Ends the wait, and removes what was written into the store."""
         if self._written:
             self._write("")
+
+    def _silent(self) -> str:
+        """Says which peers are not heard at all; empty if all are, or nobody watches."""
+        standing = self._transport.standing()
+        heard, silence_s = standing["heard_s"], self._transport.silence_s
+        silent = [peer for peer in sorted(self._peers) if peer in heard and heard[peer] > silence_s]
+        if not silent:
+            return ""
+        longest = max(heard[peer] for peer in silent)
+        majority = "" if standing["quorum"] else ", so that it hears no majority of the ranks and must wait for it"
+        return f"nothing was heard from rank {', '.join(map(str, silent))} for {longest:.0f} s{majority}"
 
     def _bytes(self) -> int:
         health = self._transport.health()
