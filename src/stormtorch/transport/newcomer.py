@@ -89,6 +89,8 @@ class _Newcomer:
         self._give_up_at = time.monotonic() + options.timeout_s
         self._silent: dict[Address, str] = {}  # addresses that did not answer of late, and what happened there
         self._cards: dict[int, Card] = {}
+        self._answer: Answer = not_yet
+        self._is_here = False
         self._warned_at = time.monotonic()
 
     def come(self) -> UdpTransport:
@@ -107,22 +109,25 @@ class _Newcomer:
         card = replace(card, incarnation=incarnation)
         cards = {each: other for each, other in self._cards.items() if each < job.capacity} | {rank: card}
         transport = start(endpoint, listener, self._store, rank, cards, job, self._options)
-        answer, listener.answer = listener.answer, not_yet  # it receives nobody before it is in itself
-        transport.enter = functools.partial(self._come_in, weakref.ref(transport), rank, card, listener, answer)
+        if listener is not None:
+            self._answer, listener.answer = listener.answer, not_yet  # it receives nobody before it is in itself
+        transport.enter = functools.partial(self._come_in, weakref.ref(transport), rank, card, listener)
         return transport
 
     def _come_in(
-        self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: Listener, answer: Answer
+        self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: Listener | None
     ) -> None:
         """Asks the others to let this process in, and waits until it is in."""
         transport = found()
-        if transport is None or listener.answer is answer:
+        if transport is None or self._is_here:
             return
         self._give_up_at = time.monotonic() + self._options.timeout_s
         if self._wait(rank, card, self._options.timeout_s) == "taken":
             raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
         self._enter(transport, rank, card)
-        listener.answer = answer
+        self._is_here = True
+        if listener is not None:
+            listener.answer = self._answer
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
