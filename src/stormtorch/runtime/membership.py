@@ -25,6 +25,10 @@ _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
 
 
+class Left(SystemExit):
+    """Ends the program of a rank that has handed over what it owned, or owns nothing, after a wish to leave."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The ranks that train together since some step."""
@@ -51,8 +55,6 @@ class Membership:
     def __init__(self, group: Group, name: str, give_up_s: float) -> None:
         self.round = 0
         """Number of rounds that this rank has completed, or begun where a round that has begun is never repeated."""
-        self.leaving = False
-        """Whether this rank hands over what it owns, and then leaves."""
         self._transport: Any = group.transport
         self._rank = group.transport.rank
         self._id = zlib.crc32(name.encode())
@@ -122,11 +124,14 @@ class Membership:
 
         Raises:
             StormError: It did not happen within `give_up_s`.
+            Left: This rank wants to leave, and nobody needs what it has.
         """
         began = time.monotonic()
         announced = 0.0
         while True:
             latest = self._transport.view()
+            if getattr(self._transport, "leaving", False) and (self.newcomer or not self._transport.inside()):
+                raise Left
             if latest is not None and self._transport.inside() and latest.number > self.view.number:
                 self._transport.install(latest)
                 return latest

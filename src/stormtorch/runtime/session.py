@@ -22,7 +22,7 @@ from stormtorch.policies.policy import Policy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
-from stormtorch.runtime.membership import Membership, View
+from stormtorch.runtime.membership import Left, Membership, View
 from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
@@ -32,10 +32,6 @@ _log = logging.getLogger("stormtorch")
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
-
-
-class Left(SystemExit):
-    """Ends the program of a rank that has handed over what it owned, after a wish to leave."""
 
 
 class Session(ABC):

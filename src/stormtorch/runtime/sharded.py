@@ -166,6 +166,7 @@ class ShardedSession(Session):
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: Bucket) -> None:
+        self._exchanging = True
         if self._gradients.came(bucket):
             self._gate.used(bucket.index)
         self._gate.open([bucket.index])  # no module may have waited for these parameters
@@ -316,8 +317,8 @@ class ShardedSession(Session):
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
     def at_rest(self) -> bool:
-        """Whether this rank is between two steps, and neither exchanges gradients nor begins a view."""
-        return not (self._exchanging or self._entering or self._unstepped)
+        """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
+        return self._gate.is_open and not (self._exchanging or self._entering or self._unstepped)
 
     @torch.no_grad()
     def change(self) -> bool:

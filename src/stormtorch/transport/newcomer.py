@@ -122,7 +122,7 @@ class _Newcomer:
         if transport is None or self._is_here:
             return
         self._give_up_at = time.monotonic() + self._options.timeout_s
-        if self._wait(rank, card, self._options.timeout_s) == "taken":
+        if self._wait(rank, card, self._options.timeout_s, transport) == "taken":
             raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
         self._enter(transport, rank, card)
         self._is_here = True
@@ -178,7 +178,7 @@ class _Newcomer:
             "wait until a rank has left"
         )
 
-    def _wait(self, rank: int, card: Card, patience_s: float) -> str:
+    def _wait(self, rank: int, card: Card, patience_s: float, transport: UdpTransport) -> str:
         """Asks until a view includes this process, or it may talk with the others before that, or the slot is lost."""
         nap_s, give_up_at = _SHORTEST_NAP_S, time.monotonic() + patience_s
         while time.monotonic() < give_up_at:
@@ -190,6 +190,8 @@ class _Newcomer:
             if state != "wait":
                 raise self._refused(answer)
             self._check_time(rank, str(answer.get("why")))
+            if transport.leaving:
+                raise SystemExit  # SIGTERM: it has nothing to hand over
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         return "wait"
@@ -204,6 +206,8 @@ class _Newcomer:
             endpoint.wait_view(0, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
             self._check_time(rank, "it has a place, but does not hear the others")
+            if transport.leaving:
+                raise SystemExit  # SIGTERM: it has nothing to hand over
             # Others may have come meanwhile: those whom no majority has let in know each other by their asking alone.
             for address in list(self._where):
                 with contextlib.suppress(OSError, frames.Garbage):
