@@ -50,7 +50,13 @@ class Feedback:
         self._told = True
 
     def report_to(
-        self, peer: int, samples_S: torch.Tensor, used_P: torch.Tensor, not_finite: bool, settings: int
+        self,
+        peer: int,
+        samples_S: torch.Tensor,
+        used_P: torch.Tensor,
+        not_finite: bool,
+        settings: int,
+        touched: bool,
     ) -> Report:
         """Makes the report to a peer about what arrived from it, and asks it for chunks that are too old.
 
@@ -60,6 +66,7 @@ class Feedback:
             used_P: Whether each parameter has a gradient on this rank.
             not_finite: Whether this rank's gradients have an infinity or a NaN.
             settings: Digest of the optimizer's settings, 0 if they are not compared now.
+            touched: Whether this rank's program has changed parameters since the last step.
         """
         nothing = self._last_exact or self._told
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
@@ -77,6 +84,7 @@ class Feedback:
             used_P,
             wanted,
             settings,
+            touched,
         )
 
     def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:

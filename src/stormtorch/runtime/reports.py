@@ -37,6 +37,8 @@ class Report:
     """Whether the receiver must send each chunk of its shards exactly."""
     settings: int = 0
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
+    touched: bool = False
+    """Whether the sender's program has changed parameters since the last step, other than by the optimizer."""
 
 
 class Reports:
@@ -86,7 +88,7 @@ class Reports:
         parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
         return Report(
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
-            *(samples_S, used_P, wanted_C, int(header[5])),
+            *(samples_S, used_P, wanted_C, int(header[5]), bool(flags & 4)),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -94,7 +96,7 @@ class Reports:
         return torch.zeros(_HEADER + self._samples + packed // 4, dtype=torch.float32, device="cpu")
 
     def _write(self, report: Report, message: torch.Tensor) -> None:
-        flags = float(report.not_finite + 2 * report.alarm)
+        flags = float(report.not_finite + 2 * report.alarm + 4 * report.touched)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
         message[:_HEADER] = torch.tensor([*numbers, report.settings], dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S

@@ -32,6 +32,7 @@ from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
 from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.reduction import Reduction
+from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
@@ -68,6 +69,8 @@ class ShardedSession(Session):
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
+        self._refill = False
+        self._versions = [each._version for each in self.parameters]
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
         self._rounds = rounds = Rounds(self, optimizer, policy)
@@ -206,8 +209,12 @@ class ShardedSession(Session):
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not all(self._reduction.finite(bucket) for bucket in self.buckets)
         digest = rounds.hyperparameters.digest()
-        feedback = self._feedback
-        telling = rounds.tell(self.steps, lambda peer: feedback.report_to(peer, samples_S, used_P, not_finite, digest))
+        feedback, touched = self._feedback, self._touched()
+
+        def report_to(peer: int) -> Report:
+            return feedback.report_to(peer, samples_S, used_P, not_finite, digest, touched)
+
+        telling = rounds.tell(self.steps, report_to)
         try:
             self._reduction.finish()
             self._norms.forget()
@@ -230,8 +237,15 @@ class ShardedSession(Session):
         for report in reports.values():
             used_P |= report.used_P
             not_finite |= report.not_finite
+            touched |= report.touched
+        # A standby knows only of steps: what a program changes otherwise, as by clamping weights, its owner must send.
+        self._refill = touched
         self._give(used_P, not_finite)
         return True
+
+    def _touched(self) -> bool:
+        """Whether the program has changed parameters since the last step, other than by the optimizer."""
+        return self._standby is not None and self._versions != [each._version for each in self.parameters]
 
     def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
         labels = self.labels()
@@ -262,7 +276,7 @@ class ShardedSession(Session):
                 bucket.follow()
         self._shards.begin_step()
         if self._standby is not None and not closure:
-            self._standby.before_step(self._used)
+            self._standby.before_step(self._used, refill=self._refill)
         exact = self._feedback.guarded or self.policy.down.exact
         loss = self._rounds.losses.broadcast.value
         self._lead = 0.0 if exact else self.policy.ahead(loss)
@@ -278,7 +292,7 @@ class ShardedSession(Session):
         self._shards.end_step()
         self._unstepped = False
         if self._standby is not None and not self._standby.told:
-            self._standby.before_step(self._used)  # a closure has computed the gradients within the step
+            self._standby.before_step(self._used, refill=False)  # a closure has computed the gradients within the step
         row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
         reliability = REPAIRED if guarded and not self.policy.down.exact else self.policy.down
         self._feedback.broadcast_begins(exact=guarded or reliability.exact)
@@ -298,6 +312,7 @@ class ShardedSession(Session):
         self.steps += 1
         self._buffers.remember()
         self._gate.close()
+        self._versions = [each._version for each in self.parameters]
         self.stepped()
 
     def _receive(self, bucket: Bucket) -> None:
@@ -471,6 +486,7 @@ class ShardedSession(Session):
             bucket.adopt()
         if self._standby is not None:
             self._standby.load(None, self.buckets)
+        self._versions = [each._version for each in self.parameters]
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:

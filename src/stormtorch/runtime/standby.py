@@ -83,15 +83,18 @@ class Standby:
         self._used: Sequence[bool] = ()
         self._sending: dict[int, Pending] = {}
         self._receiving: list[Pending] = []
+        self._refilling: list[Pending] = []
+        self._values: list[torch.Tensor] = []
         self._copies = not _leaves_gradients(optimizer)
         self.behind = 0
         """Updates of the owner that did not arrive here, as it died while it sent them."""
 
-    def before_step(self, used: Sequence[bool]) -> None:
+    def before_step(self, used: Sequence[bool], *, refill: bool) -> None:
         """Sends this rank's gradients to its own standby, and begins to receive those of the owner it follows.
 
         Args:
             used: Whether each parameter has a gradient on any rank.
+            refill: Whether owners also send their parameters, as a program has changed them; the same on all ranks.
         """
         self._used = used
         # A scheduler changes them before the gradient has come.
@@ -102,6 +105,8 @@ class Standby:
             if name in self._optimizer.__dict__
         }
         after = (self._channel.rank + 1) % self._channel.size
+        if refill:
+            self._send_values(after)
         for bucket in self._buckets:
             message = bucket.own_grads.to("cpu") if bucket.on_gpu else bucket.own_grads
             if self._copies and not bucket.on_gpu:
@@ -112,6 +117,18 @@ class Standby:
                 self._receiving.append(
                     collectives.receive(self._channel, self._rooms[bucket.index], self.shard, tag=bucket.index)
                 )
+
+    def _send_values(self, after: int) -> None:
+        """Sends this rank's parameters to its standby, and begins to receive those of the owner it follows."""
+        begin = len(self._buckets)  # tags below are those of gradients
+        for bucket in self._buckets:
+            values = bucket.masters.detach().to("cpu", copy=True)  # the optimizer is about to change them
+            if values.numel():
+                self._refilling.append(collectives.send(self._channel, values, after, tag=begin + bucket.index))
+            room = torch.empty(self._masters[bucket.index].shape, device="cpu")
+            self._values.append(room)
+            if room.numel():
+                self._refilling.append(collectives.receive(self._channel, room, self.shard, tag=begin + bucket.index))
 
     @property
     def told(self) -> bool:
@@ -161,10 +178,14 @@ class Standby:
             return
         settings, self._settings = self._settings, []
         receiving, self._receiving = self._receiving, []
-        arrivals = [arrival for each in receiving for arrival in each.wait()]
+        refilling, self._refilling = self._refilling, []
+        values, self._values = self._values, []
+        arrivals = [arrival for each in (*receiving, *refilling) for arrival in each.wait()]
         if any(arrival.arrived < 1.0 for arrival in arrivals):
             self.behind += 1
             return
+        for masters, came in zip(self._masters, values, strict=False):
+            masters.copy_(came)
         for grads, room in zip(self._grads, self._rooms, strict=True):
             if room is not grads:
                 grads.copy_(room)
