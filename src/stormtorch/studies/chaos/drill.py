@@ -159,9 +159,9 @@ class Drill:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     @property
-    def active(self) -> list[Fault]:
-        """Faults that hold now."""
-        return list(self._active)
+    def active(self) -> dict[Fault, float]:
+        """Faults that hold now, and when each began."""
+        return dict(self._active)
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault begin."""
