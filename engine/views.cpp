@@ -92,7 +92,10 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
     if (net_.left().has(from)) return;
     watch(now);
     net_.hear(from, now);
-    slots_[from].number = std::max(slots_[from].number, note->number);
+    if (note->number > slots_[from].number) {
+        slots_[from].number = note->number;
+        dirty_ = true;  // it may have knocked before, and know this view only now
+    }
     catch_up(from, *note, now);
     switch (note->kind) {
         case NoteKind::beat: on_beat(from, *note, now); break;
