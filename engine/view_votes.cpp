@@ -53,7 +53,9 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
                                  // With the card, so that it does not get lost with the member who brought it.
                                  return ask.who == Member{rank, slot.incarnation} && find_card(ask.who) != nullptr;
                              });
-        const bool knocks = (slot.flags & note_knocks) != 0 && net_.hears().has(rank) && net_.good(rank, all);
+        // A knock counts if it was made in the knowledge of this view: an older one may be that of a process that died.
+        const bool knocks = (slot.flags & note_knocks) != 0 && slot.number == latest_.number &&
+                            net_.hears().has(rank) && net_.good(rank, all);
         if ((!brought && !knocks) || latest_.has({rank, slot.incarnation})) continue;
         all.add(rank);
         choice.joined.push_back({rank, slot.incarnation});

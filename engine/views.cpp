@@ -35,7 +35,7 @@ Views::Views(const ViewsConfig& config, Nanos now)
     std::sort(latest_.members.begin(), latest_.members.end());
     for (const Member who : latest_.members) {
         if (who.rank >= capacity_) throw std::invalid_argument("a member's rank lies beyond the slots");
-        if (who.rank != self_.rank) slots_[who.rank] = {.incarnation = who.incarnation, .known = true};
+        if (who.rank != self_.rank) slots_[who.rank] = {.incarnation = who.incarnation};
     }
     show();
 }
@@ -57,7 +57,6 @@ void Views::hear(std::uint16_t from, Nanos now) {
 void Views::gone(std::uint16_t from, Nanos now) {
     if (from >= capacity_ || from == self_.rank) return;
     net_.gone(from);
-    slots_[from].known = false;
     slots_[from].flags = 0;
     last_tick_ = std::max(last_tick_, now);
     dirty_ = true;
@@ -76,13 +75,12 @@ void Views::occupy(Member who, Nanos now) {
     Slot& slot = slots_[who.rank];
     if (who.incarnation < slot.incarnation) return;
     if (who.incarnation > slot.incarnation) {
-        slot = {.incarnation = who.incarnation, .known = true};
+        slot = {.incarnation = who.incarnation};
         net_.reset(who.rank);
         // The promises of a proposal are those of the processes that it began with.
         if (proposal_ && voters().has(who.rank)) abandon(now);
         dirty_ = true;
     }
-    if (!net_.left().has(who.rank)) slot.known = true;
     if (latest_.has(who) && !net_.heard_at(who.rank)) net_.trust(who.rank, now);
 }
 
@@ -94,7 +92,10 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
     if (net_.left().has(from)) return;
     watch(now);
     net_.hear(from, now);
-    slots_[from].number = std::max(slots_[from].number, note->number);
+    if (note->number > slots_[from].number) {
+        slots_[from].number = note->number;
+        dirty_ = true;  // it may have knocked before, and know this view only now
+    }
     catch_up(from, *note, now);
     switch (note->kind) {
         case NoteKind::beat: on_beat(from, *note, now); break;
@@ -235,9 +236,8 @@ void Views::beat(Nanos now) {
     const Ranks listed = voters();
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (rank == self_.rank || net_.left().has(rank)) continue;
-        // Who knows no view yet does not know either who is there.
-        if (latest_.number == 0 || listed.has(rank) || (slots_[rank].known && outsiders_too))
-            out_.push_back({rank, body});
+        // The others hear of us too, wherever there is somebody: they may have been cut off for long.
+        if (outsiders_too || listed.has(rank)) out_.push_back({rank, body});
     }
 }
 

@@ -100,7 +100,6 @@ private:
         std::uint16_t incarnation{};
         std::uint32_t number{};  // of the latest view that it knows
         std::uint8_t flags{};    // of its last beat
-        bool known{};            // somebody has the slot, and has not said goodbye
         Nanos told_at{-never / 2}, poked_at{-never / 2};
     };
     struct Ask {

@@ -241,3 +241,17 @@ TEST(paused_process_learns_that_it_is_out_and_comes_back) {
     check_agreed(world, ranks({0, 1, 2}));
     CHECK(world.at(0).views->blank(World::session));
 }
+
+TEST(newcomers_that_die_at_once_do_not_come_in_again_and_again) {
+    World world(4, 6, 14);
+    world.run_for(silence);
+    world.join(4, 0);
+    world.join(5, 1);
+    world.run_for(silence / 3);
+    check_agreed(world, ranks({0, 1, 2, 3, 4, 5}));
+    world.kill(4);
+    world.kill(5);
+    world.run_for(5 * silence);
+    check_agreed(world, ranks({0, 1, 2, 3}));
+    CHECK(world.view(0).number <= 4);
+}
