@@ -2,6 +2,7 @@
 # torch's own backward is untyped.
 """Ranks that die at any moment of a step, and what users do meanwhile: bits are equal on all members, or it is said."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -36,19 +37,20 @@ def test_survivors_have_equal_bits_whenever_an_owner_dies(moment: str, victim: i
             member.network.set_dark(victim, True)
             return None
         member.train(STEPS)
-        return member.values(), member.events()
+        return member.values(), member.events(), member.session.view.step
 
     found = alive(with_members(work, world=4, make=adamw))
-    assert len(found) == 3 and all_same([each for each, _ in found])
-    counted = {victim: AT + (moment == "before step")}
-    expected = plain_without(counted, STEPS, world=4, make=adamw)
-    if moment != "before step":
-        assert_same(found[0][0], expected)
+    assert len(found) == 3 and all_same([each for each, *_ in found])
+    values, events, begun = found[0]
+    expected = plain_without({victim: begun}, STEPS, world=4, make=adamw)
+    lost = any(f"the last update of the shard of rank {victim} is lost" in event for event in events)
+    if not lost:
+        assert_same(values, expected)
     else:
-        # Its update died with it: nobody else had the mean gradient of its shard.
-        for one, other in zip(found[0][0], expected, strict=True):
+        # Nobody else had the mean gradient of its shard.
+        assert moment == "before step" and begun == AT + 1
+        for one, other in zip(values, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0.02)
-        assert any("last update" in event for event in found[0][1]), found[0][1]
 
 
 @pytest.mark.parametrize("policy", [BoundedDrift(standby=0, reliability=EXACTLY.reliability, bucket_mb=5e-4)])
@@ -300,50 +302,46 @@ def test_two_models_change_views_each_at_its_own_step() -> None:
         assert_same(other, plain_without({3: AT}, STEPS, world=4, make=adamw, model=perceptron(seed=1)))
 
 
-def test_state_that_was_loaded_survives_the_death_of_its_owner() -> None:
-    model = perceptron()
-    optimizer = adamw(model)
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_was_loaded_survives_the_death_of_its_owner(late: bool, dtype: torch.dtype) -> None:
+    first = perceptron().to(dtype)
+    begun = adamw(first)
     for step in range(3):
-        plain_step(model, optimizer, mean_gradients(model, [vectors(9, step)], regression))
-    parameters, state = model.state_dict(), optimizer.state_dict()
-    for late in (False, True):
-        network = SimulatedNetwork(4, options=OPTIONS)
-        models = [perceptron() for _ in range(4)]
+        plain_step(first, begun, mean_gradients(first, [vectors(9, step).to(dtype)], regression))
+    parameters, state = copy.deepcopy(first.state_dict()), copy.deepcopy(begun.state_dict())
+    network = SimulatedNetwork(4, options=OPTIONS)
+    models = [perceptron().to(dtype) for _ in range(4)]
 
-        def work(transport: SimulatedTransport, late: bool = late, network: Any = network, models: Any = models) -> Any:
-            mine, group = models[transport.rank], Group(transport)
-            ours: Any = adamw(mine)
-            if not late:
-                mine.load_state_dict(parameters)
-                ours.load_state_dict(state)
-            prepare(mine, ours, policy=EXACTLY, group=group)
-            member = Member(transport.rank, network, transport, mine, ours)
-            if late:
-                member.train(2)
-                mine.load_state_dict(parameters)
-                ours.load_state_dict(state)
-            begin = member.session.steps
-            member.train(begin + (AT if member.rank == 1 else STEPS), data=lambda rank, step: vectors(rank, step - begin))
-            if member.rank == 1:
-                member.die()
-                return None
-            return member.values()
+    def work(transport: SimulatedTransport, victim: int | None) -> Any:
+        model = copy.deepcopy(models[transport.rank])
+        optimizer: Any = adamw(model)
+        if not late:
+            model.load_state_dict(parameters)
+            optimizer.load_state_dict(copy.deepcopy(state))
+        prepare(model, optimizer, policy=EXACTLY, group=Group(transport))
+        member = Member(transport.rank, network, transport, model, optimizer)
+        if late:
+            member.train(2, data=lambda rank, step: vectors(rank, step).to(dtype))
+            model.load_state_dict(parameters)
+            optimizer.load_state_dict(copy.deepcopy(state))
+        begin = member.session.steps
+        # Who is not there has no say: all give the same gradients, so that nothing but state makes a difference.
+        member.train(
+            begin + (AT if member.rank == victim else STEPS),
+            data=lambda rank, step: vectors(0, step - begin).to(dtype),
+        )
+        if member.rank == victim:
+            member.die()
+            return None
+        return member.values()
 
-        found = alive(network.run(work))
-        for each in found:
-            assert_same(each, continued(model, optimizer))
-
-
-def continued(model: Any, optimizer: Any) -> list[torch.Tensor]:
-    """What plain torch comes to from there."""
-    again = perceptron()
-    again.load_state_dict(model.state_dict())
-    other = adamw(again)
-    other.load_state_dict(optimizer.state_dict())
-    for step in range(STEPS):
-        parts = [vectors(rank, step) for rank in range(4) if rank != 1 or step < AT]
-        plain_step(again, other, mean_gradients(again, parts, regression))
-    return values(again)
+    undisturbed = network.run(lambda transport: work(transport, None))
+    network = SimulatedNetwork(4, options=OPTIONS)
+    for found in alive(network.run(lambda transport: work(transport, 1))):
+        for one, other in zip(found, undisturbed[0], strict=True):
+            # The mean of three equal numbers is rounded, unlike that of four.
+            torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 def test_what_users_carry_reaches_every_member_when_a_view_begins() -> None:
