@@ -113,6 +113,14 @@ class ModelSession(ReplicatedSession):
             self._calls.meeting = self._rounds.meeting()
             self._calls.forget()
 
+    def steps_of_rounds(self) -> int:
+        """Returns the number of steps at the last round, without one that is about to begin."""
+        return (self.steps - self._open) // self.policy.every * self.policy.every
+
+    def count_from(self, steps: int) -> None:
+        """Counts steps as the others do, with those of the round that this rank is about to begin."""
+        self.steps = steps + self._open * self.policy.every
+
     def at_rest(self) -> bool:
         """Whether no round is under way, and no view begins."""
         return self._gate.is_open and not self._entering

@@ -152,6 +152,18 @@ class ReplicatedSession(Session):
             return False
         return not self.membership.cut_off()
 
+    def steps_of_rounds(self) -> int:
+        """Returns the number of optimizer steps that the rounds so far have covered."""
+        return self.steps
+
+    def count_from(self, steps: int) -> None:
+        """Counts steps as the others do, on a rank that was away or is new.
+
+        Args:
+            steps: What `steps_of_rounds` returns on the others.
+        """
+        self.steps = steps
+
     @torch.no_grad()
     def change(self) -> bool:
         """Begins the latest view. Every rank has a model of its own; newcomers get another rank's."""
@@ -170,7 +182,7 @@ class ReplicatedSession(Session):
         members = membership.members_of(latest)
         before = membership.view.members
         holds = not membership.blank() and base in (self._ready, membership.settled)
-        own = {"holds": holds, "steps": self.steps, "carried": self.given()}
+        own = {"holds": holds, "steps": self.steps_of_rounds(), "carried": self.given()}
         try:
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if group.transport.rank not in members:
@@ -181,7 +193,8 @@ class ReplicatedSession(Session):
                     f"rank {group.transport.rank}: no rank of {members} has been in the job for long enough"
                 )
             root, newcomers = min(there), [rank for rank in members if rank not in there]
-            self.steps = max(int(told[rank]["steps"]) for rank in there)
+            if not holds:
+                self.count_from(max(int(told[rank]["steps"]) for rank in there))
             membership.enter(latest, self.steps)
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)

@@ -37,7 +37,7 @@ from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
 from stormtorch.runtime.standby import Standby
-from stormtorch.runtime.transition import Held, Hello, greet, move
+from stormtorch.runtime.transition import Held, Hello, Moved, greet, move
 from stormtorch.staging.order import Order
 from stormtorch.transport.waiting import BACKWARD, doing, is_elsewhere
 
@@ -391,7 +391,7 @@ class ShardedSession(Session):
         if not membership.settle(round_):
             return None
         self.forget_channels()
-        self._tell(before, after, moved.lost, hello)
+        self._tell(before, after, moved, hello)
         self.taken({rank: told["carried"] for rank, told in hello.told.items()})
         return held is not None
 
@@ -408,17 +408,20 @@ class ShardedSession(Session):
             self._rounds.hyperparameters.take(group, root, new=new)
         self._buffers.remember()
 
-    def _tell(self, before: Cut, after: Cut, lost: Sequence[int], hello: Hello) -> None:
-        """Notes in the ledger, and logs, who has come and gone."""
-        words = self.told_of(before.members, after.members, hello.newcomers(after.members))
-        self._row.events.append(words)
-        _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
-        for shard in lost:
-            owner = self.label(before.members[shard])
-            words = (
-                f"the shard of rank {owner} had no standby left: its parameters are the freshest copy, and the "
-                "optimizer's state of it begins anew"
-            )
+    def _tell(self, before: Cut, after: Cut, moved: Moved, hello: Hello) -> None:
+        """Notes in the ledger, and logs, who has come and gone, and what has gone with them."""
+        told = [self.told_of(before.members, after.members, hello.newcomers(after.members))]
+        told += [
+            f"the shard of rank {self.label(before.members[shard])} had no standby left: its parameters are the "
+            "freshest copy, and the optimizer's state of it begins anew"
+            for shard in moved.lost
+        ]
+        told += [
+            f"the last update of the shard of rank {self.label(before.members[shard])} is lost: the rank was gone "
+            "before its standby had it"
+            for shard in moved.late
+        ]
+        for words in told:
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 

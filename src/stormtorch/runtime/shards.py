@@ -98,7 +98,7 @@ class Shards:
             by_parameter.setdefault(piece.parameter, []).append(stand_in)
             given = state_of(bucket.index, piece)
             if given:
-                state[stand_in] = {name: _widened(value, stand_in) for name, value in given.items()}
+                state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -254,7 +254,7 @@ class Shards:
             into[name].view(-1)[offset : offset + count] = value
 
 
-def _widened(value: Any, stand_in: nn.Parameter) -> Any:
+def widened(value: Any, stand_in: nn.Parameter) -> Any:
     """Converts state that has a parameter's shape to float32, as if the optimizer had begun with the float32 values."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
         return value.to(stand_in.dtype)

@@ -19,7 +19,7 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, State
 from stormtorch.runtime.layout import Piece
-from stormtorch.runtime.shards import LEAVES_GRADIENTS, MASTER
+from stormtorch.runtime.shards import LEAVES_GRADIENTS, MASTER, widened
 
 
 def standby_of(shard: int, members: int, standbys: int) -> int | None:
@@ -76,7 +76,7 @@ class Standby:
                 by_parameter.setdefault(piece.parameter, []).append(stand_in)
                 given = holding.state_of(bucket, piece)
                 if given:
-                    self._state[stand_in] = given
+                    self._state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
         self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
         self._settings: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}

@@ -100,6 +100,8 @@ class Moved:
     followed: Holding | None
     lost: list[int]
     """Shards of the earlier view whose optimizer state is gone."""
+    late: list[int]
+    """Shards of the earlier view whose last update is gone: the owner died before its standby had it."""
 
 
 def move(
@@ -123,6 +125,11 @@ def move(
     lost = orphans(before, hello.there)
     freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
     behind = [each for each, told in hello.there.items() if told["behind"]]
+    late = [
+        shard
+        for shard, owner in enumerate(before.members)
+        if owner not in hello.there and before.standby(shard) in behind
+    ]
     moves = plan_moves(before, after, hello.there, behind, freshest)
     mine: dict[bool, list[Record]] = {False: [], True: []}
     for each in moves:
@@ -140,14 +147,14 @@ def move(
         for stands_by, records in objects.unpack(message) if message.numel() else ():
             mine[bool(stands_by)] += [Record(*each) for each in records]
     if rank not in after.members:
-        return Moved([], {}, None, lost)
+        return Moved([], {}, None, lost, late)
     place = after.members.index(rank)
     masters, states = _build(place, after.layouts, mine[False], buckets, whole=whole)
     followed = None
     for shard in range(len(after.members)):
         if after.standby(shard) == rank:
             followed = _holding(shard, after.layouts, *_build(shard, after.layouts, mine[True], buckets, whole=whole))
-    return Moved(masters, states, followed, lost)
+    return Moved(masters, states, followed, lost, late)
 
 
 def _holding(
