@@ -344,8 +344,11 @@ def test_state_that_was_loaded_survives_the_death_of_its_owner(late: bool, dtype
 def test_what_users_carry_reaches_every_member_when_a_view_begins() -> None:
     def work(member: Member) -> Any:
         taken: list[dict[int, bytes]] = []
+        nothing: list[dict[int, bytes]] = []
         steps: list[int] = []
         member.session.carry("name", lambda: f"rank {member.rank}".encode(), taken.append)
+        member.session.carry("nothing", lambda: b"", nothing.append)
+        member.session.carry("all", lambda: bytes(range(256)), nothing.append)
         member.session.on_step(steps.append)
         first = member.session.view
         if member.rank == 0:
@@ -353,6 +356,8 @@ def test_what_users_carry_reaches_every_member_when_a_view_begins() -> None:
             member.die()
             return None
         member.train(STEPS)
+        three = (1, 2, 3)
+        assert nothing == [dict.fromkeys(three, b""), dict.fromkeys(three, bytes(range(256)))]
         return taken, steps, first, member.session.view
 
     for taken, steps, first, last in alive(with_members(work, world=4, make=sgd)):
