@@ -363,7 +363,8 @@ class Session(ABC):
             if id(tensor) not in homes and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
                 self.hand(group, values, root)
-                if take:
+                # Tables, which are equal on all ranks, must not count as changed.
+                if take and not torch.equal(values.to(tensor.device), tensor):
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:
