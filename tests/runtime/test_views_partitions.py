@@ -41,9 +41,7 @@ def finish(member: Member, steps: int) -> Any:
     return member.values(), member.session.view, member.events()
 
 
-@pytest.mark.parametrize(
-    ("world", "minority"), [(4, (3,)), (5, (0, 1)), (5, (3, 4)), (4, (2, 3)), (3, (0,))], ids=str
-)
+@pytest.mark.parametrize(("world", "minority"), [(4, (3,)), (5, (0, 1)), (5, (3, 4)), (4, (2, 3)), (3, (0,))], ids=str)
 def test_only_the_majority_steps_and_all_are_equal_after_healing(world: int, minority: tuple[int, ...]) -> None:
     majority = [rank for rank in range(world) if rank not in minority]
 
