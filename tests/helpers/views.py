@@ -145,9 +145,7 @@ def plain_in_bfloat16(dying: DYING, steps: int, *, world: int, make: MakeOptimiz
     masters = copy.deepcopy(model).float()
     trained = make(masters)
     for step in range(steps):
-        parts = [
-            vectors(rank, step).bfloat16() for rank in range(world) if step < dying.get(rank, steps)
-        ]
+        parts = [vectors(rank, step).bfloat16() for rank in range(world) if step < dying.get(rank, steps)]
         plain_step(masters, trained, mean_in_float32(model, parts, regression))
         with torch.no_grad():
             for each, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -157,6 +155,4 @@ def plain_in_bfloat16(dying: DYING, steps: int, *, world: int, make: MakeOptimiz
 
 def all_same(found: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether all have the same bits."""
-    return all(
-        torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True)
-    )
+    return all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))

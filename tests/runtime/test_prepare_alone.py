@@ -20,7 +20,20 @@ from stormtorch.policies.policy import Policy
 from stormtorch.transport import waiting
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.waiting import doing
-from training import EXACTLY, Rank, adamw, assert_same, on_ranks, perceptron, plain, regression, values, vectors
+from training import (
+    EXACTLY,
+    Rank,
+    adamw,
+    assert_same,
+    mean_gradients,
+    on_ranks,
+    perceptron,
+    plain,
+    plain_step,
+    regression,
+    values,
+    vectors,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -304,24 +317,33 @@ def test_a_call_that_timed_out_ends_nobodys_training_and_may_be_made_again(looks
     assert_same(first[:4], plain(perceptron(), adamw, 4, world=2))
 
 
-def test_saving_the_optimizer_without_a_rank_that_left_ends_nobodys_training(caplog: pytest.LogCaptureFixture) -> None:
-    def work(transport: Transport) -> int:
-        _, optimizer, _, rank = prepared(transport, BoundedDrift())
+@pytest.mark.parametrize("callers", [(0,), (1,), (0, 1)], ids=str)
+def test_state_of_a_rank_that_left_is_saved_by_those_who_are_there(callers: tuple[int, ...]) -> None:
+    def work(transport: Transport) -> Any:
+        _, optimizer, _, rank = prepared(transport, EXACTLY)
         rank.train(2)
         if transport.rank == 2:
+            optimizer.session.wait()
             transport.close()
-            return 0
+            return None
         rank.train(range(2, 4))
-        if transport.rank == 0:
-            with pytest.raises(StormError, match="needs what rank 2 owns"):
-                optimizer.state_dict()
+        found = tensors(optimizer.state_dict()) if transport.rank in callers else []
         rank.train(range(4, 6))
-        return int(optimizer.session.steps)
+        return found, rank.values(), optimizer.session.steps
 
-    with caplog.at_level(logging.WARNING, "stormtorch"):
-        assert local_world(3, work, options=Options(timeout_s=10.0, silence_s=1.0)) == [6, 6, 0]
-    told = [each.getMessage() for each in caplog.records]
-    assert any("rank 1: takes no part in optimizer.state_dict() of rank 0" in each for each in told), told
+    *found, _ = local_world(3, work, options=Options(timeout_s=10.0, silence_s=1.0))
+    states = [state for state, *_ in found if state]
+    assert len(states) == len(callers)
+    for state, (_, ours, steps) in zip(states, found, strict=False):
+        assert steps == 6
+        assert_same(state, states[0])
+        assert_same(ours, found[0][1])
+    model = perceptron()
+    alone = adamw(model)
+    for step in range(4):
+        parts = [vectors(rank, step) for rank in range(3 if step < 2 else 2)]
+        plain_step(model, alone, mean_gradients(model, parts, regression))
+    assert_same(states[0], tensors(alone.state_dict()))
 
 
 def test_a_model_of_another_size_is_an_error_where_a_rank_only_takes_part() -> None:
@@ -366,7 +388,7 @@ def test_who_waits_in_vain_is_told_so_and_then_gets_an_error(
 
 
 @pytest.mark.parametrize("policy", [EXACTLY, BoundedDrift()], ids=["exact", "drift"])
-def test_the_last_rank_saves_what_it_has_and_is_told_how_old_that_is(
+def test_the_last_rank_saves_what_it_has_and_is_told_what_is_lost(
     policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = [perceptron(), perceptron()]
@@ -386,11 +408,12 @@ def test_the_last_rank_saves_what_it_has_and_is_told_how_old_that_is(
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(2, work)
-    (told,) = (each.getMessage() for each in caplog.records)
-    assert "rank 0: rank 1 takes no part any more" in told and "at most 0 steps before the last" in told
+    gone, lost = (each.getMessage() for each in caplog.records)
+    assert gone == "rank 0: view 2 begins at step 3 with 1 rank; rank 1 is gone"
+    assert "rank 0: the shard of rank 1 had no standby left: its parameters are the freshest copy" in lost
 
 
-def test_only_the_rank_that_left_is_named_where_everything_is_exact(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_rank_that_left_is_named_where_it_had_a_standby(caplog: pytest.LogCaptureFixture) -> None:
     gone = threading.Barrier(3)
 
     def work(transport: Transport) -> None:
@@ -408,7 +431,7 @@ def test_only_the_rank_that_left_is_named_where_everything_is_exact(caplog: pyte
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(3, work, options=Options(timeout_s=20.0))
     told = sorted(each.getMessage() for each in caplog.records)
-    assert len(told) == 2 and all("rank 2 takes no part any more" in each for each in told), told
+    assert told == [f"rank {rank}: view 2 begins at step 3 with 2 ranks; rank 2 is gone" for rank in range(2)]
 
 
 @pytest.mark.parametrize("call", ["prepare", "backward", "step", "clip", "exact"])

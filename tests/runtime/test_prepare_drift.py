@@ -83,7 +83,8 @@ def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
     assert mean([1.0 - mean(list(row.gradients.values())) for row in rows]) == pytest.approx(p, rel=0.1)
     sizes = {age: sum(row.lag.get(age, 0) for row in rows) for age in range(4)}
     for age in range(3):  # copies of one age more are as many times fewer as are lost
-        assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
+        if sizes[age] > 500:  # of fewer, what is lost is chance
+            assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
 
 
 @pytest.mark.parametrize("max_lag", [None, 1])

@@ -51,14 +51,17 @@ def test_standing_tells_who_hears_whom() -> None:
     local_world(3, work, options=QUICK)
 
 
-def test_session_moves_on_unless_it_is_unknown() -> None:
+def test_session_moves_on_unless_it_is_unknown_or_knows_another_view() -> None:
     def work(transport: UdpTransport) -> None:
         transport.watch()
-        assert not transport.advance(7, 1, 1)
+        assert not transport.advance(7, 1, 1, 1)
         transport.enroll(7, 0, 1)
-        assert transport.advance(7, 1, 1)
+        assert transport.advance(7, 1, 1, 1)
+        assert not transport.advance(7, 2, 1, 2), "it has looked at another view than the latest"
+        assert not transport.advance(7, 2, 1, 0)
+        assert transport.advance(7, 2, 1, 1)
         transport.withdraw(7)
-        assert not transport.advance(7, 2, 1)
+        assert not transport.advance(7, 3, 1, 1)
         barrier(Group(transport)).wait()
 
     local_world(2, work, options=QUICK)

@@ -271,15 +271,18 @@ class Session(ABC):
         self.group.transport.channels.forget(gone)
         self._channels_used -= gone
 
-    def given(self) -> dict[str, bytes]:
+    def given(self) -> dict[str, str]:
         """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
-        return {name: give() for name, (give, _) in self._carried.items()}
+        # As text: torch does not unpack bytes from data that it must not trust.
+        return {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
-    def taken(self, told: dict[int, dict[str, bytes]]) -> None:
+    def taken(self, told: dict[int, dict[str, str]]) -> None:
         """Passes on what members have told when a view began."""
-        self._told = told
+        self._told = {
+            rank: {name: value.encode("latin-1") for name, value in each.items()} for rank, each in told.items()
+        }
         for name, (_, take) in self._carried.items():
-            take({rank: each[name] for rank, each in told.items() if name in each})
+            take({rank: each[name] for rank, each in self._told.items() if name in each})
 
     def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
         """Moves the parameters that require a gradient into buckets, each of one dtype and device.
@@ -356,7 +359,8 @@ class Session(ABC):
             if id(tensor) not in homes and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
                 self.hand(group, values, root)
-                if take:
+                # Tables, which are equal on all ranks, must not count as changed.
+                if take and not torch.equal(values.to(tensor.device), tensor):
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:

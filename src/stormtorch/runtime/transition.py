@@ -59,7 +59,7 @@ class Hello:
         return [rank for rank in members if rank not in self.there]
 
 
-def greet(group: Group, held: Held | None, steps: int, carried: dict[str, bytes]) -> Hello:
+def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str]) -> Hello:
     """Tells all ranks what this one holds, and learns what they hold.
 
     Args:
