@@ -31,6 +31,7 @@ public:
     // Looks who has fallen silent by now. Costs nothing before `next_silence`.
     void refresh(Nanos now);
     [[nodiscard]] Nanos next_silence() const { return next_; }
+    [[nodiscard]] bool changed() const { return changed_; }
     // Whether anything has changed since the last call.
     [[nodiscard]] bool take_changed() { return std::exchange(changed_, false); }
 

@@ -208,7 +208,7 @@ void Views::tick(Nanos now) {
 
 Nanos Views::next_timer() const {
     if (!watching_) return never;
-    if (dirty_) return last_tick_;
+    if (dirty_ || net_.changed()) return last_tick_;
     Nanos next = std::min({beat_at_, consider_at_, cards_at_, net_.next_silence()});
     if (proposal_) next = std::min(next, proposal_->resend_at);
     return next;

@@ -42,7 +42,7 @@ TEST(dead_member_is_left_out_within_a_silence_and_three_beats) {
         World world(5, 8, dead);
         world.run_for(3 * silence + silence / 30);
         world.kill(dead);
-        world.run_for(silence + 3 * silence / 10);
+        world.run_for(silence + 5 * silence / 20);
         Ranks rest = ranks({0, 1, 2, 3, 4});
         rest.remove(dead);
         check_agreed(world, rest);
