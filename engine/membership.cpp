@@ -51,10 +51,10 @@ void Core::heed_views(Nanos now) {
     // knows each view, as it took part in deciding the next one.
     since_.resize(config_.world);
     for (const Member who : view->members) {
-        if (view_number_ != 0 && (view->takes_in(who) || !there_[who.rank])) since_[who.rank] = view->number;
+        if (view_number_ != 0 && (view->takes_in(who) || there_[who.rank] != who.incarnation)) since_[who.rank] = view->number;
     }
-    there_.assign(config_.world, false);
-    for (const Member who : view->members) there_[who.rank] = true;
+    there_.assign(config_.world, -1);
+    for (const Member who : view->members) there_[who.rank] = who.incarnation;
     view_number_ = view->number;
     exchanges_.each([&](Exchange& exchange) {
         drop_absent(exchange);

@@ -164,7 +164,13 @@ class Calls:
         """Takes part in the calls of others before this rank leaves, until they leave too or continue without it."""
         with doing(NAMES[LEAVES]), self.occupied(), contextlib.suppress(StormError):
             while True:
-                found = self.meeting.meet(LEAVES, self._steps())
+                try:
+                    found = self.meeting.meet(LEAVES, self._steps())
+                except Interrupted:
+                    if not self._due():
+                        return
+                    self._change()
+                    continue
                 if found is None:
                     continue
                 self._compare(found)

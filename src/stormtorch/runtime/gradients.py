@@ -201,9 +201,11 @@ class GradientCollector:
         """Whether this backward has brought a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
 
-    def recut(self) -> None:
-        """Drops averaged gradients of earlier backwards of this step, as shards were cut anew."""
+    def recut(self) -> bool:
+        """Drops averaged gradients of earlier backwards, as shards were cut anew. Returns whether there were any."""
+        carried = bool(self._carried)
         self._carried.clear()
+        return carried
 
     def show(self, used: Sequence[bool]) -> None:
         """Gives every parameter that any rank has used a gradient, as it would have in a single process."""

@@ -19,7 +19,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
-from stormtorch.errors import ExchangeTimeout, StormError
+from stormtorch.errors import ExchangeTimeout, Interrupted, StormError
 from stormtorch.reliability import Reliability
 
 TAKES_PART, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
@@ -104,6 +104,8 @@ class Meeting:
         own = Told(call, steps, self.group.reserve(0)[1])
         try:
             rows = self._gather(own.numbers(), self._wait_s)
+        except Interrupted:
+            raise  # the channel ends with the view, so that nobody needs a withdrawal
         except BaseException as error:
             with contextlib.suppress(StormError):
                 self._gather([_WITHDRAWS], _WITHDRAW_S)

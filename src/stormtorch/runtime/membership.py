@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from stormtorch.errors import Closed, StormError
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
+_LOOK_EVERY_S = 1.0
 
 
 class Left(SystemExit):
@@ -62,9 +63,11 @@ class Membership:
         everyone = set(group.ranks) >= set(range(group.transport.world))
         self._scope = None if everyone else frozenset(group.ranks)
         self._give_up_s = give_up_s
+        self._look_at = 0.0
+        self._alone_since = time.monotonic()
         self._transport.enter()
         self._transport.watch()
-        self.newcomer = self._transport.incarnation(self._rank) != 0
+        self.newcomer = self._transport.incarnation(self._rank) != 0 and self._is_known()
         """Whether this process came into a job that was running, and has no parameters yet."""
         if self.newcomer:
             self.view, self.settled = View(0, (), 0), 0
@@ -75,31 +78,56 @@ class Membership:
         self._transport.enroll(self._id, 0, self.settled)
         weakref.finalize(self, _withdraw, self._transport, self._id).atexit = False
 
+    def _is_known(self) -> bool:
+        """Whether the others had this session before; otherwise all begin it together, also those that came later."""
+        latest = self._transport.view()
+        return latest is not None and any(session == self._id for session, _, _ in latest.starts)
+
     @property
     def index(self) -> int:
         """Place of this rank among the members."""
         return self.view.members.index(self._rank)
 
-    def group(self, name: str, *, interruptible: bool = False) -> Group:
+    def group(self, name: str, interrupted: Callable[[], bool] | None = None) -> Group:
         """Returns the members as a group whose exchanges belong to the view.
 
         Args:
             name: Name of its sequence of exchanges.
-            interruptible: Whether a wait ends with `Interrupted` when another view begins for this rank.
+            interrupted: Asked while an exchange is waited for: if it returns True, the wait ends with `Interrupted`.
         """
-        stop = self.due if interruptible else None
-        return Group(self._transport, self.view.members, name=name, view=self.view.number, interrupted=stop)
+        return Group(self._transport, self.view.members, name=name, view=self.view.number, interrupted=interrupted)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether another view begins now for this rank, or has begun without it."""
+        """Whether another view begins now for this rank, or has begun without it.
+
+        Raises:
+            StormError: This rank has heard no majority for `give_up_s`.
+        """
         latest = self._transport.view()
-        return latest is not None and self._due(latest)
+        if latest is not None and self._due(latest):
+            return True
+        self._check_majority()
+        return False
+
+    def _check_majority(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_EVERY_S
+        if self._transport.standing()["quorum"]:
+            self._alone_since = now
+        elif now - self._alone_since > self._give_up_s:
+            raise StormError(
+                f"rank {self._rank}: has waited {now - self._alone_since:.0f} s (give_up_s) for a majority of the "
+                f"ranks; {self.standing()}: restart the ranks that are gone, or raise give_up_s"
+            )
 
     def cut_off(self) -> bool:
         """Whether the others have gone on without this rank."""
         latest = self._transport.view()
+        self._check_majority()
         if latest.number <= self.view.number:
             return False
         return not self._transport.inside() or self.blank()
@@ -168,10 +196,13 @@ class Membership:
         without knowing that this one is in place. Returns False if there is such a view already.
         """
         number = self.view.number
+        began = time.monotonic()
+        announced = 0.0
         while not self._transport.advance(self._id, rounds, number, number):
             if self.superseded(number):
                 return False
             self._transport.wait_view(number, _SLICE_S)
+            announced = self._announce(began, announced, "until the ranks have agreed who is there")
         self.settled, self.round, self.newcomer = number, rounds, False
         return True
 

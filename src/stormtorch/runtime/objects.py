@@ -10,8 +10,11 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
-from stormtorch.errors import Interrupted
+from stormtorch.errors import Interrupted, StormError
 from stormtorch.transport.exchange import Arrival
+
+# Bytes come from peers: no shard's state is larger than this.
+_MOST_BYTES = 1 << 40
 
 
 def pack(value: object) -> torch.Tensor:
@@ -48,6 +51,9 @@ def exchange(messages: Sequence[torch.Tensor], group: Group) -> list[torch.Tenso
     given = [torch.tensor([each.numel()], dtype=torch.int64, device="cpu") for each in messages]
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in messages]
     _all(group, sizes, given)
+    for peer, size in zip(group.ranks, sizes, strict=True):
+        if not 0 <= int(size) <= _MOST_BYTES:
+            raise StormError(f"rank {group.transport.rank}: rank {peer} announces a message of {int(size)} bytes")
     rooms = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
     _all(group, rooms, messages)
     return rooms

@@ -142,6 +142,10 @@ class ReplicatedSession(Session):
 
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
+    def void(self) -> bool:
+        """Whether the round under way is void: a round that has begun ends in its view, unless this rank is cut off."""
+        return self.membership.cut_off()
+
     def complete(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
         """Ends a round. Returns False if this rank was cut off meanwhile: what it has got is nobody else's."""
         self._open = False
@@ -169,11 +173,15 @@ class ReplicatedSession(Session):
         """Begins the latest view. Every rank has a model of its own; newcomers get another rank's."""
         self._entering = True
         try:
-            while (held := self._enter(self.membership.await_view())) is None:
-                pass
-            return held
+            with torch.inference_mode(False), torch.no_grad():
+                return self._begin_latest()
         finally:
             self._entering = False
+
+    def _begin_latest(self) -> bool:
+        while (held := self._enter(self.membership.await_view())) is None:
+            pass
+        return held
 
     def _enter(self, latest: Any) -> bool | None:
         """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""

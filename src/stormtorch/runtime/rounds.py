@@ -5,6 +5,7 @@ All sessions share this, whatever their policy exchanges. It begins anew with ev
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,8 @@ from stormtorch.runtime.losses import Losses
 from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.reports import Report, Reports
 from stormtorch.runtime.session import Session
+
+_log = logging.getLogger("stormtorch")
 
 
 class Rounds:
@@ -65,7 +68,7 @@ class Rounds:
         self.losses = Losses(self._policy, self.here.rank, chunks)
         if before is not None:
             self.losses.inherit(before)
-        group = self._session.channel("reports", interruptible=True)
+        group = self._session.round_channel("reports")
         self._reports = Reports(group, EXACT, len(self._session.parameters), self.drift.samples, wanted)
 
     def channels(self, name: str, *, interruptible: bool = False) -> list[Group]:
@@ -101,8 +104,15 @@ class Rounds:
         found = {peer: self._reports.read(peer) for peer in range(self.here.size) if peer != self.here.rank}
         reports = {peer: report for peer, report in found.items() if report is not None}
         row.missing = [self._session.label(rank) for rank in self._session.group.ranks if rank not in self.here.ranks]
+        since = step - self._session.view.step
+        if row.missing and since and since % self._policy.warn_every == 0:
+            _log.warning(
+                "rank %d: rank %s is still missing at step %d: training goes on with %d rank%s",
+                *(self._session.label(self.here.transport.rank), ", ".join(map(str, row.missing)), step),
+                *(self.here.size, "s" * (self.here.size > 1)),
+            )
         if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
             # Every rank has seen that digests differ, so all compare their settings.
-            group = self._session.channel("settings", interruptible=True)
+            group = self._session.round_channel("settings")
             row.events += self.hyperparameters.agree(group, self._session.labels(), f"at step {step}")
         return reports

@@ -234,7 +234,17 @@ class Session(ABC):
         """
         name = f"{self.name}/{self.view.number}/{name}"
         self._channels_used.add(name)
-        return self.membership.group(name, interruptible=interruptible)
+        return self.membership.group(name, self.membership.due if interruptible else None)
+
+    def round_channel(self, name: str) -> Group:
+        """Returns the members with a sequence of exchanges in which a round is made, interrupted when it is void."""
+        name = f"{self.name}/{self.view.number}/{name}"
+        self._channels_used.add(name)
+        return self.membership.group(name, self.void)
+
+    def void(self) -> bool:
+        """Whether the round that is under way must be given up: by default, if another view begins with it."""
+        return self.membership.due()
 
     def label(self, rank: int) -> int:
         """Returns the number of a rank in messages and in the ledger: its rank in the group that was prepared."""

@@ -36,7 +36,7 @@ from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
-from stormtorch.runtime.standby import Standby
+from stormtorch.runtime.standby import Standby, can_follow
 from stormtorch.runtime.transition import Held, Hello, Moved, greet, move
 from stormtorch.staging.order import Order
 from stormtorch.transport.waiting import BACKWARD, doing, is_elsewhere
@@ -59,6 +59,13 @@ class ShardedSession(Session):
         self._whole = owns_whole(optimizer, policy.ownership)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=self._whole)
         self._planned = [bucket.layout for bucket in buckets]
+        self._standbys = policy.standby if can_follow(optimizer) else 0
+        if self._standbys < policy.standby and group.rank == 0:
+            _log.warning(
+                "rank 0: %s has another optimizer within itself, which a standby cannot repeat: shards have none, as "
+                "with standby=0",
+                type(optimizer).__name__,
+            )
         self._order = Order()
         self._lead = 0.0
         self._buffers = buffers_of(model)
@@ -101,7 +108,7 @@ class ShardedSession(Session):
                 recut(layout, bucket.dtype.itemsize, count, whole=self._whole, turn=bucket.index % count)
                 for layout, bucket in zip(self._planned, self.buckets, strict=True)
             ]
-        return Cut(tuple(members), layouts, self.policy.standby)
+        return Cut(tuple(members), layouts, self._standbys)
 
     def _recut(self, cut: Cut, masters: Sequence[torch.Tensor] | None = None) -> None:
         """Gives every bucket its shards in a view; `masters` are the float32 values of this rank's."""
@@ -185,7 +192,7 @@ class ShardedSession(Session):
         self._gate.open()
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or the beginning of a view, may have left some.
-        self._row = Row(self.steps, events=self._row.events)
+        self._row = Row(self.steps, events=self._row.events, view_wait_s=self._row.view_wait_s)
         self._exchanging = True
         try:
             while not self._round(self._row):
@@ -335,24 +342,28 @@ class ShardedSession(Session):
         """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
         return self._gate.is_open and not (self._exchanging or self._entering or self._unstepped)
 
-    @torch.no_grad()
     def change(self) -> bool:
         """Begins the latest view, together with all its members. Returns False if this rank had been away."""
         self._entering = True
         try:
-            if not self.membership.newcomer:
-                self._gate.open()
-                if self._standby is not None:
-                    self._standby.follow()
-                if not self._held:
-                    self._held[self.membership.settled] = self._holds()
-            began = time.perf_counter()
-            while (held := self._enter(self.membership.await_view())) is None:
-                pass
-            self._row.view_wait_s += time.perf_counter() - began
-            return held
+            # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._begin_latest()
         finally:
             self._entering = False
+
+    def _begin_latest(self) -> bool:
+        if not self.membership.newcomer:
+            self._gate.open()
+            if self._standby is not None:
+                self._standby.follow()
+            if not self._held:
+                self._held[self.membership.settled] = self._holds()
+        began = time.perf_counter()
+        while (held := self._enter(self.membership.await_view())) is None:
+            pass
+        self._row.view_wait_s += time.perf_counter() - began
+        return held
 
     def _holds(self) -> Held:
         standby = self._standby
@@ -397,7 +408,8 @@ class ShardedSession(Session):
 
     def _share_all(self, hello: Hello, members: Sequence[int]) -> None:
         """Gives every member all parameters, and newcomers what else they need."""
-        self._gradients.recut()
+        if self._gradients.recut():
+            self._row.events.append("the gradients of earlier backwards of this step are lost")
         with self._calls.occupied():
             self._owned.share(self.channel("share", interruptible=True))
         newcomers = hello.newcomers(members)
@@ -431,6 +443,7 @@ class ShardedSession(Session):
         """Forgets all gradients."""
         self._gradients.clear(set_to_none)
         self._shards.clear_gradients()
+        self._unstepped = False  # a step that was skipped will not come
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context within which backward exchanges nothing."""
@@ -485,6 +498,7 @@ class ShardedSession(Session):
         """Copies loaded parameters to the float32 values that the optimizer works on."""
         self._gate.open()
         self._calls.forget()
+        self._held.clear()  # what is loaded counts from now on
         for bucket in self.buckets:
             bucket.adopt()
         if self._standby is not None:
@@ -505,6 +519,7 @@ class ShardedSession(Session):
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer."""
         self._calls.forget()
+        self._held.clear()  # what is loaded counts from now on
         local = self._shards.scatter(whole)
         for bucket in self.buckets:
             bucket.settle()

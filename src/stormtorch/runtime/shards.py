@@ -99,7 +99,10 @@ class Shards:
             given = state_of(bucket.index, piece)
             if given:
                 state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
-        self._optimizer.state.clear()
+        kept: dict[Any, Any] = dict(self._optimizer.state)
+        for key in kept:
+            if isinstance(key, torch.Tensor):
+                del self._optimizer.state[key]  # numbers that the optimizer keeps beside them stay
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
             group["params"] = [stand_in for number in members for stand_in in by_parameter.get(number, [])]

@@ -19,7 +19,7 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, State
 from stormtorch.runtime.layout import Piece
-from stormtorch.runtime.shards import LEAVES_GRADIENTS, MASTER, widened
+from stormtorch.runtime.shards import MASTER, widened
 
 
 def standby_of(shard: int, members: int, standbys: int) -> int | None:
@@ -62,10 +62,14 @@ class Standby:
         """Number of the shard that this rank follows."""
         self._grads = [torch.zeros_like(each) for each in holding.masters]
         self._rooms = [
-            torch.empty(each.shape, pin_memory=True, device="cpu") if each.is_cuda else each for each in self._grads
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True, device="cpu") if each.is_cuda else each
+            for each in self._grads
         ]
         self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
-        self._state: defaultdict[Any, State] = defaultdict(dict)
+        self._state: defaultdict[Any, Any] = defaultdict(dict)
+        # Some optimizers keep numbers of their own beside the state of parameters.
+        kept: dict[Any, Any] = dict(optimizer.state)
+        self._state.update({key: value for key, value in kept.items() if not isinstance(key, torch.Tensor)})
         by_parameter: dict[int, list[nn.Parameter]] = {}
         for bucket, layout in enumerate(holding.layouts):
             begin, _ = layout.spans[self.shard]
@@ -85,7 +89,6 @@ class Standby:
         self._receiving: list[Pending] = []
         self._refilling: list[Pending] = []
         self._values: list[torch.Tensor] = []
-        self._copies = not _leaves_gradients(optimizer)
         self.behind = 0
         """Updates of the owner that did not arrive here, as it died while it sent them."""
 
@@ -98,19 +101,17 @@ class Standby:
         """
         self._used = used
         # A scheduler changes them before the gradient has come.
-        self._settings = [dict(group) for group in self._optimizer.param_groups]
-        self._extra = {
-            name: self._optimizer.__dict__[name]
-            for name in ("grad_scale", "found_inf")
-            if name in self._optimizer.__dict__
-        }
+        self._settings = [
+            {name: value if name == "params" else _copied(value) for name, value in group.items()}
+            for group in self._optimizer.param_groups
+        ]
+        given = self._optimizer.__dict__
+        self._extra = {name: _copied(given[name]) for name in ("grad_scale", "found_inf") if name in given}
         after = (self._channel.rank + 1) % self._channel.size
         if refill:
             self._send_values(after)
         for bucket in self._buckets:
-            message = bucket.own_grads.to("cpu") if bucket.on_gpu else bucket.own_grads
-            if self._copies and not bucket.on_gpu:
-                message = message.clone()  # the optimizer may write into its gradients
+            message = bucket.own_grads.detach().to("cpu", copy=True)  # the optimizer may write into its gradients
             if message.numel():
                 self._sending[bucket.index] = collectives.send(self._channel, message, after, tag=bucket.index)
             if self._rooms[bucket.index].numel():
@@ -125,7 +126,7 @@ class Standby:
             values = bucket.masters.detach().to("cpu", copy=True)  # the optimizer is about to change them
             if values.numel():
                 self._refilling.append(collectives.send(self._channel, values, after, tag=begin + bucket.index))
-            room = torch.empty(self._masters[bucket.index].shape, device="cpu")
+            room = torch.empty(self._masters[bucket.index].shape, dtype=torch.float32, device="cpu")
             self._values.append(room)
             if room.numel():
                 self._refilling.append(collectives.receive(self._channel, room, self.shard, tag=begin + bucket.index))
@@ -221,7 +222,11 @@ def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: step(optimizer)
 
 
-def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step is known not to write into gradients."""
-    scaled = "grad_scale" in optimizer.__dict__
-    return not scaled and next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind)) in LEAVES_GRADIENTS
+def _copied(value: Any) -> Any:
+    """Returns a setting as it is now: schedulers change tensors in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def can_follow(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a standby can repeat the optimizer's steps: not if it has another optimizer within itself."""
+    return not any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())

@@ -201,7 +201,7 @@ def _build(
     masters, states = [], {}
     for bucket, layout in zip(buckets, layouts, strict=True):
         begin, count = layout.spans[shard]
-        values = torch.zeros(count, device=bucket.device)
+        values = torch.zeros(count, dtype=torch.float32, device=bucket.device)
         for piece in layout.pieces(shard):
             states[bucket.index, piece] = assemble(
                 piece,

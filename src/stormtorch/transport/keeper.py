@@ -32,6 +32,8 @@ def _keep(found: weakref.ref[Any]) -> None:
                 if transport is not None and view is not None:
                     transport.install(view)
                     number = view.number
+        except ValueError:
+            continue  # another thread has readmitted the process meanwhile
         except RuntimeError:
             return  # closed
 
