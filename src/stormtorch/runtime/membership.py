@@ -60,6 +60,7 @@ class Membership:
         everyone = set(group.ranks) >= set(range(group.transport.world))
         self._scope = None if everyone else frozenset(group.ranks)
         self._give_up_s = give_up_s
+        self._alone_since: float | None = None
         self._transport.enter()
         self._transport.watch()
         self.newcomer = self._transport.incarnation(self._rank) != 0
@@ -91,9 +92,9 @@ class Membership:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether another view begins now for this rank, or has begun without it."""
+        """Whether another view begins now for this rank, or has begun without it, or it has waited too long for one."""
         latest = self._transport.view()
-        return latest is not None and self._due(latest)
+        return latest is not None and (self._due(latest) or self._given_up())
 
     def cut_off(self) -> bool:
         """Whether the others have gone on without this rank."""
@@ -123,11 +124,12 @@ class Membership:
         Raises:
             StormError: It did not happen within `give_up_s`.
         """
-        began = time.monotonic()
+        began = self._alone_since or time.monotonic()
         announced = 0.0
         while True:
             latest = self._transport.view()
             if latest is not None and self._transport.inside() and latest.number > self.view.number:
+                self._alone_since = None
                 self._transport.install(latest)
                 return latest
             self._transport.wait_view(latest.number if latest else 0, _SLICE_S)
@@ -178,6 +180,14 @@ class Membership:
         if latest.number <= self.view.number:
             return False
         return not self._transport.inside() or self.blank() or self.base(latest)[1] <= self.round
+
+    def _given_up(self) -> bool:
+        """Whether this rank has lost the majority for `give_up_s`: then nobody can agree on another view."""
+        if self._transport.standing()["quorum"]:
+            self._alone_since = None
+            return False
+        self._alone_since = self._alone_since or time.monotonic()
+        return time.monotonic() - self._alone_since > self._give_up_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))
