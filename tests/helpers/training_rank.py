@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A rank of a training that others may kill, stop, end and start again. It tells its steps, and what its ledger says."""
+"""A rank of a training that others kill, stop, end and start again. It tells its steps, and what its ledger says."""
 
 import json
 import sys

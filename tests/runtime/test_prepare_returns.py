@@ -114,7 +114,7 @@ def assert_equal(told: dict[int, dict[str, Any]], steps: int, members: list[int]
 
 
 def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_started_again(job: Job) -> None:
-    steps = 300
+    steps = 200
     for rank in range(WORLD):
         job.start(rank, steps=steps)
     job.hear(0, "step", 50)
@@ -156,15 +156,15 @@ def test_rank_that_is_told_to_end_hands_over_and_exits_with_success(job: Job) ->
 
 
 def test_process_that_joins_trains_with_the_others_and_one_leaves_by_wish(job: Job) -> None:
-    steps = 250
+    steps = 160
     for rank in range(WORLD):
-        job.start(rank, steps=steps, leave_at=150 if rank == 0 else None)
+        job.start(rank, steps=steps, leave_at=110 if rank == 0 else None)
     address = job.hear(1, "address")["address"]
     job.hear(0, "step", 20)
     job.start(9, steps=steps, join=address)
     came = job.hear(9, "begins_at")
     assert came["rank"] >= WORLD and came["begins_at"] >= 20
-    assert job.hear(0, "left")["left"] == 150
+    assert job.hear(0, "left")["left"] == 110
     assert job.ended(0) == 0
     told = {rank: job.hear(rank, "values") for rank in (1, 2, 3, 9)}
     assert_equal(told, steps, [1, 2, 3, came["rank"]])
