@@ -5,6 +5,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.hyperparameters import Hyperparameters
 from stormtorch.transport.exchange import Transport
-from stormtorch.transport.rendezvous import rejoin
 from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 from training import Vector
 
 OPTIONS = Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)
+RETURNING = replace(OPTIONS, rejoin=True)
 WORLD = 4
 DRIFT = BoundedDrift(give_up_s=20.0)
 
@@ -118,7 +119,7 @@ def test_a_rank_returns_while_another_is_dead(policy: Policy) -> None:
             again()
 
     def again() -> None:
-        transport = rejoin(store, 2, WORLD, OPTIONS)
+        transport = connect(store, 2, WORLD, RETURNING)
         model = Numbers(0.0, 0)
         optimizer = prepared(transport, model, lr=7.0, policy=policy)
         assert optimizer.param_groups[0]["lr"] == 0.0  # as of the others, who may have changed it since they began
@@ -170,7 +171,7 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(mo
         if rank == 2:
             transport.close(0.2)
             with pytest.raises(StormError, match="dies here"):
-                prepared(rejoin(store, 2, WORLD, OPTIONS), Vector(400))
+                prepared(connect(store, 2, WORLD, RETURNING), Vector(400))
             return
         while not (died.is_set() and session.view.number > 2 and session.view.members == (0, 1, 3)):
             step()
