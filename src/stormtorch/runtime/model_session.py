@@ -34,6 +34,8 @@ class ModelSession(ReplicatedSession):
             bucket.release_gradients()
         self._telling: Pending | None = None
         self._digest = 0
+        if self.membership.newcomer:
+            self.change()
         # Where the policy stands between two stages, nobody would begin the second one during forward.
         overlap = policy.overlap and self._averages.fused
         self._gate = Gate(
@@ -43,8 +45,6 @@ class ModelSession(ReplicatedSession):
         # an optimizer that claims to unscale gradients itself in any case.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        if self.membership.newcomer:
-            self.change()
         self._calls = Calls(
             self._rounds.meeting(),
             steps=lambda: self.steps,
