@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A rank of a training that others may kill and start again. It tells its steps, and then what its ledger says."""
+"""A rank of a training that others kill, stop, end and start again. It tells its steps, and what its ledger says."""
 
 import json
 import sys
@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 import stormtorch
 from stormtorch import BoundedDrift, Options, StormError
 from stormtorch.collectives import Group
-from stormtorch.transport.rendezvous import connect, rejoin
 
 # Time for another process to start meanwhile.
 PAUSE_S = 0.02
@@ -53,22 +52,29 @@ def go_deaf(seconds: float) -> None:
     deaf.stop()
 
 
+def enter(how: dict[str, Any]) -> Group:
+    options = Options(datagram_bytes=512, silence_s=how["silence_s"], interface="lo", linger_s=0.5, rejoin="auto")
+    if how.get("join"):
+        return stormtorch.join(how["join"], options)
+    store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=30))
+    return Group(stormtorch.connect(store, how["rank"], how["world"], options))
+
+
 def train(how: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    rank, world = how["rank"], how["world"]
-    store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=30))
-    options = Options(datagram_bytes=512, silence_s=how["silence_s"], interface="lo", linger_s=0.5)
-    transport = (rejoin if how["again"] else connect)(store, rank, world, options)
+    group = enter(how)
+    transport: Any = group.transport
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     policy = BoundedDrift(give_up_s=how["give_up_s"], max_lag=8)
     with stormtorch.faults(loss=how["loss"], seed=1):
-        model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=Group(transport))
+        model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=group)
         session: Any = optimizer.session  # type: ignore[attr-defined]
-        tell(begins_at=session.steps)
+        card = transport.cards[transport.rank]
+        tell(begins_at=session.steps, rank=transport.rank, address=f"{card.host}:{card.reception}")
         deaf_at, deaf_s = how.get("deaf", (None, 0.0))
         while session.steps < how["steps"]:
-            inputs, targets = batch(rank, session.steps)
+            inputs, targets = batch(transport.rank, session.steps)
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -76,19 +82,21 @@ def train(how: dict[str, Any]) -> None:
             time.sleep(PAUSE_S)
             if session.steps == deaf_at:
                 threading.Thread(target=go_deaf, args=(deaf_s,)).start()
+            if session.steps == how.get("leave_at"):
+                stormtorch.leave()
+                tell(left=session.steps)
+                return
         with stormtorch.exact(model):
             values = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
             loss = validation_loss(model)
-    events = [[row.step, event] for row in session.ledger.rows for event in row.events]
-    oldest = session.ledger.summary()["most_lag"]
     tell(
         values=values,
         loss=loss,
-        events=events,
-        missing=sorted({r for x in session.ledger for r in x.missing}),
-        lag=oldest,
+        events=[event for row in session.ledger.rows for event in row.events],
+        members=session.view.members,
+        view=session.view.number,
     )
-    store.add("ended", 1)
+    transport.part()
     transport.close()
 
 

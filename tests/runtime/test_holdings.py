@@ -68,7 +68,7 @@ def test_cutting_and_assembling_are_inverse_for_any_two_cuts(
         [recut(each, 4, size, whole=whole, turn=place % size) for place, each in enumerate(planned)]
         for size in (owners, others)
     )
-    shapes = [(count, 1) for count in counts]
+    shapes: list[tuple[int, ...]] = [(count, 1) for count in counts]
     held = holdings(before, owners, shapes, whole=whole)
     for bucket, (old, new) in enumerate(zip(before, after, strict=True)):
         for shard in range(others):

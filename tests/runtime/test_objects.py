@@ -30,7 +30,7 @@ def test_what_was_packed_comes_out_again(value: Any) -> None:
 
 
 def test_tensors_keep_their_bits_type_and_shape() -> None:
-    given_ = {
+    given_: dict[str, Any] = {
         "a": torch.randn(3, 4),
         "b": torch.randn(5).bfloat16(),
         "c": torch.tensor(3),
@@ -39,8 +39,8 @@ def test_tensors_keep_their_bits_type_and_shape() -> None:
     }
     found = objects.unpack(objects.pack(given_))
     for name in "abcd":
-        assert found[name].dtype == given_[name].dtype  # type: ignore[union-attr]
-        assert torch.equal(found[name], given_[name])  # type: ignore[arg-type]
+        assert found[name].dtype == given_[name].dtype
+        assert torch.equal(found[name], given_[name])
     assert torch.equal(found["e"][0], torch.ones(2, dtype=torch.bool))
 
 

@@ -23,7 +23,6 @@ from stormtorch.errors import Closed, StormError
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
-_LOOK_EVERY_S = 1.0
 
 
 class Left(SystemExit):
@@ -63,8 +62,7 @@ class Membership:
         everyone = set(group.ranks) >= set(range(group.transport.world))
         self._scope = None if everyone else frozenset(group.ranks)
         self._give_up_s = give_up_s
-        self._look_at = 0.0
-        self._alone_since = time.monotonic()
+        self._alone_since: float | None = None
         self._transport.enter()
         self._transport.watch()
         self.newcomer = self._transport.incarnation(self._rank) != 0 and self._is_known()
@@ -81,7 +79,7 @@ class Membership:
     def _is_known(self) -> bool:
         """Whether the others had this session before; otherwise all begin it together, also those that came later."""
         latest = self._transport.view()
-        return latest is not None and any(session == self._id for session, _, _ in latest.starts)
+        return latest is None or any(session == self._id for session, _, _ in latest.starts)
 
     @property
     def index(self) -> int:
@@ -100,36 +98,15 @@ class Membership:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether another view begins now for this rank, or has begun without it.
-
-        Raises:
-            StormError: This rank has heard no majority for `give_up_s`.
-        """
+        """Whether another view begins now for this rank, or has begun without it, or it has waited too long for one."""
         latest = self._transport.view()
-        if latest is not None and self._due(latest):
-            return True
-        self._check_majority()
-        return False
-
-    def _check_majority(self) -> None:
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + _LOOK_EVERY_S
-        if self._transport.standing()["quorum"]:
-            self._alone_since = now
-        elif now - self._alone_since > self._give_up_s:
-            raise StormError(
-                f"rank {self._rank}: has waited {now - self._alone_since:.0f} s (give_up_s) for a majority of the "
-                f"ranks; {self.standing()}: restart the ranks that are gone, or raise give_up_s"
-            )
+        return latest is not None and (self._due(latest) or self._given_up())
 
     def cut_off(self) -> bool:
         """Whether the others have gone on without this rank."""
         latest = self._transport.view()
-        self._check_majority()
         if latest.number <= self.view.number:
-            return False
+            return self._given_up()
         return not self._transport.inside() or self.blank()
 
     def complete(self) -> bool:
@@ -154,13 +131,14 @@ class Membership:
             StormError: It did not happen within `give_up_s`.
             Left: This rank wants to leave, and nobody needs what it has.
         """
-        began = time.monotonic()
+        began = self._alone_since or time.monotonic()
         announced = 0.0
         while True:
             latest = self._transport.view()
             if getattr(self._transport, "leaving", False) and (self.newcomer or not self._transport.inside()):
                 raise Left
             if latest is not None and self._transport.inside() and latest.number > self.view.number:
+                self._alone_since = None
                 self._transport.install(latest)
                 return latest
             self._transport.wait_view(latest.number if latest else 0, _SLICE_S)
@@ -214,6 +192,14 @@ class Membership:
         if latest.number <= self.view.number:
             return False
         return not self._transport.inside() or self.blank() or self.base(latest)[1] <= self.round
+
+    def _given_up(self) -> bool:
+        """Whether this rank has lost the majority for `give_up_s`: then nobody can agree on another view."""
+        if self._transport.standing()["quorum"]:
+            self._alone_since = None
+            return False
+        self._alone_since = self._alone_since or time.monotonic()
+        return time.monotonic() - self._alone_since > self._give_up_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))

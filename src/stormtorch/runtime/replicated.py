@@ -203,7 +203,7 @@ class ReplicatedSession(Session):
             root, newcomers = min(there), [rank for rank in members if rank not in there]
             if not holds:
                 self.count_from(max(int(told[rank]["steps"]) for rank in there))
-            membership.enter(latest, self.steps)
+            membership.enter(latest, self.steps_of_rounds())
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)
             self._begin_view()
