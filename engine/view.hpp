@@ -49,8 +49,8 @@ struct View {
     bool operator==(const View&) const = default;
 };
 
-// Whether `who` is a quorum of the view's members: more than half of them, or half with the lowest rank among them. Any
-// two quorums have a member in common.
+// Whether `who` is a quorum of the view's members: more than half of them, or half with the lowest rank of those who did
+// not join with it. Any two quorums have a member in common.
 [[nodiscard]] bool is_quorum(const View& view, const Ranks& who);
 
 }  // namespace storm

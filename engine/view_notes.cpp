@@ -202,7 +202,12 @@ bool is_quorum(const View& view, const Ranks& who) {
     std::size_t count = 0;
     for (const Member each : view.members) count += who.has(each.rank) ? 1 : 0;
     const std::size_t all = view.members.size();
-    return 2 * count > all || (2 * count == all && all != 0 && who.has(view.members.front().rank));
+    if (2 * count != all || all == 0) return 2 * count > all;
+    // A newcomer decides last: it may be gone before it has learnt that it is in.
+    for (const Member each : view.members) {
+        if (!view.takes_in(each)) return who.has(each.rank);
+    }
+    return who.has(view.members.front().rank);
 }
 
 std::vector<std::byte> write_note(const NoteBody& note) {

@@ -257,7 +257,7 @@ private:
             // Somebody who was leaving may have to be given up first.
             if (i % 2 == 1) world_.run_for(silence / 10);
         }
-        if (good() && world_.at(witness).steps < before + 2) {
+        if (good() && world_.at(witness).steps < before + 2 && must_agree()) {
             stuck_ = "no step after everybody agreed";
             if (tracing) report();
         }

@@ -80,6 +80,7 @@ TEST(any_two_quorums_of_a_view_have_a_member_in_common) {
     for (std::uint16_t size = 1; size <= 7; ++size) {
         View view{.number = 1};
         for (std::uint16_t rank = 0; rank < size; ++rank) view.members.push_back({rank, 0});
+        if (size % 3 == 1) view.joined = {view.members.front()};
         std::vector<Ranks> quorums;
         for (std::size_t bits = 0; bits < (1U << size); ++bits) {
             Ranks who, rest;

@@ -255,3 +255,19 @@ TEST(newcomers_that_die_at_once_do_not_come_in_again_and_again) {
     check_agreed(world, ranks({0, 1, 2, 3}));
     CHECK(world.view(0).number <= 4);
 }
+
+TEST(newcomer_of_a_lower_rank_that_dies_at_once_does_not_stop_a_single_process) {
+    World world(3, 4, 16);
+    world.run_for(silence);
+    world.close(0);
+    world.run_for(silence / 2);
+    world.close(2);
+    world.run_for(silence / 2);
+    check_agreed(world, ranks({1}));
+    world.join(0, 1);
+    world.run_for(silence / 2);
+    check_agreed(world, ranks({0, 1}));
+    world.kill(0);
+    world.run_for(2 * silence);
+    check_agreed(world, ranks({1}));
+}
