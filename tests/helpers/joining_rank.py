@@ -27,9 +27,11 @@ def enter(how: dict[str, Any]) -> UdpTransport:
     )
     if "join" in how:
         transport: Any = stormtorch.join(how["join"], options).transport
-        return transport  # type: ignore[no-any-return]
-    store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=20))
-    return stormtorch.connect(store, how["rank"], how["world"], options)
+    else:
+        store = TCPStore("127.0.0.1", how["port"], is_master=False, timeout=timedelta(seconds=20))
+        transport = stormtorch.connect(store, how["rank"], how["world"], options)
+    transport.enter()
+    return transport  # type: ignore[no-any-return]
 
 
 class Rank:

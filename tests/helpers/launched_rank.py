@@ -51,6 +51,7 @@ where = urlparse(arguments.store)
 options = stormtorch.Options(rejoin="auto", silence_s=arguments.silence, timeout_s=60.0, linger_s=0.5)
 store = TCPStore(where.hostname, where.port, is_master=False)
 with stormtorch.connect(store, arguments.rank, arguments.world, options) as transport:
+    transport.enter()
     transport.watch()
     step = next_step(transport, 0)
     print(f"rank {transport.rank}: begins at step {step - 1}", flush=True)

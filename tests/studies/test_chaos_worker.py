@@ -3,20 +3,15 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stormtorch.runtime.membership import View
 from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, view_of
 
 pytestmark = pytest.mark.pure
-
-
-def session(**given: Any) -> Any:
-    rows = [SimpleNamespace(missing=()), SimpleNamespace(missing=(2,))]
-    return SimpleNamespace(group=SimpleNamespace(size=4), ledger=SimpleNamespace(rows=rows), **given)
 
 
 def test_end_is_where_the_file_says_and_the_rate_falls_to_zero_until_then(tmp_path: Path) -> None:
@@ -29,11 +24,9 @@ def test_end_is_where_the_file_says_and_the_rate_falls_to_zero_until_then(tmp_pa
     assert [stop.rate(step, 1.0) for step in (999, 1000, 1050, 1099, 1100)] == [1.0, 1.0, 0.5, 0.01, 0.0]
 
 
-def test_view_is_the_sessions_or_what_the_ledger_does_not_miss() -> None:
-    view = SimpleNamespace(number=7, members=(3, 0, 1), step=120)
-    assert view_of(session(view=view)) == {"view": 7, "members": [0, 1, 3], "since": 120}
-    assert view_of(session(view=None)) == {"members": [0, 1, 3]}
-    assert view_of(session()) == {"members": [0, 1, 3]}
+def test_view_is_the_sessions() -> None:
+    session = SimpleNamespace(view=View(number=7, members=(0, 1, 3), step=120))
+    assert view_of(session) == {"view": 7, "members": [0, 1, 3], "since": 120}
 
 
 def test_digest_tells_one_bit_apart() -> None:

@@ -156,6 +156,7 @@ def test_a_newcomer_goes_on_with_others_if_the_rank_that_it_asked_dies(monkeypat
     monkeypatch.setattr(newcomer._Newcomer, "_seat", dies_after_it)
     try:
         with come_in([address(transports[1])], QUICK) as new:
+            new.enter()
             view = new.view()
             assert view is not None
             assert [rank for rank, _ in view.members if rank != 1] == [0, 2, new.rank]

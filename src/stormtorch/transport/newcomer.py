@@ -122,7 +122,7 @@ class _Newcomer:
         if transport is None or self._is_here:
             return
         self._give_up_at = time.monotonic() + self._options.timeout_s
-        if self._wait(rank, card, self._options.timeout_s, transport) == "taken":
+        if self._wait(rank, card, transport) == "taken":
             raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
         self._enter(transport, rank, card)
         self._is_here = True
@@ -178,10 +178,10 @@ class _Newcomer:
             "wait until a rank has left"
         )
 
-    def _wait(self, rank: int, card: Card, patience_s: float, transport: UdpTransport) -> str:
+    def _wait(self, rank: int, card: Card, transport: UdpTransport) -> str:
         """Asks until a view includes this process, or it may talk with the others before that, or the slot is lost."""
-        nap_s, give_up_at = _SHORTEST_NAP_S, time.monotonic() + patience_s
-        while time.monotonic() < give_up_at:
+        nap_s = _SHORTEST_NAP_S
+        while True:
             answer = self._ask(_question(rank, card), _UNHEARD_S)
             state = answer.get("state")
             if state in ("in", "knock", "taken"):
@@ -194,7 +194,6 @@ class _Newcomer:
                 raise SystemExit  # SIGTERM: it has nothing to hand over
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        return "wait"
 
     def _enter(self, transport: UdpTransport, rank: int, card: Card) -> None:
         """Waits until the transport itself has learned of the view that it is in."""
