@@ -34,6 +34,24 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.timeout(600)
+def test_three_minutes_of_all_faults_at_ten_per_cent_loss_break_nothing(tmp_path: Path) -> None:
+    report, logs = tmp_path / "chaos.json", tmp_path / "logs"
+    words = ["--hosts", "5", "--minutes", "3", "--seed", "2", "--loss", "0.1", "--no-baseline"]
+    done = subprocess.run(
+        [*STORMTORCH, "chaos", *words, "--json", report, "--keep", logs],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env={**ENVIRONMENT, "XDG_RUNTIME_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(report.read_text())
+    assert data["passed"] and all(check["holds"] for check in data["checks"])
+    assert len({fault["kind"] for fault in data["timeline"]}) == 10
+    assert not workers(logs)
+
+
 @pytest.mark.timeout(300)
 def test_training_passes_storms_and_narrow_paths_and_leaves_a_report(tmp_path: Path) -> None:
     report, picture, logs = tmp_path / "chaos.json", tmp_path / "chaos.png", tmp_path / "logs"
