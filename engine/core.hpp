@@ -189,8 +189,8 @@ private:
     ExchangeTimers due_at_;
     std::optional<Views> views_;
     std::uint32_t view_number_{};
-    std::vector<std::uint32_t> since_;  // by rank: the view since which it is a member without a break
-    std::vector<int> there_;            // by rank: the incarnation that is a member of the latest view, or -1
+    std::vector<std::uint32_t> since_;     // by rank: the view since which it is a member without a break
+    std::vector<int> there_;               // by rank: the incarnation that is a member of the latest view, or -1
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
     std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to

@@ -51,7 +51,8 @@ void Core::heed_views(Nanos now) {
     // knows each view, as it took part in deciding the next one.
     since_.resize(config_.world);
     for (const Member who : view->members) {
-        if (view_number_ != 0 && (view->takes_in(who) || there_[who.rank] != who.incarnation)) since_[who.rank] = view->number;
+        if (view_number_ != 0 && (view->takes_in(who) || there_[who.rank] != who.incarnation))
+            since_[who.rank] = view->number;
     }
     there_.assign(config_.world, -1);
     for (const Member who : view->members) there_[who.rank] = who.incarnation;

@@ -179,8 +179,10 @@ public:
                 }
             }
             if (!self.views->advance({session, self.steps, self.place.number})) {
-                // Who came in goes on to the start of the view with that, which it must not while it is frozen.
-                if (!self.views->blank(session) || !self.views->frozen()) fail("settling was refused");
+                // Who came in goes on to the start of the view with that, which it must not while it is frozen, nor where it
+                // knows of a later view of which it only lacks the cards.
+                const bool may = self.views->frozen() || self.views->latest().number > self.place.number;
+                if (!self.views->blank(session) || !may) fail("settling was refused");
                 return false;
             }
             self.settled = true;
