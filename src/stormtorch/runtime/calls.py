@@ -167,7 +167,7 @@ class Calls:
                 try:
                     found = self.meeting.meet(LEAVES, self._steps())
                 except Interrupted:
-                    if not self._due():
+                    if not self.group.transport.inside() or not self._due():
                         return
                     self._change()
                     continue

@@ -304,8 +304,13 @@ class UdpTransport(EndpointMembership):
 
     def part(self) -> None:
         """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
-        if not self.closed and not self.inherited:
-            self.servers.part()
+        if self.closed or self.inherited:
+            return
+        if self.leaving:
+            for hand_over in list(self.on_leave):
+                hand_over()
+            return
+        self.servers.part()
 
     def close(self, linger_s: float | None = None) -> None:
         """Says goodbye to the peers, waits until they have heard it, and frees thread and socket.
