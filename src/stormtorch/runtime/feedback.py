@@ -138,10 +138,6 @@ class Feedback:
         """Called before every broadcast: the next reports tell how much of it arrived, unless it is exact."""
         self._last_exact, self._told = exact, False
 
-    def epoch_begins(self) -> None:
-        """Called when an epoch begins: what arrived of the last broadcast says nothing any more."""
-        self._last_exact = True
-
     def watch(self, row: Row) -> None:
         """Shows the guard what the first pass of a broadcast has lost, and how old copies are."""
         # Missing ranks are left out: no exact broadcast brings back what they would send.

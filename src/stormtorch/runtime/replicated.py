@@ -44,7 +44,6 @@ class ReplicatedSession(Session):
         self._staging = Order()
         self._row = Row(0)
         self._buffers = buffers_of(model)
-        self._entering = False
         self._open = False
         """Whether a round has begun and not ended."""
         self._ready = 0
@@ -168,17 +167,8 @@ class ReplicatedSession(Session):
         """
         self.steps = steps
 
-    @torch.no_grad()
-    def change(self) -> bool:
-        """Begins the latest view. Every rank has a model of its own; newcomers get another rank's."""
-        self._entering = True
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                return self._begin_latest()
-        finally:
-            self._entering = False
-
-    def _begin_latest(self) -> bool:
+    def begin_latest(self) -> bool:
+        """Goes on with the members of the latest view; newcomers get another rank's model."""
         while (held := self._enter(self.membership.await_view())) is None:
             pass
         return held

@@ -57,7 +57,7 @@ class Session(ABC):
         """Optimizer steps so far."""
         self.membership = Membership(group, name, policy.give_up_s)
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
-        self._gone = False
+        self._gone = self._entering = False
         self._told: dict[int, dict[str, bytes]] = {}
         """What the others have told when this process came into the job, for those who ask only afterwards."""
         self._on_step: list[Callable[[int], None]] = []
@@ -185,7 +185,6 @@ class Session(ABC):
         for callback in self._on_step:
             callback(self.steps)
 
-    @abstractmethod
     def change(self) -> bool:
         """Begins the latest view, together with all its members. Returns False if this rank had been away.
 
@@ -194,6 +193,17 @@ class Session(ABC):
         Raises:
             Left: This rank has handed over what it owned, and may leave.
         """
+        self._entering = True
+        try:
+            # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.begin_latest()
+        finally:
+            self._entering = False
+
+    @abstractmethod
+    def begin_latest(self) -> bool:
+        """Does what `change` says, as the subclass needs it."""
 
     def hand_over(self) -> None:
         """Hands over what this rank owns, as it is about to leave. The others are told already that it wants to."""

@@ -70,7 +70,7 @@ class ShardedSession(Session):
         self._lead = 0.0
         self._buffers = buffers_of(model)
         self._row = Row(0)
-        self._entering = self._exchanging = self._unstepped = False
+        self._exchanging = self._unstepped = False
         self._calls_made = False
         self._held: dict[int, Held] = {}
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
@@ -342,17 +342,8 @@ class ShardedSession(Session):
         """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
         return self._gate.is_open and not (self._exchanging or self._entering or self._unstepped)
 
-    def change(self) -> bool:
-        """Begins the latest view, together with all its members. Returns False if this rank had been away."""
-        self._entering = True
-        try:
-            # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._begin_latest()
-        finally:
-            self._entering = False
-
-    def _begin_latest(self) -> bool:
+    def begin_latest(self) -> bool:
+        """Moves shards, with the optimizer's state, to where the latest view wants them."""
         if not self.membership.newcomer:
             self._gate.open()
             if self._standby is not None:

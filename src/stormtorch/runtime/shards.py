@@ -16,12 +16,11 @@ from stormtorch.runtime.layout import Piece
 
 MASTER = "master"
 """Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
-LEAVES_GRADIENTS = (
+_BY_ELEMENTS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
     torch.optim.Rprop,
 )
-"""Torch's optimizers, which treat each element by itself and do not write into gradients."""
 
 
 def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
@@ -40,7 +39,7 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
         )
     if ownership != "auto":
         return ownership == "parameters"
-    return type(optimizer) not in LEAVES_GRADIENTS
+    return type(optimizer) not in _BY_ELEMENTS
 
 
 class Shards:
