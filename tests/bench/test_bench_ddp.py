@@ -9,7 +9,7 @@ import torch
 
 from commands import ranks_left, text_of
 from stormtorch.bench.ddp import DdpReport, DdpSettings, StepResult, run_ddp
-from stormtorch.bench.replicas import BACKENDS, NO_SYNC, transformer
+from stormtorch.bench.replicas import DEFAULT, NO_SYNC, transformer
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.bench import plot_ddp
 from stormtorch.cli.tables.steps import ddp_table
@@ -54,7 +54,7 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
     assert conditions["params"] == parameters(0.5)
     assert conditions["no_sync_s"] > 0
     assert {"machine", "commit", "date", "versions", "model", "step", "barrier", "kernel_drops"} <= set(conditions)
-    assert [each["backend"] for each in data["results"]] == list(BACKENDS)
+    assert [each["backend"] for each in data["results"]] == list(DEFAULT)
     gloo_s = data["results"][-1]["median_s"]
     for each in data["results"]:
         assert len(each["times_s"]) == each["rounds"] == 4
@@ -73,14 +73,14 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
 
 
 def test_backends_and_the_step_without_communication_take_turns(report: DdpReport) -> None:
-    names = [*BACKENDS, NO_SYNC]
+    names = [*DEFAULT, NO_SYNC]
     expected = [(turn, names[(turn + position) % 5]) for turn in range(4) for position in range(5)]
     assert [(call.round, call.backend) for call in report.calls] == expected
 
 
 def test_the_table_and_the_plot_show_every_backend(report: DdpReport, tmp_path: Path) -> None:
     text = text_of(ddp_table(report))
-    for name in (*BACKENDS, NO_SYNC, "loopback", "speed-"):
+    for name in (*DEFAULT, NO_SYNC, "loopback", "speed-"):
         assert name in text
     pytest.importorskip("matplotlib")
     plot_ddp(report, tmp_path / "ddp.svg")

@@ -57,7 +57,7 @@ def test_keygen_prints_another_strong_key_each_time() -> None:
 def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.BACKENDS.split(",")) == BACKENDS
     assert tuple(choices.LAB_BACKENDS.split(",")) == LAB_DEFAULT
-    assert tuple(choices.DDP_BACKENDS.split(",")) == replicas.BACKENDS
+    assert tuple(choices.DDP_BACKENDS.split(",")) == replicas.DEFAULT
     assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
     assert tuple(choices.FAULTS.split(",")) == KINDS
     assert tuple(choices.MANNERS.split(",")) == MANNERS

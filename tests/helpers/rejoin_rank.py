@@ -30,7 +30,9 @@ def open_transport(how: dict[str, Any]) -> UdpTransport:
         options = dataclasses.replace(options, rejoin=how["again"])
         dist.init_process_group("storm", store=store, rank=how["rank"], world_size=how["world"], pg_options=options)
         group = dist.distributed_c10d._get_default_group()
-        return group.group.transport  # type: ignore[attr-defined, no-any-return]
+        transport: UdpTransport = group.group.transport  # type: ignore[attr-defined]
+        transport.enter()  # `prepare` would do it: until then, the others go on without a process that has returned
+        return transport
     return (rejoin if how["again"] else connect)(store, how["rank"], how["world"], options, prefix="job")
 
 
