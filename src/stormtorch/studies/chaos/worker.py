@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from stormtorch.collectives import Group
 from stormtorch.collectives.joining import join
@@ -182,7 +182,12 @@ def enter(given: argparse.Namespace, *, again: bool) -> Group:
         if not again:
             raise
         return _join(given, options)
-    return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))
+    try:
+        return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))
+    except DistError:  # the store was cut off while it was read
+        if not again:
+            raise
+        return _join(given, options)
 
 
 def _join(given: argparse.Namespace, options: Options) -> Group:
