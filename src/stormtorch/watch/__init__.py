@@ -1,0 +1,1 @@
+"""Watching a job: what the records of all its ranks say together."""
