@@ -135,6 +135,7 @@ class Ledger:
         self._arrived = 0.0
         self._file: LedgerFile | None = None
         self._writer: Any = None
+        self._on_row: list[Callable[[Row], object]] = []
         self._whose = ""
         self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
@@ -145,7 +146,11 @@ class Ledger:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy keeps: the rows, but neither the session nor the file and the writer that follow it."""
-        return {**self.__dict__, "rows": self.rows.copy(), "_file": None, "_writer": None, "_complete": _nothing}
+        return {**self.__dict__, "rows": self.rows.copy(), **self._alone()}
+
+    @staticmethod
+    def _alone() -> dict[str, Any]:
+        return {"_file": None, "_writer": None, "_on_row": [], "_complete": _nothing}
 
     def __repr__(self) -> str:
         if not self._steps:
@@ -180,6 +185,13 @@ class Ledger:
                     "training goes on",
                     *(self._whose, error, row.step),
                 )
+
+        for callback in self._on_row:
+            callback(row)
+
+    def on_row(self, callback: Callable[[Row], object]) -> None:
+        """Has a function called with every complete row from now on, in the thread that trains."""
+        self._on_row.append(callback)
 
     def _settle(self) -> None:
         """Completes the row of the last step, by waiting for its parameters."""
