@@ -1,5 +1,5 @@
-"""Who may look. The page shows host names and what a job does, and a browser asks on behalf of any page that it has open,
-so that loopback alone protects nothing: every request needs the token, and must be meant for this server.
+"""Who may look. The page shows host names and what a job does, and a browser asks on behalf of any page that it has
+open, so that loopback alone protects nothing: every request needs the token, and must be meant for this server.
 """
 
 import hmac
@@ -44,8 +44,8 @@ class Guard:
     def problem(self, headers: Mapping[str, str]) -> str | None:
         """Says what is wrong with the headers of a request, apart from its token; None if nothing is.
 
-        The host that a browser asks for must be this one: a name that a hostile page has pointed here (DNS rebinding) is
-        not. An address in digits cannot have been pointed anywhere. What another page asks for is refused.
+        The host that a browser asks for must be this one, not a name that a hostile page has pointed here (DNS
+        rebinding). An address in digits cannot have been pointed anywhere. What another page asks for is refused.
         """
         host = headers.get("host", "")
         if not self._meant(host):

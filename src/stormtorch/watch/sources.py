@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
-from stormtorch.results.records import Folder
+from stormtorch.results.record_files import Folder
 from stormtorch.watch.job import Job
 
 
@@ -41,3 +41,17 @@ class FolderSource:
 
     def close(self) -> None:
         """Does nothing: files are open only while they are read."""
+
+
+def source_of(job: str) -> Source:
+    """Returns the source that a user means: a folder, or HOST:PORT of a rank.
+
+    Raises:
+        ValueError: It is neither; the message says what would be.
+    """
+    path = Path(job)
+    if path.is_dir():
+        return FolderSource(path)
+    if path.exists():
+        raise ValueError(f"{job} is a file: name its folder, in which every rank has a file of its own")
+    raise ValueError(f"there is no folder {job}: start the job with STORM_RECORD={job}, or name HOST:PORT of a rank")
