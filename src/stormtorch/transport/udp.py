@@ -34,6 +34,10 @@ class Receives(Protocol):
         """Answers a question of a newcomer."""
         ...
 
+    def status(self) -> str:
+        """Says in a few lines where this rank stands."""
+        ...
+
     def speak_for(self, transport: "UdpTransport") -> None:
         """Answers on behalf of another transport of the same rank from now on."""
         ...
@@ -307,7 +311,7 @@ class UdpTransport(EndpointMembership):
     def receive_by(self, listener: Listener, reception: Receives) -> None:
         """Has newcomers answered at a port, until this transport is closed."""
         self._listener, self._reception = listener, reception
-        listener.answer = reception.answer
+        listener.answer, listener.status = reception.answer, reception.status
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
