@@ -142,15 +142,19 @@ def _write(watcher: "Watcher", files: list[Path], csv: Path | None) -> None:
         raise typer.BadParameter(f"{watcher.source.name} holds no records yet", param_hint="JOB")
     for path in files:
         if path.suffix.lower() == ".html":
-            save(lambda each: each.write_text(report(data), encoding="utf-8"), path)
+            save(lambda each: _put(each, report(data)), path)
         else:
             from stormtorch.cli.plots.watch import plot_watch
 
             save(lambda each: plot_watch(data, each), path)
         typer.echo(f"wrote {path}")
     if csv is not None:
-        save(lambda each: each.write_text(as_csv(data), encoding="utf-8"), csv)
+        save(lambda each: _put(each, as_csv(data)), csv)
         typer.echo(f"wrote {csv}")
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 # --- in a terminal ---------------------------------------------------------------------------------------------------
@@ -206,7 +210,12 @@ def _keys() -> Iterator[Callable[[float], str]]:
     import tty
 
     if not sys.stdin.isatty():
-        yield lambda seconds: (time.sleep(seconds), "")[1]
+
+        def nothing(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield nothing
         return
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)

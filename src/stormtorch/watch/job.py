@@ -74,9 +74,15 @@ class Job:
             self._stepped(process, time, record)
         elif kind == "links":
             process.measured(time, record)
-            worst = max((link.loss for link in process.links.values() if link.loss is not None), default=None)
+            losses = [link.loss for link in process.links.values() if link.loss is not None]
             trips = [link.rtt_s for link in process.links.values() if link.rtt_s is not None]
-            self.series.add(time, {"link_loss": worst, "rtt": median(trips) if trips else None})
+            values = {
+                "link_loss": sum(losses) / len(losses) if losses else None,
+                "worst_loss": max(losses, default=None),
+                "rtt": median(trips) if trips else None,
+                "cores": process.cores,
+            }
+            self.series.add(time, values)
         elif kind == "view":
             self._viewed(process, time, record)
         elif kind == "event":
@@ -114,6 +120,7 @@ class Job:
             while len(self.views) > _MOST_NOTES:
                 self.views.popitem(last=False)
         told = [f"without {named(left)}"] * bool(left) + [f"with {named(came)}"] * bool(came)
+        # Who tells of a view is no news: its members do.
         self._note(time, "view", count(record, "step"), f"View {number}: {', '.join([named(members), *told])}", process)
 
     def _note(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
@@ -123,7 +130,7 @@ class Job:
             note = self.notes[key] = Note(time, kind, step, clean(words), set())
             while len(self.notes) > _MOST_NOTES:
                 self.notes.popitem(last=False)
-        if process.rank is not None:
+        if process.rank is not None and kind != "view":
             note.ranks.add(process.rank)
 
     # --- who is there ---------------------------------------------------------------------------------------------
@@ -147,7 +154,7 @@ class Job:
 
 
 def named(members: tuple[int, ...] | list[int]) -> str:
-    """Names ranks, runs of them in short: "ranks 0-3, 7"."""
+    """Names ranks, runs of them in short: "ranks 0 to 3, 7"."""
     if not members:
         return "nobody"
     runs: list[list[int]] = []
@@ -156,7 +163,7 @@ def named(members: tuple[int, ...] | list[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' * (len(members) > 1)} {', '.join(parts)}"
 
 

@@ -1,10 +1,15 @@
 """Where records come from: the folder of a run, or a live rank that is asked over the network."""
 
+import os
+import re
 from pathlib import Path
 from typing import Protocol
 
 from stormtorch.results.record_files import Folder
+from stormtorch.transport.live import LiveJob
 from stormtorch.watch.job import Job
+
+_KEY_VARIABLE = "STORM_KEY"
 
 
 class Source(Protocol):
@@ -43,6 +48,31 @@ class FolderSource:
         """Does nothing: files are open only while they are read."""
 
 
+class LiveSource:
+    """Asks the ranks of a running job, which keep their latest records in memory.
+
+    Args:
+        where: HOST:PORT of any rank, or several divided by commas.
+        key: The job's key, if it has one.
+    """
+
+    def __init__(self, where: str, key: bytes | None) -> None:
+        self.name = where
+        self._live = LiveJob(where, key=key)
+
+    def read(self, job: Job) -> bool:
+        """Adds what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
+        found = self._live.read()
+        for who, records in found.items():
+            for record in records:
+                job.add(who.file_name, record)
+        return bool(found)
+
+    def close(self) -> None:
+        """Ends all talks."""
+        self._live.close()
+
+
 def source_of(job: str) -> Source:
     """Returns the source that a user means: a folder, or HOST:PORT of a rank.
 
@@ -52,6 +82,9 @@ def source_of(job: str) -> Source:
     path = Path(job)
     if path.is_dir():
         return FolderSource(path)
+    if re.fullmatch(r"[^/]+:\d{1,5}", job):
+        key = os.environ.get(_KEY_VARIABLE, "")
+        return LiveSource(job, key.encode() or None)
     if path.exists():
         raise ValueError(f"{job} is a file: name its folder, in which every rank has a file of its own")
     raise ValueError(f"there is no folder {job}: start the job with STORM_RECORD={job}, or name HOST:PORT of a rank")

@@ -139,7 +139,7 @@ def _silence(moment: Moment) -> list[Finding]:
         else:
             step = max(moment.everyone[rank].step or 0 for rank in silent)
             words = f"Nobody has told anything for {quiet}, and no rank said that it ended; the last step was {step:,}"
-            remedy = "the job was killed, or hangs: look at its output, or attach py-spy to one of its processes"
+            remedy = "it was killed, or hangs: look at its output, or attach py-spy to one of its processes"
         found.append(Finding(level=Level.BAD, kind="silent", text=words, remedy=remedy, ranks=silent, weight=6.0))
     return found
 
@@ -215,11 +215,15 @@ def _losses(moment: Moment) -> list[Finding]:
     usual = median(loss.values())
     found = []
     explained: set[tuple[int, int]] = set()
-    for hosts in _groups(moment):
-        for receives in (True, False):
-            if (finding := _bad_end(moment, loss, hosts, receives=receives)) is not None:
-                found.append(finding)
-                explained.update(finding.links)
+    groups = _groups(moment)
+    ends = [(inside, receives) for inside in groups for receives in (True, False)] if len(groups) > 2 else []
+    suspects = [finding for inside, receives in ends if (finding := _bad_end(moment, loss, inside, receives=receives))]
+    suspects += _bad_direction(moment, loss, groups) if len(groups) == 2 else []
+    # A host that loses what it receives makes all others look a little like bad senders: the worst explains most.
+    for finding in sorted(suspects, key=lambda each: -each.weight):
+        if not explained.issuperset(finding.links):
+            found.append(finding)
+            explained.update(finding.links)
     least = max(_LOSS, _STANDS_OUT * usual)
     bad = sorted((link for link in loss if loss[link] >= least and link not in explained), key=lambda each: -loss[each])
     if bad:
@@ -259,8 +263,6 @@ def _bad_end(
         if (link[1] in inside) == receives and (link[0] in inside) != receives
     }
     others = [value for link, value in loss.items() if link[0] not in inside and link[1] not in inside]
-    # With two hosts there are no others to compare with: the other direction of the same line is what is left.
-    others = others or [value for link, value in loss.items() if link not in own]
     if len(own) < 2 or not others:
         return None
     # The least of its links must stand out, so that one bad link alone is not taken for a bad host.
@@ -272,11 +274,8 @@ def _bad_end(
     if receives:
         words = f"{where} loses {_percent(mean)} of what it receives, from every sender"
         full = sum(moment.everyone[rank].counter("overflow") for rank in inside)
-        remedy = (
-            f"its receive buffer overflowed {full:,.0f} times, so raise net.core.rmem_max or give it more cores"
-            if full > 0
-            else "check its cable, its switch port or its receive buffer (net.core.rmem_max)"
-        )
+        usual = "check its cable, its switch port or its receive buffer (net.core.rmem_max)"
+        remedy = _overflowed(full) if full > 0 else usual
     else:
         words = f"Everybody loses {_percent(mean)} of what {where[0].lower() + where[1:]} sends"
         remedy = "check its cable, its switch port or its rate (Options(rate=...))"
@@ -284,6 +283,36 @@ def _bad_end(
         level=Level.BAD, kind="receiver" if receives else "sender", text=words, remedy=remedy, ranks=inside,
         links=tuple(own), weight=mean,
     )  # fmt: skip
+
+
+def _bad_direction(moment: Moment, loss: dict[tuple[int, int], float], groups: list[tuple[int, ...]]) -> list[Finding]:
+    """Between two hosts, finds directions that lose; which of the two ends is to blame cannot be told from here."""
+    found = []
+    for sender, receiver in (groups, groups[::-1]):
+        own = {link: value for link, value in loss.items() if link[0] in sender and link[1] in receiver}
+        others = [value for link, value in loss.items() if link not in own]
+        if not own or not others or min(own.values()) < max(_LOSS, _STANDS_OUT * median(others)):
+            continue
+        mean = sum(own.values()) / len(own)
+        names = [_where(moment, each) for each in (sender, receiver)]
+        words = (
+            f"{_percent(mean)} is lost of what goes from {' to '.join(each[0].lower() + each[1:] for each in names)}"
+        )
+        full = sum(moment.everyone[rank].counter("overflow") for rank in receiver)
+        remedy = (
+            _overflowed(full) if full > 0 else "check the cable and the switch ports of both, and the receiver's buffer"
+        )
+        links = tuple(own)
+        found.append(
+            Finding(
+                level=Level.BAD, kind="direction", text=words, remedy=remedy, ranks=receiver, links=links, weight=mean
+            )
+        )
+    return found
+
+
+def _overflowed(times: float) -> str:
+    return f"its receive buffer overflowed {times:,.0f} times, so raise net.core.rmem_max or give it more cores"
 
 
 def _bad_link(moment: Moment, loss: dict[tuple[int, int], float], bad: list[tuple[int, int]], usual: float) -> Finding:

@@ -27,7 +27,7 @@ def plot_watch(data: dict[str, Any], path: Path) -> None:
     _split(grid[0, 1], data)
     columns = data["series"]["columns"]
     _over_time(grid[1, 0], columns, "time of a step, s", [("step", _BLUE, "step"), ("wait", _RED, "waiting")])
-    lost = [("link_loss", _RED, "worst link of a rank"), ("lost", _BLUE, "missing after repair")]
+    lost = [("worst_loss", _RED, "worst link of a rank"), ("lost", _BLUE, "missing after repair")]
     _over_time(grid[1, 1], columns, "lost, %", lost, scale=100)
     _over_time(grid[2, 0], columns, "drift between replicas", [("drift", _BLUE, "drift"), ("bound", _RED, "bound")])
     has_loss = any(value is not None for value in columns.get("train_loss", []))

@@ -3,11 +3,12 @@ import { clock, colour, digits, el, percent, rate, seconds, setText } from "./fo
 
 const CHARTS = [
   { title: "Time of a step", lines: [["step", "--storm", "step"], ["wait", "--network", "waiting"]], text: seconds },
-  { title: "Lost on links", lines: [["link_loss", "--network", "worst link of a rank"], ["lost", "--storm", "missing after repair"]], text: percent },
+  { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst link", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "after repair", "line"]], text: percent },
   { title: "Sent by a rank", lines: [["sent", "--storm", "sent"]], text: rate },
-  { title: "Drift between replicas", lines: [["drift", "--storm", "drift"], ["bound", "--network", "bound", true]], text: (value) => (value === null ? "–" : value === 0 ? "0" : value < 1e-3 ? value.toExponential(1) : digits(value)) },
+  { title: "Drift between replicas", lines: [["drift", "--storm", "drift"], ["bound", "--network", "bound", "dash"]], text: (value) => (value === null ? "–" : value === 0 ? "0" : value < 1e-3 ? value.toExponential(1) : digits(value)) },
   { title: "Loss of the training", lines: [["train_loss", "--storm", "loss"]], text: (value) => (value === null ? "–" : digits(value)), free: true },
   { title: "Batch that counts", lines: [["batch", "--good", "share"]], text: percent, free: true },
+  { title: "Cores in use", lines: [["cores", "--storm", "by a rank"]], text: (value) => (value === null ? "–" : digits(value, 2)) },
   { title: "Round trip", lines: [["rtt", "--storm", "median link"]], text: seconds },
 ];
 
@@ -53,9 +54,9 @@ export class Charts {
       let made = this.plots.get(chart.title);
       if (made && made.shape !== shape) { made.plot.destroy(); made.card.remove(); made = null; }
       const data = [this.columns.time];
-      for (const [name, , , single] of known) {
+      for (const [name, , , style] of known) {
         data.push(this.columns[name]);
-        if (!single) data.push(this.columns[`${name}_high`], this.columns[`${name}_low`]);
+        if (!style) data.push(this.columns[`${name}_high`], this.columns[`${name}_low`]);
       }
       if (!made) this.plots.set(chart.title, (made = this.make(chart, known, shape, data)));
       else made.plot.setData(data);
@@ -71,19 +72,19 @@ export class Charts {
   }
 
   make(chart, known, shape, data) {
-    const last = el("span", { class: "last" });
+    const last = el("p", { class: "last" });
     const plotBox = el("div", { class: "plot", role: "img" });
-    const card = el("figure", { class: "card chart", "data-chart": chart.title }, el("h3", {}, chart.title, last), plotBox);
+    const card = el("figure", { class: "card chart", "data-chart": chart.title }, el("h3", {}, chart.title), last, plotBox);
     // Keep the order of CHARTS whatever appears first.
     const later = CHARTS.slice(CHARTS.indexOf(chart) + 1).map((each) => this.plots.get(each.title)?.card).find(Boolean);
     this.box.insertBefore(card, later ?? null);
     const made = { card, last, shape, data };
     const series = [{}];
     const bands = [];
-    for (const [, tint, , single] of known) {
+    for (const [, tint, , style] of known) {
       const stroke = colour(tint);
-      series.push({ stroke, width: 2, dash: single ? [6, 4] : undefined, points: { show: false }, spanGaps: true });
-      if (!single) {
+      series.push({ stroke, width: 2, dash: style === "dash" ? [6, 4] : undefined, points: { show: false }, spanGaps: true });
+      if (!style) {
         bands.push({ series: [series.length, series.length + 1], fill: `${stroke}2e` });
         series.push({ width: 0, points: { show: false }, spanGaps: true }, { width: 0, points: { show: false }, spanGaps: true });
       }
@@ -92,11 +93,11 @@ export class Charts {
     const grid = { stroke: colour("--line"), width: 1 };
     const axis = { stroke: ink, grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     made.plot = new uPlot({
-      width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 8, 0, 0],
+      width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 18, 0, 0],
       cursor: { sync: { key: "stormtorch" }, points: { size: 6 }, drag: { x: true, y: false } },
       legend: { show: false },
       scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, high > 0 ? high * 1.12 : 1]) } },
-      axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 70 },
+      axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 48 },
         { ...axis, size: 66, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : chart.text(mark))), space: 34 }],
       hooks: { setCursor: [(plot) => this.caption(made, chart, known, plot.cursor.idx ?? this.columns.time.length - 1)] },
     }, data, plotBox);

@@ -18,7 +18,7 @@ function show(data, report) {
   document.title = `${WORDS[data.state]}: ${data.verdict[0].text}`.slice(0, 90);
   byId("live").dataset.state = data.state;
   const age = data.now - data.told;
-  setText(byId("live-text"), report ? `${WORDS[data.state]} · report` : `${WORDS[data.state]}${data.told ? ` · told ${seconds(Math.max(1, Math.round(age)))} ago` : ""}`);
+  setText(byId("live-text"), report ? `${WORDS[data.state]} · report` : `${WORDS[data.state]}${data.told ? ` · told ${age < 100 ? `${Math.max(1, Math.round(age))} s` : seconds(age)} ago` : ""}`);
   showVerdict(data);
   showTiles(data);
   matrix.show(data);

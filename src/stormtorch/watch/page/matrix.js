@@ -2,16 +2,16 @@
 import { colour, el, percent, rate, seconds, setText, shortRate } from "./format.js";
 
 const MEASURES = {
-  loss: { title: "Loss", cell: (value) => (value === null ? "·" : 100 * value >= 9.95 ? (100 * value).toFixed(0) : (100 * value).toFixed(value < 5e-5 ? 0 : 1)), unit: "in percent" },
+  loss: { title: "Loss", cell: (value) => (value === null ? "·" : 100 * value >= 9.95 ? (100 * value).toFixed(0) : (100 * value).toFixed(value < 5e-4 ? 0 : 1)), unit: "in percent" },
   rtt: { title: "Round trip", cell: (value) => (value === null ? "·" : 1e3 * value >= 9.95 ? (1e3 * value).toFixed(0) : (1e3 * value).toFixed(1)), unit: "in ms" },
   rate: { title: "Rate", cell: (value) => (value === null ? "·" : shortRate(value)), unit: "in bit/s" },
 };
 
-// From 0 to 1. Loss by its logarithm, from 0.1 % to 30 %: what matters spans that much. The others by how far they are
+// From 0 to 1. Loss by its logarithm, from 0.2 % to 30 %: what matters spans that much. The others by how far they are
 // from the median: a factor of eight is as bad as it gets.
 function heat(measure, value, median) {
   if (value === null) return 0;
-  if (measure === "loss") return value <= 0 ? 0 : Math.max(0, Math.min(1, 0.06 + Math.log(value / 1e-3) / Math.log(300)));
+  if (measure === "loss") return value <= 0 ? 0 : Math.max(0, Math.min(1, Math.log(value / 2e-3) / Math.log(150)));
   const factor = measure === "rtt" ? value / median : median / value;
   return Math.max(0, Math.min(1, Math.log(factor) / Math.log(8)));
 }
@@ -102,7 +102,7 @@ export class Matrix {
     });
     const kind = ranks.length > 24 ? " dense" : ranks.length > 12 ? " middle" : "";
     this.table = el("table", { class: `matrix${kind}`, role: "grid" },
-      el("thead", {}, el("tr", {}, el("td", { class: "corner self" }, ranks.length > 12 ? "" : "to \\ from"), ...heads)), el("tbody", {}, ...rows));
+      el("thead", {}, el("tr", {}, el("td", { class: "corner" }, ranks.length > 12 ? "" : "to \\ from"), ...heads)), el("tbody", {}, ...rows));
     this.at = [0, 1];
     this.table.addEventListener("keydown", (event) => this.move(event));
     const seek = (event) => {

@@ -35,11 +35,11 @@ export function showTiles(data) {
   const tiles = [
     ["Steps", whole(job.step === null ? null : job.step + 1), data.state === "running" ? `${running} of ${data.ranks.length} ranks run` : `${data.ranks.length} ranks`, ""],
     ["A step takes", seconds(cost.step_s || null), data.state === "running" ? "last 30 s" : "whole run", ""],
-    ["Network costs", percent(cost.network_share), "of a step waits for it", level(cost.network_share, 0.25, 0.5)],
-    ["Slowest rank costs", percent(cost.straggler_share), data.slowest === null || cost.straggler_share < 0.005 ? "nobody is waited for" : `rank ${data.slowest} is waited for`, level(cost.straggler_share, 0.1, 0.2)],
-    ["Links lose", percent(cost.link_loss), `after repair ${percent(cost.lost)} missing`, level(cost.link_loss, 0.01, 0.2)],
-    ["Line in use", cost.line_share === null ? rate(cost.sent) : percent(Math.min(1, cost.line_share)), cost.line_share === null ? "sent by a rank; not limited" : `${rate(cost.sent)} of ${rate(cost.line)}`, ""],
-    ["Batch that counts", percent(cost.effective_batch), cost.more_steps === null ? "" : cost.more_steps < 5e-4 ? "loss costs no more steps" : `theory: ${percent(cost.more_steps)} more steps`, ""],
+    ["Network costs", percent(cost.network_share), "of a step is waiting", level(cost.network_share, 0.25, 0.5)],
+    ["A slow rank costs", percent(cost.straggler_share), data.slowest === null || cost.straggler_share < 0.005 ? "none is waited for" : `rank ${data.slowest} is waited for`, level(cost.straggler_share, 0.1, 0.2)],
+    ["Links lose", percent(cost.link_loss), `${percent(cost.lost)} after repair`, level(cost.link_loss, 0.01, 0.2)],
+    ["Line in use", cost.line_share === null ? rate(cost.sent) : percent(Math.min(1, cost.line_share)), cost.line_share === null ? "per rank, no limit" : `${rate(cost.sent)} of ${rate(cost.line)}`, ""],
+    ["Batch that counts", percent(cost.effective_batch), cost.more_steps === null ? "" : cost.more_steps < 5e-4 ? "loss costs no more steps" : `${percent(cost.more_steps)} more steps`, ""],
     ["Drift over bound", worst === null ? "–" : percent(worst), worst === null ? "not measured" : "between replicas", level(worst, 1.2, 1.5)],
   ];
   renew(document.getElementById("tiles"), tiles, () => tiles.map(([name, value, about, level]) =>
@@ -47,7 +47,7 @@ export function showTiles(data) {
 }
 
 export function showWorst(data) {
-  const rows = data.worst.slice(0, 8);
+  const rows = data.worst.slice(0, Math.max(8, Math.min(13, data.ranks.length + 1)));
   const most = Math.max(0.01, ...rows.map((each) => each.loss ?? 0));
   const blamed = new Set((data.verdict[0].links || []).map((link) => link.join()));
   renew(document.getElementById("worst"), [rows, [...blamed]], () => {
