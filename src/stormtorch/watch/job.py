@@ -124,7 +124,8 @@ class Job:
         self._note(time, "view", count(record, "step"), f"View {number}: {', '.join([named(members), *told])}", process)
 
     def _note(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
-        key = (kind, step, words)
+        # Ranks begin a view at about the same step, and not always at the same.
+        key = (kind, words) if kind == "view" else (kind, step, words)
         note = self.notes.get(key)
         if note is None:
             note = self.notes[key] = Note(time, kind, step, clean(words), set())

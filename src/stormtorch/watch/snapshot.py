@@ -4,10 +4,11 @@ from typing import Any
 
 from stormtorch.watch.cost import Cost, cost_of
 from stormtorch.watch.fields import clean
+from stormtorch.watch.findings import Finding
 from stormtorch.watch.job import Job, named
 from stormtorch.watch.moment import LinkState, Moment
 from stormtorch.watch.process import Process
-from stormtorch.watch.verdict import Finding, judge
+from stormtorch.watch.verdict import judge
 
 VERSION = 1
 """Number of this layout."""

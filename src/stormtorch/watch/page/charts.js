@@ -3,11 +3,11 @@ import { clock, colour, digits, el, percent, rate, seconds, setText } from "./fo
 
 const CHARTS = [
   { title: "Time of a step", lines: [["step", "--storm", "step"], ["wait", "--network", "waiting"]], text: seconds },
-  { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst link", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "after repair", "line"]], text: percent },
+  { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "after repair", "line"]], text: percent, least: 0.01 },
   { title: "Sent by a rank", lines: [["sent", "--storm", "sent"]], text: rate },
   { title: "Drift between replicas", lines: [["drift", "--storm", "drift"], ["bound", "--network", "bound", "dash"]], text: (value) => (value === null ? "–" : value === 0 ? "0" : value < 1e-3 ? value.toExponential(1) : digits(value)) },
   { title: "Loss of the training", lines: [["train_loss", "--storm", "loss"]], text: (value) => (value === null ? "–" : digits(value)), free: true },
-  { title: "Batch that counts", lines: [["batch", "--good", "share"]], text: percent, free: true },
+  { title: "Batch that counts", lines: [["batch", "--good", "share"]], text: percent, most: 1 },
   { title: "Cores in use", lines: [["cores", "--storm", "by a rank"]], text: (value) => (value === null ? "–" : digits(value, 2)) },
   { title: "Round trip", lines: [["rtt", "--storm", "median link"]], text: seconds },
 ];
@@ -96,7 +96,7 @@ export class Charts {
       width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 18, 0, 0],
       cursor: { sync: { key: "stormtorch" }, points: { size: 6 }, drag: { x: true, y: false } },
       legend: { show: false },
-      scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, high > 0 ? high * 1.12 : 1]) } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, chart.most ?? Math.max(chart.least ?? 0, high > 0 ? high * 1.12 : 1)]) } },
       axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 48 },
         { ...axis, size: 66, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : chart.text(mark))), space: 34 }],
       hooks: { setCursor: [(plot) => this.caption(made, chart, known, plot.cursor.idx ?? this.columns.time.length - 1)] },

@@ -1,7 +1,7 @@
 // Tables, tiles, bars and the timeline.
 import { clock, el, percent, rate, seconds, setText, size, whole } from "./format.js";
 
-const FEW = 12;
+const FEW = 12; // rows before a list is cut
 const PARTS = [["compute", "computes"], ["straggler", "waits for the slowest rank"], ["network", "waits for the network"], ["view", "waits while ranks come and go"]];
 
 // Nodes are replaced only if what they would show has changed, so that a selection and a reader's place survive.
@@ -66,7 +66,17 @@ export function showWorst(data) {
   });
 }
 
-let all = false;
+const opened = { split: false, ranks: false };
+
+// A button that shows the rest of a long list; returns what is to be shown of it.
+function some(name, list, again) {
+  const more = document.getElementById(`${name}-more`);
+  more.hidden = list.length <= FEW;
+  setText(more, opened[name] ? "Show fewer" : `Show all ${list.length} ranks`);
+  more.setAttribute("aria-expanded", String(opened[name]));
+  more.onclick = () => { opened[name] = !opened[name]; again(); };
+  return opened[name] ? list : list.slice(0, FEW);
+}
 
 export function showSplit(data) {
   renew(document.getElementById("split-legend"), 1, () => PARTS.map(([name, words]) => {
@@ -79,11 +89,7 @@ export function showSplit(data) {
   const longest = Math.max(...known.map((each) => total(each.split)), 1e-9);
   // Among many, those who compute longest say most.
   const order = known.length > FEW ? [...known].sort((a, b) => b.split[0] - a.split[0]) : known;
-  const shown = all ? order : order.slice(0, FEW);
-  const more = document.getElementById("split-more");
-  more.hidden = order.length <= FEW;
-  more.textContent = all ? "Show fewer" : `Show all ${order.length} ranks`;
-  more.onclick = () => { all = !all; showSplit(data); };
+  const shown = some("split", order, () => showSplit(data));
   renew(document.getElementById("split"), [shown.map((each) => [each.rank, each.split]), longest], () => {
     if (!shown.length) return [el("p", { class: "none" }, "No step is complete yet.")];
     return shown.map((each) => {
@@ -108,9 +114,12 @@ export function showRanks(data) {
   setText(document.getElementById("view"), view === null || view === undefined ? "" : `view ${view}, ${data.job.members} members`);
   const table = document.getElementById("ranks");
   const names = ["Rank", "Host", "State", "Step", "Told", "Heard", "Lost", "Sends", "Cores", "Resent", "Overflow", "Lag", "Drift / bound"];
-  renew(table, data.ranks, () => [
+  // Whoever does not run comes first.
+  const fine = (each) => each.state === "running" || each.state === "done";
+  const shown = some("ranks", [...data.ranks.filter((each) => !fine(each)), ...data.ranks.filter(fine)], () => showRanks(data));
+  renew(table, shown, () => [
     el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { scope: "col", class: name === "Host" || name === "State" ? "words" : "" }, name)))),
-    el("tbody", {}, ...data.ranks.map((each) => el("tr", {},
+    el("tbody", {}, ...shown.map((each) => el("tr", {},
       el("td", {}, String(each.rank) + (each.incarnation ? ` (${each.incarnation})` : "")),
       el("td", { class: "words host", title: `${each.host}, process ${each.pid}` }, each.host),
       el("td", { class: "words" }, el("span", { class: "state", "data-state": each.state, title: each.why ?? "" }, each.state)),
