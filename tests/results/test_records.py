@@ -30,21 +30,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-NAMES = [
-    "time",
-    "n",
-    "rank",
-    "step",
-    "steps",
-    "seconds",
-    "links",
-    "number",
-    "members",
-    "text",
-    "why",
-    "health",
-    "waits",
-]
+NAMES = ["time", "n", "rank", "step", "steps", "seconds", "links", "number", "members", "text", "why", "health"]
 
 
 def test_a_record_comes_back_from_its_line() -> None:

@@ -271,7 +271,7 @@ def test_a_copy_of_a_ledger_calls_nobody(tmp_path: Path) -> None:
 @pytest.mark.pure
 def test_the_status_names_the_worst_link_and_the_wait() -> None:
     link = {"rtt_s": 0.001, "loss": 0.0, "rate": 0.0, "path_bytes": 1400, "heard_s": 0.1}
-    latest = {
+    latest: dict[str, Record] = {
         "rank": {"rank": 0, "world": 8, "incarnation": 1, "job": "j", "pid": 5, "host": "h", "policy": "BoundedDrift"},
         "steps": {"step": 9, "steps": 5, "seconds": 2.0, "time": 100.0, "arrived": 0.9},
         "view": {"number": 2, "step": 3, "members": [0, 1, 2, 4]},
