@@ -89,6 +89,7 @@ class Recorder:
         self._rows: deque[tuple[_Training, Row, float, float]] = deque(maxlen=_MOST_ROWS)
         self._trainings: list[_Training] = []
         self._noted: Any = None
+        self._skips_links = True
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
         self._over = threading.Event()
@@ -187,9 +188,12 @@ class Recorder:
 
     def look(self) -> None:
         """Makes records of all that has happened since the last time, and writes what is not written yet."""
+        steps = self._latest.get("steps")
         self._sum_up()
         transport = self._transport()
-        if transport is not None and not transport.closed:
+        # Links change slowly, and have the longest records: while steps end, every second time is enough.
+        self._skips_links = self._latest.get("steps") is not steps and not self._skips_links and not self._over.is_set()
+        if transport is not None and not transport.closed and not self._skips_links:
             session = next((found for each in reversed(self._trainings) if (found := each.session())), None)
             members = () if session is None else session.view.members
             with contextlib.suppress(StormError, RuntimeError):  # closed meanwhile
