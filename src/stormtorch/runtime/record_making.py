@@ -180,13 +180,9 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
 
 
 def _flat(health: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for name, value in health.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}_{each}": number for each, number in value.items()}
-        else:
-            flat[name] = int(value) if isinstance(value, bool) else value
-    return flat
+    """Returns the counters that are not 0, without a second level: most never count anything."""
+    faults = {f"faults_{name}": number for name, number in health.get("faults", {}).items() if number}
+    return {name: int(number) for name, number in health.items() if number and name != "faults"} | faults
 
 
 def view_record(number: int, step: int, members: Sequence[int], before: Sequence[int]) -> Record:

@@ -59,6 +59,8 @@ class _Training:
         self.counted = session.steps
         self.ended_at = time.perf_counter()
         self.view: tuple[int, ...] = ()
+        self.leader = self
+        """The largest session of the same model: optimizers of one model step together, and it counts their steps."""
         # A session of some ranks counts them from 0; records have the ranks of the transport.
         group = session.group
         some = len(group.ranks) < group.transport.world
@@ -87,6 +89,7 @@ class Recorder:
         self._rows: deque[tuple[_Training, Row, float, float]] = deque(maxlen=_MOST_ROWS)
         self._trainings: list[_Training] = []
         self._noted: Any = None
+        self._skips_links = True
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
         self._over = threading.Event()
@@ -109,6 +112,8 @@ class Recorder:
         beside = [each for each in self._trainings if (other := each.session()) and other.model is session.model]
         self._trainings = [each for each in self._trainings if each.session() is not None] + [training]
         parameters = training.parameters + sum(each.parameters for each in beside)
+        for each in (*beside, training):
+            each.leader = max((*beside, training), key=lambda each: (each.parameters, each.number))
         self._add(making.rank_record(session, parameters, time.time()))
         self.view(session)
         session.ledger.on_row(lambda row: self._rows.append((training, row, time.perf_counter(), time.time())))
@@ -183,9 +188,12 @@ class Recorder:
 
     def look(self) -> None:
         """Makes records of all that has happened since the last time, and writes what is not written yet."""
+        steps = self._latest.get("steps")
         self._sum_up()
         transport = self._transport()
-        if transport is not None and not transport.closed:
+        # Links change slowly, and have the longest records: while steps end, every second time is enough.
+        self._skips_links = self._latest.get("steps") is not steps and not self._skips_links and not self._over.is_set()
+        if transport is not None and not transport.closed and not self._skips_links:
             session = next((found for each in reversed(self._trainings) if (found := each.session())), None)
             members = () if session is None else session.view.members
             with contextlib.suppress(StormError, RuntimeError):  # closed meanwhile
@@ -194,10 +202,12 @@ class Recorder:
 
     def _sum_up(self) -> None:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
-        if not rows:
+        leaders = [each[0] for each in rows if each[0].leader is each[0]]
+        if not leaders:
+            self._rows.extendleft(reversed(rows))  # they wait for the row of their leader
             return
-        # Sessions of one model step together: the largest one counts steps, and all of them wait and send.
-        training = max((each[0] for each in rows), key=lambda each: (each.parameters, each.number))
+        # One session counts steps, and all of them wait and send.
+        training = max(leaders, key=lambda each: (each.parameters, each.number))
         own = [row for each, row, _, _ in rows if each is training]
         ended_at, when = next((ended, when) for each, _, ended, when in reversed(rows) if each is training)
         beyond = own[-1].step + 1 - training.counted

@@ -226,8 +226,7 @@ class Listener:
                 try:
                     theirs = talk.hear(b"newcomer", _QUESTION_BYTES).get("nonce")
                 except _AsksStatus:
-                    connection.sendall(b"\n")  # the greeting is no line
-                    self._say_status(connection)
+                    self._say_status(connection, after="\n")  # the greeting is no line
                     return
                 talk.sign(self._key, nonce, str(theirs))
                 try:
@@ -259,12 +258,12 @@ class Listener:
         except TimeoutError:
             return False
 
-    def _say_status(self, connection: socket.socket) -> None:
+    def _say_status(self, connection: socket.socket, after: str = "") -> None:
         if self.status is None or not self._tells_status(connection):
             raise Garbage("a question for the status from elsewhere")
         connection.settimeout(TALK_S)
         connection.recv(64)  # a connection that is closed with bytes unread loses those that it has sent
-        connection.sendall(self.status().encode())
+        connection.sendall((after + self.status()).encode())
 
 
 def _from_here(connection: socket.socket) -> bool:
