@@ -91,6 +91,8 @@ class WatchedJob:
             optimizer.session.record(folder, every_s=every_s)
         elif optimizer.session.recorder is not None:
             optimizer.session.recorder.every_s = every_s
+        if optimizer.session.recorder is not None:
+            self.addresses[rank] = optimizer.session.recorder.latest()["rank"]["address"]
         generator = torch.Generator().manual_seed(rank)
         truth = torch.randn(64, 10, generator=torch.Generator().manual_seed(9))
         step = 0

@@ -91,8 +91,8 @@ def watch(
     with friendly_errors():
         files = list(export or [])
         _check(port, files, csv)
-        with contextlib.closing(_watcher(job)) as watcher:
-            watcher.read()
+        with _ending_quietly(), contextlib.closing(_watcher(job)) as watcher:
+            _read_first(watcher)
             if files or csv is not None:
                 _write(watcher, files, csv)
             elif web:
@@ -103,6 +103,26 @@ def watch(
                 _follow_on_screen(watcher)
             else:
                 _follow_by_lines(watcher)
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """Ctrl-C is how one stops looking: it ends no job, and needs no words."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
+
+
+def _read_first(watcher: "Watcher") -> None:
+    """Reads for the first time: whether anybody answers, and lets us in, shows now."""
+    from stormtorch.errors import StormError
+
+    try:
+        watcher.read()
+    except (StormError, OSError) as error:
+        typer.secho(str(error), err=True, fg="red", bold=True)
+        raise typer.Exit(1) from error
 
 
 def _check(port: int | None, files: list[Path], csv: Path | None) -> None:
@@ -239,7 +259,7 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
     try:
         from stormtorch.watch.server import listen, serve
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise typer.BadParameter(f"needs a web server: {_EXTRA}", param_hint="--web") from error
     from stormtorch.watch.guard import Guard, is_loopback
