@@ -75,6 +75,7 @@ def stormtorch(
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
 
       stormtorch watch run --web                       what the network costs a job
+
       stormtorch ledger runs/today                     what arrived, and what waiting cost
 
       stormtorch keygen                                a key that seals a job's datagrams

@@ -141,6 +141,6 @@ class Moment:
         view = self.job.view
         if view is not None and process.rank not in view.members and process.told <= view.time + _SILENT_S:
             return State.GONE
-        spell = process.now(RECENT_S)
-        patience = max(_SILENT_S, _SILENT_STEPS * spell.seconds / spell.steps if spell.steps else 0.0)
+        _, last = process.recent[-1] if process.recent else (0.0, Spell())
+        patience = max(_SILENT_S, _SILENT_STEPS * last.seconds / last.steps if last.steps else 0.0)
         return State.SILENT if self.now - process.told > patience else State.RUNNING

@@ -28,8 +28,14 @@ class Spell:
 
     def add(self, other: "Spell") -> None:
         """Adds the sums of other steps."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.gradient_wait_s += other.gradient_wait_s
+        self.broadcast_wait_s += other.broadcast_wait_s
+        self.view_wait_s += other.view_wait_s
+        self.bytes_sent += other.bytes_sent
+        self.arrived += other.arrived
+        self.guarded += other.guarded
 
     @property
     def wait_s(self) -> float:

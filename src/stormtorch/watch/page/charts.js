@@ -1,6 +1,7 @@
 // Time series. A band shows all ranks without one line hiding another.
 import { clock, colour, digits, el, percent, rate, seconds, setText } from "./format.js";
 
+const EVERY_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 const CHARTS = [
   { title: "Time of a step", lines: [["step", "--storm", "step"], ["wait", "--network", "waiting"]], text: seconds },
   { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "after repair", "line"]], text: percent, least: 0.01 },
@@ -96,8 +97,8 @@ export class Charts {
       width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 18, 0, 0],
       cursor: { sync: { key: "stormtorch" }, points: { size: 6 }, drag: { x: true, y: false } },
       legend: { show: false },
-      scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, chart.most ?? Math.max(chart.least ?? 0, high > 0 ? high * 1.12 : 1)]) } },
-      axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 48 },
+      scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, chart.most ?? (high > 0 ? Math.max(chart.least ?? 0, high * 1.12) : chart.least ?? 1)]) } },
+      axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 68, incrs: EVERY_S },
         { ...axis, size: 66, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : chart.text(mark))), space: 34 }],
       hooks: { setCursor: [(plot) => this.caption(made, chart, known, plot.cursor.idx ?? this.columns.time.length - 1)] },
     }, data, plotBox);

@@ -40,7 +40,7 @@ async function ask() {
     const times = charts.columns.time;
     const start = data.series.start ?? 0;
     const last = times.length ? Math.round((times[times.length - 1] - start) / data.series.width_s - 0.5) : 0;
-    asked = { since: Math.max(0, last - 15), width: data.series.width_s };
+    asked = { since: Math.max(0, last - 6), width: data.series.width_s };
   } catch (error) {
     byId("live").dataset.state = "lost";
     setText(byId("live-text"), error instanceof TypeError ? "stormtorch watch has ended, or cannot be reached" : String(error.message));
