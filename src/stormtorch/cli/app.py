@@ -9,6 +9,7 @@ from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.options import Loss, Ranks, Steps
+from stormtorch.cli.postmortem import postmortem
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
 
@@ -25,6 +26,7 @@ app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 app.command()(chaos)
 app.command()(ledger)
+app.command()(postmortem)
 
 
 def main() -> None:
@@ -73,6 +75,8 @@ def stormtorch(
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
 
       stormtorch ledger runs/today                     what arrived, and what waiting cost
+
+      stormtorch postmortem /tmp                       which rank did something else first
 
       stormtorch keygen                                a key that seals a job's datagrams
 
