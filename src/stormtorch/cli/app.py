@@ -9,6 +9,7 @@ from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.options import Loss, Ranks, Steps
+from stormtorch.cli.postmortem import postmortem
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
 from stormtorch.cli.watch import watch
@@ -27,6 +28,7 @@ app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really lose
 app.command()(chaos)
 app.command()(watch)
 app.command()(ledger)
+app.command()(postmortem)
 
 
 def main() -> None:
@@ -77,6 +79,8 @@ def stormtorch(
       stormtorch watch run --web                       what the network costs a job
 
       stormtorch ledger runs/today                     what arrived, and what waiting cost
+
+      stormtorch postmortem /tmp                       which rank did something else first
 
       stormtorch keygen                                a key that seals a job's datagrams
 

@@ -26,6 +26,8 @@ from stormtorch.errors import StormError
 from stormtorch.policies.ledger import Row
 from stormtorch.results.records import Record, Who, line_of
 from stormtorch.runtime import record_making as making
+from stormtorch.runtime.metrics_server import VARIABLE as METRICS_VARIABLE
+from stormtorch.runtime.metrics_server import MetricsServer
 from stormtorch.runtime.record_file import RecordFile
 from stormtorch.runtime.record_making import Recorded
 from stormtorch.runtime.status import status_text
@@ -92,6 +94,8 @@ class Recorder:
         self._skips_links = True
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
+        self.metrics: MetricsServer | None = None
+        """Serves metrics of this rank, where the environment asks for it."""
         self._over = threading.Event()
         self._why = ""
         self.ended = False
@@ -249,6 +253,8 @@ class Recorder:
                 self._kept_bytes -= len(self._kept.popleft())
             if self._file is not None:
                 self._unwritten.append(line)
+            if self.metrics is not None:
+                self.metrics.take(record)
 
     def _write(self) -> None:
         """Writes what is not written yet. The lock is free meanwhile: a disk may be slow."""
@@ -281,6 +287,8 @@ class Recorder:
                 self._write()
                 if self._file is not None:
                     self._file.close()
+                if self.metrics is not None:
+                    self.metrics.close()
         except Exception:
             # Nothing that goes wrong here may end a training or pass unnoticed.
             _log.warning("rank %d: a record could not be made", self.who.rank, exc_info=True)
@@ -310,6 +318,8 @@ def record_session(session: Recorded) -> Recorder | None:
             atexit.register(_end_all)
         if folder := os.environ.get(FOLDER_VARIABLE):
             recorder.write_to(folder)
+        if address := os.environ.get(METRICS_VARIABLE):
+            recorder.metrics = MetricsServer(address, recorder.who.rank)
     recorder.attend(session)
     return recorder
 

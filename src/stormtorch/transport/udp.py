@@ -145,7 +145,7 @@ class UdpTransport(EndpointMembership):
         self.cards = dict(cards)
         self.leaving = False
         self.on_leave: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[str], None]] = []
+        self.on_close: list[Callable[[str], object]] = []
         """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""
         self.why = ""
         """Reason for which this transport is about to be closed; empty if none is known."""

@@ -1,4 +1,4 @@
-"""The web page of `stormtorch watch`: a server of three addresses, made for one reader or a few."""
+"""The web page of `stormtorch watch`: a server of a few addresses, made for one reader or a few."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stormtorch.watch import pages
 from stormtorch.watch.guard import HEADERS, Guard, bearer
+from stormtorch.watch.prometheus import CONTENT_TYPE
 from stormtorch.watch.watcher import Watcher
 
 # The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.
@@ -86,9 +87,9 @@ def new_app(watcher: Watcher, guard: Guard) -> Starlette:
         return Response(await asyncio.to_thread(watcher.as_json, first, width), media_type="application/json")
 
     async def metrics(_: Request) -> Response:
-        from stormtorch.watch.metrics import exposition
-
-        return PlainTextResponse(await asyncio.to_thread(exposition, watcher), media_type="text/plain; version=0.0.4")
+        nonlocal seen
+        seen = time.monotonic()
+        return Response(await asyncio.to_thread(watcher.metrics), media_type=CONTENT_TYPE)
 
     async def collect() -> None:
         while True:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from stormtorch.results.record_files import Folder
+from stormtorch.results.records import Record, Who
 from stormtorch.transport.live import LiveJob
-from stormtorch.watch.job import Job
 
 _KEY_VARIABLE = "STORM_KEY"
 
@@ -18,8 +18,8 @@ class Source(Protocol):
     name: str
     """What it is, in words."""
 
-    def read(self, job: Job) -> bool:
-        """Adds what is new to the job; returns whether there was anything."""
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns the records that are new, by process."""
 
     def close(self) -> None:
         """Gives back what it holds."""
@@ -36,13 +36,9 @@ class FolderSource:
         self.name = str(path)
         self._folder = Folder(path)
 
-    def read(self, job: Job) -> bool:
-        """Adds the lines that are new."""
-        found = self._folder.read()
-        for who, records in found.items():
-            for record in records:
-                job.add(who.file_name, record)
-        return bool(found)
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns what stands on lines that are new."""
+        return self._folder.read()
 
     def close(self) -> None:
         """Does nothing: files are open only while they are read."""
@@ -60,13 +56,9 @@ class LiveSource:
         self.name = where
         self._live = LiveJob(where, key=key)
 
-    def read(self, job: Job) -> bool:
-        """Adds what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
-        found = self._live.read()
-        for who, records in found.items():
-            for record in records:
-                job.add(who.file_name, record)
-        return bool(found)
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
+        return self._live.read()
 
     def close(self) -> None:
         """Ends all talks."""
