@@ -16,8 +16,9 @@ from stormtorch import Options, connect
 from stormtorch.backend.creation import _rejoin
 from stormtorch.errors import NotAdmitted
 from stormtorch.transport import frames, newcomer
+from stormtorch.transport.addresses import addresses
 from stormtorch.transport.cards import MOST_BYTES, Card, pack, unpack
-from stormtorch.transport.newcomer import addresses, come_in, receptions
+from stormtorch.transport.newcomer import come_in, receptions
 from stormtorch.transport.udp import UdpTransport
 
 CARD = Card(

@@ -1,10 +1,16 @@
-"""Flight record: the last operations of a group, written to a file when one of them fails."""
+"""Flight record: the last operations of a group, written to a file when one of them fails.
+
+`stormtorch postmortem` compares the files of all ranks. With STORM_FLIGHT_DIR, a rank that ends with any error writes
+one, so that the rank that caused the failure of the others is seldom the one that is missing.
+"""
 
 import json
 import logging
 import os
+import socket
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,50 +23,96 @@ from stormtorch.errors import StormError
 
 DIRECTORY_VARIABLE = "STORM_FLIGHT_DIR"
 """Environment variable with the folder for flight records; by default the one for temporary files."""
+VERSION = 2
+"""Number of the file's layout."""
 _LENGTH = 256
+_MOST_SHAPES = 8
+_PAIRS = ("send", "recv")
 _logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """Ring of the last operations: when each one started, and the error if it failed."""
+    """Ring of the last operations: when each one started and ended, and the error if it failed."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._records: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
+        self._collectives = 0
         self._dumped = False
+        on_close: list[Callable[[str], object]] | None = getattr(group.transport, "on_close", None)
+        if on_close is not None:
+            found = weakref.WeakMethod(self._closing)
+            on_close.append(lambda why: (closing := found()) is not None and closing(why))
 
-    def begin(self, what: str, sequence: int, tensors: Sequence[torch.Tensor]) -> Callable[[BaseException], None]:
-        """Records an operation. Returns a function to call if the operation fails."""
-        record = {
+    def begin(
+        self,
+        what: str,
+        sequence: int,
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | None = None,
+        peer: int | None = None,
+    ) -> Callable[[BaseException | None], None]:
+        """Records an operation. Returns a function to call at its end, with the error or None.
+
+        Args:
+            what: Name of the operation.
+            sequence: Number of the operation in its group, from 1.
+            results: Tensors that hold the results.
+            inputs: Tensors that are given; None if they are the results.
+            peer: The other rank of a send or a receive, in the group.
+        """
+        given = results if inputs is None else inputs
+        record: dict[str, Any] = {
             "sequence": sequence,
             "operation": what,
-            "bytes": sum(each.numel() * each.element_size() for each in tensors),
+            "shapes": [list(each.shape) for each in given[:_MOST_SHAPES]],
+            "result_shapes": [list(each.shape) for each in results[:_MOST_SHAPES]],
+            "dtype": str(results[0].dtype if results else given[0].dtype if given else "").removeprefix("torch."),
+            "bytes": sum(each.numel() * each.element_size() for each in results),
             "started": time.time(),
         }
+        if what in _PAIRS:
+            # Ranks send and receive as often as they like: only collectives have the same number on all.
+            record["peer"] = peer
+        else:
+            self._collectives += 1
+            record["collective"] = self._collectives
         self._records.append(record)
 
-        def failed(error: BaseException) -> None:
-            record["error"] = str(error)
+        def ended(error: BaseException | None) -> None:
             record["ended"] = time.time()
-            self._dump(error)
+            if error is not None:
+                record["error"] = str(error)
+                if isinstance(error, StormError):
+                    self._dump(str(error))
 
-        return failed
+        return ended
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the last operations, oldest first."""
         return list(self._records)
 
-    def _dump(self, error: BaseException) -> None:
-        if self._dumped or not isinstance(error, StormError):
+    def _closing(self, why: str) -> None:
+        """Called before the transport is closed: a rank that ends with an error of its own is worth a record, too."""
+        if why not in ("done", "left") and self._records and DIRECTORY_VARIABLE in os.environ:
+            self._dump(why)
+
+    def _dump(self, error: str) -> None:
+        if self._dumped:
             return
         self._dumped = True
         folder = Path(os.environ.get(DIRECTORY_VARIABLE, tempfile.gettempdir()))
         path = folder / f"storm-flight-{self._group.name}-rank{self._group.rank}-{os.getpid()}.json"
         content = {
+            "version": VERSION,
             "group": self._group.name,
             "rank": self._group.rank,
             "ranks": list(self._group.ranks),
-            "error": str(error),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "collectives": self._collectives,
+            "error": error,
             "operations": self.records(),
         }
         try:
@@ -68,4 +120,7 @@ class Flight:
         except OSError as problem:
             _logger.warning("could not write the flight record to %s: %s", path, problem)
         else:
-            _logger.error("%s The last operations are in %s", error, path)
+            _logger.error(
+                "%s The last operations are in %s; `stormtorch postmortem %s` compares those of all ranks",
+                *(error, path, folder),
+            )

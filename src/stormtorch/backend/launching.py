@@ -134,6 +134,7 @@ class Launching(Identity):
         inputs: Tensors | None = None,
         finish: Callable[[], None] | None = None,
         value: Sequence[Tensors] | None = None,
+        peer: int | None = None,
     ) -> StormWork:
         """Starts an operation after all earlier ones, and records it.
 
@@ -146,10 +147,11 @@ class Launching(Identity):
             inputs: The tensors whose shapes the profiler shows; None takes `results`.
             finish: Called at the end, after the results are copied.
             value: Content of the work's future, if that is not the list of results.
+            peer: The other rank, for a send or a receive.
         """
         self.check_owner(what)
         self._sequence += 1
-        record = self.flight.begin(what, self._sequence, results)
+        record = self.flight.begin(what, self._sequence, results, inputs, peer)
         if torch.autograd._profiler_enabled():
             shown = results if inputs is None else inputs
             with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):

@@ -33,6 +33,7 @@ class Pairs(Launching):
             lambda: [collectives.send(self.group, given, target, tag=tag, timeout_s=self._timeout_s)],
             [tensor],
             staged,
+            peer=target,
         )
 
     def recv(self, tensors: Any, source: int, tag: int) -> StormWork:
@@ -46,6 +47,7 @@ class Pairs(Launching):
             [tensor],
             staged,
             source=lambda: source,
+            peer=source,
         )
 
     def recv_anysource(self, tensors: Any, tag: int) -> StormWork:

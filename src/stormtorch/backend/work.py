@@ -35,7 +35,7 @@ class StormWork(dist.Work):
         results: Sequence[torch.Tensor],
         staged: Staged,
         finish: Callable[[], None] | None = None,
-        failed: Callable[[BaseException], None] | None = None,
+        ended: Callable[[BaseException | None], None] | None = None,
         source: Callable[[], int | None] | None = None,
         value: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class StormWork(dist.Work):
         self._value: list[Any] = self._results if value is None else [list(each) for each in value]
         self.staged = staged
         self._finish = finish
-        self._failed = failed
+        self._on_end = ended
         self._source = source
         # Background threads do not inherit inference mode.
         self._inference = torch.is_inference_mode_enabled()
@@ -135,8 +135,8 @@ class StormWork(dist.Work):
     def _end(self, error: BaseException | None) -> None:
         self._done, self._error = True, error
         self._begun = ()
-        if error is not None and self._failed is not None:
-            self._failed(error)
+        if self._on_end is not None:
+            self._on_end(error)
 
     def is_completed(self) -> bool:
         """Asks whether the collective has ended, well or not. Never blocks."""

@@ -7,9 +7,12 @@ import typer
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.ledger import ledger
 from stormtorch.cli.options import Loss, Ranks, Steps
+from stormtorch.cli.postmortem import postmortem
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
+from stormtorch.cli.watch import watch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +26,9 @@ app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in 
 app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 app.command()(chaos)
+app.command()(watch)
+app.command()(ledger)
+app.command()(postmortem)
 
 
 def main() -> None:
@@ -69,6 +75,12 @@ def stormtorch(
       stormtorch lab run --loss 0.1 -- python train.py a bad network
 
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
+
+      stormtorch watch run --web                       what the network costs a job
+
+      stormtorch ledger runs/today                     what arrived, and what waiting cost
+
+      stormtorch postmortem /tmp                       which rank did something else first
 
       stormtorch keygen                                a key that seals a job's datagrams
 

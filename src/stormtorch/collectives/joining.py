@@ -1,8 +1,9 @@
 """`join`: coming into a running job as a rank beyond those of its start."""
 
 from stormtorch.collectives.group import Group
+from stormtorch.transport.addresses import addresses
 from stormtorch.transport.leaving import say_goodbye_on_error
-from stormtorch.transport.newcomer import addresses, come_in
+from stormtorch.transport.newcomer import come_in
 from stormtorch.transport.options import Options
 
 

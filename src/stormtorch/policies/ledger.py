@@ -135,6 +135,8 @@ class Ledger:
         self._arrived = 0.0
         self._file: LedgerFile | None = None
         self._writer: Any = None
+        self._wandb: Any = None
+        self._on_row: list[Callable[[Row], object]] = []
         self._whose = ""
         self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
@@ -145,7 +147,11 @@ class Ledger:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy keeps: the rows, but neither the session nor the file and the writer that follow it."""
-        return {**self.__dict__, "rows": self.rows.copy(), "_file": None, "_writer": None, "_complete": _nothing}
+        return {**self.__dict__, "rows": self.rows.copy(), **self._alone()}
+
+    @staticmethod
+    def _alone() -> dict[str, Any]:
+        return {"_file": None, "_writer": None, "_wandb": None, "_on_row": [], "_complete": _nothing}
 
     def __repr__(self) -> str:
         if not self._steps:
@@ -180,6 +186,23 @@ class Ledger:
                     "training goes on",
                     *(self._whose, error, row.step),
                 )
+
+        if self._wandb is not None:
+            try:
+                self._wandb.log({"storm/step": row.step, **{f"storm/{name}": value for name, value in _scalars(row)}})
+            except Exception as error:  # of its own kinds, which only those know who have it installed
+                self._wandb = None
+                _log.warning(
+                    "%scannot log rows to Weights & Biases: %s. It gets none from step %d on; the ledger keeps them, "
+                    "and training goes on",
+                    *(self._whose, error, row.step),
+                )
+        for callback in self._on_row:
+            callback(row)
+
+    def on_row(self, callback: Callable[[Row], object]) -> None:
+        """Has a function called with every complete row from now on, in the thread that trains."""
+        self._on_row.append(callback)
 
     def _settle(self) -> None:
         """Completes the row of the last step, by waiting for its parameters."""
@@ -250,6 +273,15 @@ class Ledger:
         """Writes every row from now on to a `torch.utils.tensorboard.SummaryWriter`, under storm/."""
         self._writer = writer
 
+    def to_wandb(self, run: Any) -> None:
+        """Logs every row from now on to a run of Weights & Biases, as `wandb.init()` returns it, under storm/.
+
+        The run's steps stay the program's: the charts of these numbers have `storm/step` as their axis.
+        """
+        run.define_metric("storm/step")
+        run.define_metric("storm/*", step_metric="storm/step")
+        self._wandb = run
+
 
 def _nothing() -> None:
     """Completes no row. It is a function of the module, so that pickle can name it."""
@@ -301,13 +333,19 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _write_scalars(writer: Any, row: Row) -> None:
+def _scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """Names and values of all numbers of a row but the step."""
     for name, value in dataclasses.asdict(row).items():
         if isinstance(value, bool | int | float) and name != "step":
-            writer.add_scalar(f"storm/{name}", float(value), row.step)
-    writer.add_scalar("storm/arrived", row.arrived, row.step)
+            yield name, float(value)
+    yield "arrived", row.arrived
     for stage, links in (("gradients", row.gradients), ("broadcast", row.broadcast)):
         for peer, fraction in links.items():
-            writer.add_scalar(f"storm/{stage}/from_{peer}", fraction, row.step)
+            yield f"{stage}/from_{peer}", fraction
+
+
+def _write_scalars(writer: Any, row: Row) -> None:
+    for name, value in _scalars(row):
+        writer.add_scalar(f"storm/{name}", value, row.step)
     for event in row.events:
         writer.add_text("storm/events", event, row.step)

@@ -1,9 +1,9 @@
 """A file that gets a line for every row of a ledger, as long as the disk has room."""
 
-import contextlib
 import logging
-import os
 from pathlib import Path
+
+from stormtorch.results.line_file import LineFile
 
 _log = logging.getLogger("stormtorch")
 
@@ -19,22 +19,14 @@ class LedgerFile:
 
     def __init__(self, path: str | Path, whose: str, kept: int) -> None:
         self._path, self._whose, self._kept = path, whose, kept
-        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  # it stays open as long as the ledger
+        self._file = LineFile(path)
         self._lost = 0
         self._first_lost = self._last_lost = 0
 
     def add(self, line: str, step: int) -> None:
         """Writes the line of a step. Warns if that fails, but only once until lines can be written again."""
-        message = line.encode()
-        end: int | None = None
-        try:
-            end = os.fstat(self._file.fileno()).st_size
-            if self._file.write(message) != len(message):
-                raise OSError("there was room for only a part of the row")
-        except OSError as error:
-            if end is not None:
-                with contextlib.suppress(OSError):  # a device cannot be truncated
-                    self._file.truncate(end)
+        error = self._file.add(line.encode())
+        if error is not None:
             if not self._lost:
                 self._first_lost = step
                 _log.warning(
@@ -53,5 +45,4 @@ class LedgerFile:
 
     def close(self) -> None:
         """Closes the file."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()

@@ -77,7 +77,7 @@ class GradientSession(ReplicatedSession):
         row = self._row
         row.step = self.steps
         self.steps += 1
-        self.note(row, self._waited_s)
+        self.complete_row(row, self._waited_s)
         self.stepped()
 
     def at_rest(self) -> bool:

@@ -102,7 +102,7 @@ class ModelSession(ReplicatedSession):
         assert telling is not None
         row, waited_s = self._row, self._gate.waited_s
         here = self.complete(telling, row, self.steps, self._digest)
-        self.note(row, waited_s)
+        self.complete_row(row, waited_s)
         if not here:
             self.change()
         self.sample(self.steps + 1)

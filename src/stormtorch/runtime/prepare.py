@@ -16,6 +16,7 @@ from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
 from stormtorch.runtime.gradient_session import GradientSession
 from stormtorch.runtime.hooks import take_over
 from stormtorch.runtime.model_session import ModelSession
+from stormtorch.runtime.recorder import record_session
 from stormtorch.runtime.session import Session, combined, sessions_of
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.unwrapped import unwrap
@@ -75,6 +76,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
     with doing("prepare()"):
         session = _session(model, optimizer, ranks, name, policy)
         take_over(session)
+        session.recorder = record_session(session)
     leaves_by(ranks.transport, session.hand_over)
     unwrap(model)
     return model, optimizer

@@ -122,7 +122,7 @@ class ReplicatedSession(Session):
         row.loss = rounds.losses.broadcast.value
         row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
 
-    def note(self, row: Row, waited_s: float) -> None:
+    def complete_row(self, row: Row, waited_s: float) -> None:
         """Completes the row of a round."""
         averages = self._averages
         labels = self.labels()

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from stormtorch.runtime.membership import Left, Membership, View
 from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
+from stormtorch.runtime.recorder import Recorder
 from stormtorch.transport.waiting import doing
 
 _log = logging.getLogger("stormtorch")
@@ -56,6 +58,8 @@ class Session(ABC):
         self.steps = 0
         """Optimizer steps so far."""
         self.membership = Membership(group, name, policy.give_up_s)
+        self.recorder: Recorder | None = None
+        """Makes the records of this process; None on a simulated network."""
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
         self._gone = self._entering = False
         self._told: dict[int, dict[str, bytes]] = {}
@@ -70,6 +74,8 @@ class Session(ABC):
             "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
             "policy": policy,
         }
+        self.given_policy = policy
+        """The policy as the user gave it."""
         self.frozen = [each for each in trained(optimizer) if not each.requires_grad]
         """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.parameters = trained(optimizer)
@@ -179,6 +185,33 @@ class Session(ABC):
         """Has a function called after every complete optimizer step, with the number of steps so far."""
         self._on_step.append(callback)
 
+    def record(self, folder: str | Path, *, every_s: float | None = None) -> Path:
+        """Writes records of this training to a file in a folder, which other ranks may share: `stormtorch watch` and
+        `stormtorch ledger` read it. STORM_RECORD=FOLDER does the same without a change of the program.
+
+        Where nothing can be written any more, as on a full disk, a warning says so and training goes on.
+
+        Args:
+            folder: Folder of the run; it is made if it is missing.
+            every_s: Seconds between two records of a kind; None keeps the interval, which is 1 s at first.
+
+        Returns:
+            Path of the file.
+
+        Raises:
+            ValueError: The folder cannot be written to, or the network is simulated.
+        """
+        if self.recorder is None:
+            raise ValueError("a training on a simulated network makes no records")
+        if every_s is not None and not 0.01 <= every_s <= 3600.0:
+            raise ValueError(f"every_s must lie in [0.01, 3600], got {every_s}")
+        return self.recorder.write_to(folder, every_s)
+
+    def note(self, *, loss: float | torch.Tensor) -> None:
+        """Notes the loss of the training, so that records show it. A tensor is not read before a record is made."""
+        if self.recorder is not None:
+            self.recorder.note(loss)
+
     def stepped(self) -> None:
         """Called by subclasses when a step is complete."""
         self._told = {}
@@ -197,9 +230,12 @@ class Session(ABC):
         try:
             # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
             with torch.inference_mode(False), torch.no_grad():
-                return self.begin_latest()
+                held = self.begin_latest()
         finally:
             self._entering = False
+        if self.recorder is not None:
+            self.recorder.view(self)
+        return held
 
     @abstractmethod
     def begin_latest(self) -> bool:

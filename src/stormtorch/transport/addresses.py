@@ -1,4 +1,4 @@
-"""Addresses of this machine: which one to bind, and towards whom."""
+"""Addresses of this machine: which one to bind, and towards whom; and addresses as people write them."""
 
 import fcntl
 import ipaddress
@@ -6,7 +6,20 @@ import os
 import socket
 import struct
 
+Address = tuple[str, int]
+"""Host and port."""
 _SIOCGIFADDR = 0x8915
+
+
+def addresses(text: str) -> list[Address]:
+    """Reads addresses such as "host:29500" or "[::1]:29500,other:29500"."""
+    found: list[Address] = []
+    for each in text.split(","):
+        host, _, port = each.strip().rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 0xFFFF:
+            raise ValueError(f'an address is "host:port", several are divided by commas, got {text!r}')
+        found.append((host.removeprefix("[").removesuffix("]"), int(port)))
+    return found
 
 
 def local_address(interface: str | None) -> str:

@@ -4,11 +4,15 @@ The rank greets with a random number. The newcomer answers with one of its own a
 it, and the talk is over. Where the job has a key, question and answer carry an HMAC under a key that follows from the
 job key and both numbers: each side knows that the other has the key, and nobody between them changes a byte. Without a
 key, whoever reaches the port can ask, just as whoever reaches the store can read.
+
+Somebody on the same machine may also send the plain line STATUS, as by `echo STATUS | nc 127.0.0.1 PORT`, and gets a
+few lines of text: where the job has no key, or the rank has STORM_STATUS=1.
 """
 
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -34,6 +38,11 @@ _QUESTION_BYTES = 4 << 10
 _ANSWER_BYTES = 512 << 10  # the cards of a thousand ranks
 _MAC_BYTES = 32
 _HEAD = struct.Struct("!BI")  # whether the frame is signed, and the bytes that follow
+STATUS_VARIABLE = "STORM_STATUS"
+"""Environment variable: 1 answers STATUS in a job that has a key, too, to everybody on the same machine."""
+_STATUS = b"STATUS"
+# Time for which a rank waits before it greets somebody on its own machine: whoever asks for STATUS says so at once.
+_GREET_AFTER_S = 0.02
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -42,6 +51,10 @@ _listeners: weakref.WeakSet["Listener"] = weakref.WeakSet()
 
 class Garbage(Exception):
     """What came over a connection is not part of such a talk."""
+
+
+class _AsksStatus(Exception):
+    """The other side has typed STATUS after it was greeted."""
 
 
 class _Talk:
@@ -67,7 +80,10 @@ class _Talk:
 
     def hear(self, who: bytes, most_bytes: int) -> dict[str, Any]:
         """Receives a frame of the other side."""
-        signed, length = _HEAD.unpack(self._take(_HEAD.size))
+        head = self._take(_HEAD.size)
+        if head == _STATUS[: _HEAD.size]:
+            raise _AsksStatus
+        signed, length = _HEAD.unpack(head)
         if length > most_bytes + _MAC_BYTES:
             raise Garbage(f"a frame of {length} bytes")
         body = self._take(length)
@@ -110,8 +126,17 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return said
 
 
-def ask(address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str) -> dict[str, Any]:
+def ask(
+    address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str, timeout_s: float = TALK_S
+) -> dict[str, Any]:
     """Asks the reception at an address one question, and returns its answer.
+
+    Args:
+        address: Where the reception listens.
+        question: What to ask.
+        key: The job's key.
+        version: Version of this package.
+        timeout_s: Longest time to connect, and then to talk.
 
     Raises:
         OSError: Nobody answers there, or not in time.
@@ -119,8 +144,8 @@ def ask(address: tuple[str, int], question: dict[str, Any], *, key: bytes | None
         NotAdmitted: The reception refuses to talk with this process; the error says why.
     """
     where = f"{address[0]}:{address[1]}"
-    with socket.create_connection(address, timeout=TALK_S) as connection:
-        talk = _Talk(connection, TALK_S)
+    with socket.create_connection(address, timeout=timeout_s) as connection:
+        talk = _Talk(connection, timeout_s)
         greeting = talk.hear(b"rank", _QUESTION_BYTES)
         if greeting.get("storm") != PROTOCOL or greeting.get("version") != version:
             raise NotAdmitted(
@@ -159,6 +184,8 @@ class Listener:
 
     def __init__(self, host: str, port: int, *, key: bytes | None, version: str, answer: Answer) -> None:
         self.answer = answer
+        self.status: Callable[[], str] | None = None
+        """Says where this rank stands; None says nothing."""
         self.rejected = 0
         self._key, self._version = key, version
         self._seats = threading.BoundedSemaphore(_MOST_TALKS)
@@ -189,11 +216,18 @@ class Listener:
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
+                if self._asks_status(connection):
+                    self._say_status(connection)
+                    return
                 talk = _Talk(connection, TALK_S)
                 nonce = secrets.token_hex(16)
                 keyed = self._key is not None
                 talk.say({"storm": PROTOCOL, "version": self._version, "nonce": nonce, "keyed": keyed}, b"rank")
-                theirs = talk.hear(b"newcomer", _QUESTION_BYTES).get("nonce")
+                try:
+                    theirs = talk.hear(b"newcomer", _QUESTION_BYTES).get("nonce")
+                except _AsksStatus:
+                    self._say_status(connection, after="\n")  # the greeting is no line
+                    return
                 talk.sign(self._key, nonce, str(theirs))
                 try:
                     question = talk.hear(b"newcomer", _QUESTION_BYTES)
@@ -209,6 +243,33 @@ class Listener:
             _log.debug("reception: a talk failed", exc_info=True)
         finally:
             self._seats.release()
+
+    def _tells_status(self, connection: socket.socket) -> bool:
+        allowed = self._key is None or os.environ.get(STATUS_VARIABLE) == "1"
+        return allowed and self.status is not None and _from_here(connection)
+
+    def _asks_status(self, connection: socket.socket) -> bool:
+        """Whether somebody on this machine asks for the status, without having been greeted."""
+        if not self._tells_status(connection):
+            return False
+        connection.settimeout(_GREET_AFTER_S)
+        try:
+            return connection.recv(len(_STATUS), socket.MSG_PEEK) == _STATUS
+        except TimeoutError:
+            return False
+
+    def _say_status(self, connection: socket.socket, after: str = "") -> None:
+        if self.status is None or not self._tells_status(connection):
+            raise Garbage("a question for the status from elsewhere")
+        connection.settimeout(TALK_S)
+        connection.recv(64)  # a connection that is closed with bytes unread loses those that it has sent
+        connection.sendall((after + self.status()).encode())
+
+
+def _from_here(connection: socket.socket) -> bool:
+    """Whether the other end of a connection is on this machine."""
+    there, here = (str(name[0]).partition("%")[0] for name in (connection.getpeername(), connection.getsockname()))
+    return there == here or ipaddress.ip_address(there).is_loopback
 
 
 def _listen(host: str, port: int) -> socket.socket:

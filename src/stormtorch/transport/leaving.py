@@ -178,6 +178,7 @@ def say_goodbye(why: str) -> None:
         if not transport.closed:
             with contextlib.suppress(Exception):  # the process already ends with another error
                 transport.store.set(_key(transport, transport.rank), why[:_MOST_LETTERS])
+            transport.why = why
             with contextlib.suppress(Exception):
                 transport.close(_LINGER_S)
 

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.errors import NotAdmitted
 from stormtorch.transport import frames
+from stormtorch.transport.addresses import Address
 from stormtorch.transport.cards import Agreement, Card, Job, fingerprint, pack, unpack
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.options import Options
@@ -26,24 +27,11 @@ from stormtorch.transport.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")
 
-Address = tuple[str, int]
-
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
 _UNHEARD_S = 30.0
-
-
-def addresses(text: str) -> list[Address]:
-    """Reads addresses such as "host:29500" or "[::1]:29500,other:29500"."""
-    found: list[Address] = []
-    for each in text.split(","):
-        host, _, port = each.strip().rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= 0xFFFF:
-            raise ValueError(f'an address is "host:port", several are divided by commas, got {text!r}')
-        found.append((host.removeprefix("[").removesuffix("]"), int(port)))
-    return found
 
 
 def receptions(cards: Sequence[Card]) -> list[Address]:

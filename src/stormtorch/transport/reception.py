@@ -1,17 +1,24 @@
-"""What a rank of a running job answers to processes that want into it.
+"""What a rank of a running job answers to processes that want into it, and to those that watch it.
 
 A newcomer first learns what all ranks know (`learn`), then gets a slot and a number (`seat`), and then asks to be let
 in until a view includes it (`ask`). Nothing here decides who is in: the ranks agree on that.
+
+Whoever watches the job has ranks tell of their training (`tell`). A rank that the watcher cannot reach is asked by one
+that it can. `transport.teller` has the records: this room knows nothing of trainings.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from stormtorch.errors import NotAdmitted
+from stormtorch.transport import frames
 from stormtorch.transport.cards import MOST_INCARNATIONS, Card, Job, pack, unpack
 from stormtorch.transport.frames import Garbage
 
@@ -22,11 +29,16 @@ if TYPE_CHECKING:
 _SEAT_S = 30.0
 # Notes come every tenth of `silence_s`: a rank that missed this part of it is no longer taken for alive and well.
 _QUIET = 0.35
+# Questions that this rank asks others at the same time on behalf of watchers, and how long each may take to connect and
+# to be answered: newcomers need seats at the reception, too, and a watcher does not wait for long.
+_MOST_ERRANDS = 3
+_ERRAND_S = 1.5
+_MOST_SINCE = 1 << 62
 
 
 def not_yet(question: dict[str, Any]) -> dict[str, Any]:
     """Answers for a process that is not in a job itself yet."""
-    if question.get("op") not in ("learn", "seat", "ask"):
+    if question.get("op") not in ("learn", "seat", "ask", "tell"):
         raise Garbage("an unknown question")
     return {"state": "founding"}
 
@@ -43,6 +55,7 @@ class Reception:
         self._transport = weakref.ref(transport)
         self._job = job
         self._lock = threading.Lock()
+        self._errands = threading.BoundedSemaphore(_MOST_ERRANDS)
         self._given: dict[int, tuple[int, float]] = {}  # by slot: the highest number given, and until when it counts
 
     def speak_for(self, transport: UdpTransport) -> None:
@@ -54,9 +67,11 @@ class Reception:
         transport = self._transport()
         if transport is None or transport.closed:
             return {"state": "over"}
+        operation = question.get("op")
+        if operation == "tell":
+            return self._tell(transport, question)
         if transport.leaving:
             return {"state": "over", "others": self._cards(transport)}
-        operation = question.get("op")
         if operation == "learn":
             return self._learn(transport)
         if operation == "seat":
@@ -65,6 +80,59 @@ class Reception:
         if operation == "ask":
             return self._ask(transport, question)
         raise Garbage("an unknown question")
+
+    def status(self) -> str:
+        """Says in a few lines where this rank stands."""
+        transport = self._transport()
+        if transport is None or transport.closed:
+            return "over\n"
+        if transport.teller is not None:
+            return transport.teller.status()
+        return f"rank {transport.rank} of {transport.world}, job {transport.name}: nothing is prepared yet\n"
+
+    def _tell(self, transport: UdpTransport, question: dict[str, Any]) -> dict[str, Any]:
+        since, whom = question.get("since", 0), question.get("for", transport.rank)
+        if type(since) is not int or type(whom) is not int or not 0 <= since <= _MOST_SINCE:
+            raise Garbage("a question without a number, or for no rank")
+        if whom != transport.rank:
+            return self._pass_on(transport, whom, since)
+        told: dict[str, Any] = {"records": [], "next": 0, "more": False}
+        if transport.teller is not None:
+            told = transport.teller.tell(since)
+        return {
+            "state": "running",
+            "rank": transport.rank,
+            "incarnation": transport.incarnation(transport.rank),
+            "pid": os.getpid(),
+            "members": sorted(self._members(transport)),
+            "receptions": {
+                str(rank): [card.host, card.reception, card.incarnation]
+                for rank, card in dict(transport.cards).items()
+                if card.reception
+            },
+            **told,
+        }
+
+    def _pass_on(self, transport: UdpTransport, whom: int, since: int) -> dict[str, Any]:
+        """Asks another rank on behalf of a watcher who cannot reach it."""
+        card = transport.cards.get(whom)
+        if card is None or not card.reception:
+            return {"state": "unreachable", "why": f"rank {transport.rank} knows no address of rank {whom}"}
+        if not self._errands.acquire(blocking=False):
+            return {"state": "busy"}
+        try:
+            # Without "for": nobody passes a question on twice.
+            return frames.ask(
+                (card.host, card.reception),
+                {"op": "tell", "since": since},
+                key=transport.options.key,
+                version=version("stormtorch"),
+                timeout_s=_ERRAND_S,
+            )
+        except (OSError, Garbage, NotAdmitted) as error:
+            return {"state": "unreachable", "why": f"rank {transport.rank} does not reach rank {whom}: {error}"[:300]}
+        finally:
+            self._errands.release()
 
     def _learn(self, transport: UdpTransport) -> dict[str, Any]:
         job, view = self._job, transport.endpoint.view()

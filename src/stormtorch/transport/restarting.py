@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch.errors import RanksMissing
+from stormtorch.transport.addresses import Address
 from stormtorch.transport.cards import Card, first_if_there, known
-from stormtorch.transport.newcomer import Address, probe, receptions
+from stormtorch.transport.newcomer import probe, receptions
 from stormtorch.transport.options import Options
 
 _log = logging.getLogger("stormtorch")

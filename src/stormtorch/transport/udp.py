@@ -1,8 +1,10 @@
 """The transport over a real network: one UDP socket and one native engine per rank."""
 
+import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
 from stormtorch.transport.views import EndpointMembership
-from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, attends
+from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, Wait, attends
 
 _log = logging.getLogger("stormtorch")
 
@@ -32,8 +34,24 @@ class Receives(Protocol):
         """Answers a question of a newcomer."""
         ...
 
+    def status(self) -> str:
+        """Says in a few lines where this rank stands."""
+        ...
+
     def speak_for(self, transport: "UdpTransport") -> None:
         """Answers on behalf of another transport of the same rank from now on."""
+        ...
+
+
+class Teller(Protocol):
+    """Tells of a training to whoever asks at the reception: see `stormtorch.runtime.recorder`."""
+
+    def tell(self, since: int) -> dict[str, Any]:
+        """Returns records from a number on, and the number to ask for next."""
+        ...
+
+    def status(self) -> str:
+        """Says in a few lines where this rank stands."""
         ...
 
 
@@ -127,6 +145,14 @@ class UdpTransport(EndpointMembership):
         self.cards = dict(cards)
         self.leaving = False
         self.on_leave: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[str], object]] = []
+        """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""
+        self.why = ""
+        """Reason for which this transport is about to be closed; empty if none is known."""
+        self.teller: Teller | None = None
+        """Tells of the training on this transport; None as long as nothing is prepared."""
+        self.waits: Wait | None = None
+        """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
         self._reception: Receives | None = None
         self._lock = threading.RLock()
@@ -285,7 +311,7 @@ class UdpTransport(EndpointMembership):
     def receive_by(self, listener: Listener, reception: Receives) -> None:
         """Has newcomers answered at a port, until this transport is closed."""
         self._listener, self._reception = listener, reception
-        listener.answer = reception.answer
+        listener.answer, listener.status = reception.answer, reception.status
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
@@ -323,6 +349,8 @@ class UdpTransport(EndpointMembership):
         if self.inherited:
             self.closed = True
             return
+        if not self.closed:
+            self._tell_of_end()
         if self._listener is not None:
             self._listener.close()
         try:
@@ -331,10 +359,21 @@ class UdpTransport(EndpointMembership):
             self.closed = True
         self._plans.clear()
 
+    def _tell_of_end(self) -> None:
+        # A program that closes its transport in a `finally` may be on its way out with an error.
+        error = sys.exc_info()[1]
+        failed = error is not None and not isinstance(error, SystemExit)
+        why = self.why or ("left" if self.leaving else f"{type(error).__name__}: {error}" if failed else "done")
+        for tell in self.on_close:
+            with contextlib.suppress(Exception):  # nothing may keep a transport from being closed
+                tell(why)
+
     def __enter__(self) -> "UdpTransport":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is None:
             self.part()
+        elif not issubclass(kind, SystemExit):
+            self.why = f"{kind.__name__}: {error}"
         self.close()

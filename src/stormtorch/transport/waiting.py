@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 _log = logging.getLogger("stormtorch")
@@ -113,6 +114,18 @@ class Servers:
                 server.part()
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait that has lasted for a slice or more, for those who ask what a rank does."""
+
+    call: str
+    """Name of the call, as the user knows it."""
+    since: float
+    """When it began, as `time.monotonic` counts."""
+    peers: Collection[int]
+    """Ranks that take part in the exchange that is waited for."""
+
+
 class Patience:
     """A long wait: serves other ranks meanwhile, and after a while logs which rank waits in which call.
 
@@ -128,6 +141,7 @@ class Patience:
         self._moved = self._bytes()
         self._written = False
         self._next_s = ANNOUNCE_AFTER_S
+        self._transport.waits = Wait(_doing.what or "a collective", self._quiet_since, peers)
 
     def look(self) -> None:
         """Serves others and checks for movement; to be called after each slice of waiting."""
@@ -159,6 +173,7 @@ class Patience:
 
     def end(self) -> None:
         """Ends the wait, and removes what was written into the store."""
+        self._transport.waits = None
         if self._written:
             self._write("")
 

@@ -1,0 +1,80 @@
+"""`stormtorch ledger`: what the files of a training say."""
+
+import csv as csv_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stormtorch.cli.console import check_file, check_outputs, friendly_errors, save
+from stormtorch.cli.options import Json, Plot
+
+if TYPE_CHECKING:
+    from stormtorch.results.accounts import Account
+
+
+def ledger(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files of `ledger.follow` or `ledger.write`, files of records, or folders of STORM_RECORD.",
+            metavar="FILE...",
+            show_default=False,
+        ),
+    ],
+    csv: Annotated[
+        Path | None, typer.Option(help="Write a line for every row or record of steps to this CSV file.")
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Tell what a training's files say: what arrived, what waiting cost, which link is the worst.
+
+    The answer comes first, then a line for each rank and the links that lost most.
+    Ledgers have a row for each step and know no wall time; records of STORM_RECORD know both.
+
+    [bold]Examples[/bold]
+
+      stormtorch ledger ledger.jsonl                   what optimizer.ledger.follow("ledger.jsonl") wrote
+
+      stormtorch ledger runs/today                     what all ranks wrote with STORM_RECORD=runs/today
+
+      stormtorch ledger runs/today --plot today.png --csv today.csv
+    """
+    with friendly_errors():
+        from rich.console import Console
+
+        from stormtorch.cli.tables.ledger import show_accounts
+        from stormtorch.results.accounts import answer, links_of, read_accounts, summary
+        from stormtorch.results.report import without_nan, write_json
+
+        check_outputs(json, plot)
+        check_file("csv", csv)
+        try:
+            accounts = read_accounts(files)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="FILE") from error
+        data = {
+            "answer": answer(accounts),
+            "ranks": [summary(each) for each in accounts],
+            "links": [asdict(each) for each in links_of(accounts)],
+        }
+        save(lambda path: write_json(path, without_nan(data)), json)
+        save(lambda path: _write_csv(accounts, path), csv)
+        if plot is not None:
+            from stormtorch.cli.plots.ledger import plot_accounts
+
+            save(lambda path: plot_accounts(accounts, path), plot)
+        show_accounts(accounts, Console())
+
+
+def _write_csv(accounts: "list[Account]", path: Path) -> None:
+    from stormtorch.results.accounts import COLUMNS
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv_format.writer(file)
+        lines.writerow(["rank", "time", *COLUMNS])
+        for account in accounts:
+            for entry in account.entries:
+                lines.writerow([account.name, entry["time"] or "", *(entry.get(name, "") for name in COLUMNS)])

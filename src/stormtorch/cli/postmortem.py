@@ -1,0 +1,68 @@
+"""`stormtorch postmortem`: where ranks first did different things, from their flight records."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stormtorch.cli.console import check_outputs, friendly_errors, save
+from stormtorch.cli.options import Json
+
+if TYPE_CHECKING:
+    from stormtorch.results.postmortem import Finding
+
+
+def postmortem(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Flight records of several ranks, storm-flight-*.json, or folders that hold them.",
+            metavar="FILE...",
+            show_default=False,
+        ),
+    ],
+    json: Json = None,
+) -> None:
+    """Tell which rank did something else first, from the flight records that ranks write when they fail.
+
+    A rank of torch.distributed writes its last operations to a file when one of them fails: into the folder of
+    STORM_FLIGHT_DIR, or that of temporary files. Collect the files of all hosts and give them here.
+    The answer comes first, then what each rank did around that point. Collectives are compared by their number in
+    their group, with their names and sizes; sends and receives are only listed.
+
+    [bold]Examples[/bold]
+
+      stormtorch postmortem /tmp
+
+      stormtorch postmortem flights/storm-flight-*.json --json found.json
+    """
+    with friendly_errors():
+        from rich.console import Console
+
+        from stormtorch.cli.tables.postmortem import show_findings
+        from stormtorch.results.postmortem import find, read_flights
+        from stormtorch.results.report import write_json
+
+        check_outputs(json)
+        try:
+            findings = find(read_flights(files))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="FILE") from error
+        save(lambda path: write_json(path, {"findings": [_plain(each) for each in findings]}), json)
+        show_findings(findings, Console())
+
+
+def _plain(finding: "Finding") -> dict[str, object]:
+    return {
+        "group": finding.group,
+        "sentence": finding.sentence,
+        "collective": finding.number,
+        "culprits": finding.culprits,
+        "without_record": finding.silent,
+        "errors": {str(flight.rank): flight.error for flight in finding.flights},
+        "did": {
+            str(flight.rank): flight.collectives[finding.number].text
+            for flight in finding.flights
+            if finding.number in flight.collectives
+        },
+    }

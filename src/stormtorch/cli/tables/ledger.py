@@ -1,0 +1,81 @@
+"""Tables of what a training's files say."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stormtorch.cli.screen import new_table
+from stormtorch.results.accounts import answer, links_of
+from stormtorch.results.text import loss_text, share_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from stormtorch.results.accounts import Account
+
+_SHOWN_LINKS = 8
+_SHOWN_EVENTS = 10
+
+
+def show_accounts(accounts: "Sequence[Account]", console: Console) -> None:
+    """Prints the answer, a line for each rank, the worst links and the last events."""
+    console.print(answer(accounts), style="bold", markup=False, highlight=False)
+    console.print()
+    console.print(ranks_table(accounts))
+    links = links_table(accounts)
+    if links.row_count:
+        console.print()
+        console.print(links)
+    events = [f"{each.name}: {event}" for each in accounts for event in each.events]
+    if events:
+        console.print(f"\nevents: {len(events)}" + (f", the last {_SHOWN_EVENTS}:" * (len(events) > _SHOWN_EVENTS)))
+        for event in events[-_SHOWN_EVENTS:]:
+            console.print(f"  {event}", markup=False, highlight=False)
+
+
+def ranks_table(accounts: "Sequence[Account]") -> Table:
+    """One row per rank; times are those of one step."""
+    table = new_table("means of a step", "A drift of - was not measured.")
+    table.add_column("rank", min_width=7, max_width=24, overflow="fold")
+    # Most trainings begin no view but the first, and 80 columns are few.
+    views = any(account.total("view_wait_s") for account in accounts)
+    headings = ["steps", "time", "waits:\ngradients", "para-\nmeters", *["views"] * views]
+    for heading in (*headings, "sent", "arrived", "drift", "bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for account in accounts:
+        steps = max(account.steps, 1)
+        drift, bound = account.latest("pair_drift"), account.latest("pair_bound")
+        table.add_row(
+            escape(account.name),
+            f"{account.steps}",
+            "-" if account.seconds is None else time_text(account.seconds / steps),
+            time_text(account.total("gradient_wait_s") / steps),
+            time_text(account.total("broadcast_wait_s") / steps),
+            *[time_text(account.total("view_wait_s") / steps)] * views,
+            size_text(round(account.total("bytes_sent") / steps)),
+            share_text(account.arrived),
+            "-" if drift is None else f"{drift:.2g}",
+            "-" if bound is None else f"{bound:.2g}",
+        )
+    return table
+
+
+def links_table(accounts: "Sequence[Account]") -> Table:
+    """The links that lost most."""
+    links = links_of(accounts)
+    more = len(links) - _SHOWN_LINKS
+    table = new_table("links, the worst first", f"and {more} more" if more > 0 else None)
+    table.add_column("from")
+    table.add_column("to")
+    for heading in ("chunks arrived", "loses now", "round trip"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for link in links[:_SHOWN_LINKS]:
+        table.add_row(
+            link.source,
+            escape(link.target),
+            share_text(link.arrived),
+            "-" if link.loss is None else loss_text(link.loss),
+            "-" if not link.rtt_s else time_text(link.rtt_s),
+        )
+    return table

@@ -1,0 +1,71 @@
+"""Tables of what flight records say."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stormtorch.cli.screen import new_table
+from stormtorch.results.text import size_text, time_text
+
+if TYPE_CHECKING:
+    from stormtorch.results.postmortem import Finding, Operation
+
+# Collectives before and after the one in which ranks differ.
+_BEFORE, _AFTER = 2, 1
+_MOST_RANKS = 32
+
+
+def show_findings(findings: "Sequence[Finding]", console: Console) -> None:
+    """Prints the sentence of each group, what its ranks did around that point, and the errors that they raised."""
+    for finding in findings:
+        console.print(finding.sentence, style="bold", markup=False, highlight=False)
+        console.print()
+        console.print(operations_table(finding))
+        for flight in finding.flights[:_MOST_RANKS]:
+            console.print(f"rank {flight.rank}: {flight.error}", style="dim", markup=False, highlight=False)
+        console.print()
+
+
+def operations_table(finding: "Finding") -> Table:
+    """What each rank did around the collective in which ranks differ; ranks that did the same share a row."""
+    table = new_table(f"group {escape(finding.group)}", "Times are those since the first of these operations began.")
+    table.add_column("collective", justify="right")
+    table.add_column("ranks")
+    for heading in ("operation", "dtype", "shapes", "bytes", "began", "state"):
+        table.add_column(heading, no_wrap=heading != "shapes")
+    middle = finding.number or 1
+    shown = range(max(middle - _BEFORE, 1), middle + _AFTER + 1)
+    began = min(
+        (each.started for flight in finding.flights for number, each in flight.collectives.items() if number in shown),
+        default=0.0,
+    )
+    for number in shown:
+        rows: dict[tuple[str, str, str, int, str], list[tuple[int, Operation]]] = {}
+        for flight in finding.flights:
+            done = flight.collectives.get(number)
+            if done is not None:
+                key = (done.name, done.dtype, done.shapes, done.size_bytes, done.state)
+                rows.setdefault(key, []).append((flight.rank, done))
+        for same in rows.values():
+            first = same[0][1]
+            ranks = [rank for rank, _ in same]
+            table.add_row(
+                f"{number}",
+                ", ".join(map(str, ranks[:_MOST_RANKS])) + (" ..." if len(ranks) > _MOST_RANKS else ""),
+                escape(first.name),
+                first.dtype,
+                escape(first.shapes),
+                size_text(first.size_bytes),
+                time_text(min(each.started for _, each in same) - began),
+                first.state,
+                style="bold" if number == finding.number and set(ranks) & set(finding.culprits) else None,
+            )
+        behind = [flight.rank for flight in finding.flights if number > flight.last]
+        if behind and rows:
+            table.add_row(f"{number}", ", ".join(map(str, behind[:_MOST_RANKS])), "not begun", style="bold")
+    for rank in finding.silent:
+        table.add_row("-", f"{rank}", "no record", style="bold")
+    return table

@@ -1,0 +1,107 @@
+"""Files of records: read as they are, or as they grow."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stormtorch.results.records import MOST_LINE_BYTES, Record, Who, parse, who_wrote
+
+
+class Tail:
+    """Reads a file that grows: each call returns the records that are new.
+
+    A file that has become shorter, or is another one, is read from its beginning.
+
+    Args:
+        path: The file; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.skipped = 0
+        """Lines that were no record."""
+        self._place = 0
+        self._inode = -1
+        self._rest = b""
+        self._too_long = False
+
+    def read(self, most_bytes: int | None = None) -> list[Record]:
+        """Returns the records that have come since the last call, from at most so many bytes; none without a file."""
+        try:
+            with self.path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._inode or about.st_size < self._place:
+                    self._inode, self._place, self._rest, self._too_long = about.st_ino, 0, b"", False
+                file.seek(self._place)
+                return list(self._records(file, most_bytes))
+        except OSError:
+            return []
+
+    def _records(self, file: Any, most_bytes: int | None) -> Iterator[Record]:
+        left = math.inf if most_bytes is None else most_bytes
+        while left > 0 and (block := file.read(int(min(left, 1 << 20)))):
+            left -= len(block)
+            self._place += len(block)
+            *lines, self._rest = (self._rest + block).split(b"\n")
+            for line in lines:
+                # The end of a line whose beginning was too long to keep is no line.
+                record, self._too_long = (None if self._too_long else parse(line)), False
+                if record is None:
+                    self.skipped += bool(line.strip())
+                else:
+                    yield record
+            if len(self._rest) > MOST_LINE_BYTES:
+                self._rest, self._too_long = b"", True
+
+
+class Folder:
+    """Reads the folder of a run, in which files appear and grow.
+
+    Args:
+        path: The folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._tails: dict[Who, Tail] = {}
+
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns the records that have come since the last call, by process; leaves out those without new ones."""
+        try:
+            found = [(who, path) for path in self.path.iterdir() if (who := who_wrote(path)) is not None]
+        except OSError:
+            found = []
+        for who, path in found:
+            self._tails.setdefault(who, Tail(path))
+        read = {who: tail.read() for who, tail in sorted(self._tails.items())}
+        return {who: records for who, records in read.items() if records}
+
+    @property
+    def skipped(self) -> int:
+        """Lines of all files that were no record."""
+        return sum(tail.skipped for tail in self._tails.values())
+
+
+def read_run(path: str | Path) -> dict[Who, list[Record]]:
+    """Reads all records of a run: of a folder, or of one file.
+
+    Raises:
+        ValueError: There is no such file or folder, or it holds no records.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = Folder(path).read()
+    elif path.exists():
+        records = Tail(path).read()
+        first = next((each for each in records if each["kind"] == "rank"), {})
+        who = who_wrote(path) or Who(first.get("rank", 0), first.get("incarnation", 0), first.get("pid", 0))
+        found = {who: records} if records else {}
+    else:
+        raise ValueError(f"{path} does not exist")
+    if not found:
+        raise ValueError(f"{path} holds no records: a training writes some with STORM_RECORD={path}")
+    return found

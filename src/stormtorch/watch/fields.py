@@ -1,0 +1,88 @@
+"""Values out of records. Records come from files and sockets that anybody may have written to, so nothing is trusted:
+what is not what it should be is None, and every text and list has an end.
+"""
+
+import math
+from typing import Any
+
+_MOST_TEXT = 300
+_MOST_RANKS = 4096
+# Years 1970 to 2096: other times would stretch every time axis beyond use.
+_LAST_TIME = 4e9
+
+
+def number(record: dict[str, Any], name: str) -> float | None:
+    """Returns a finite number, or None for anything else."""
+    return as_number(record.get(name))
+
+
+def as_number(value: object) -> float | None:
+    """Returns a finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        known = float(value)
+    except OverflowError:
+        return None
+    return known if math.isfinite(known) else None
+
+
+def amount(record: dict[str, Any], name: str) -> float:
+    """Returns a number that is not negative, or 0."""
+    return max(0.0, number(record, name) or 0.0)
+
+
+def count(record: dict[str, Any], name: str) -> int | None:
+    """Returns a whole number from 0 on, or None."""
+    value = number(record, name)
+    return int(value) if value is not None and value >= 0 else None
+
+
+def text(record: dict[str, Any], name: str) -> str:
+    """Returns a text of bounded length on one line, or an empty one."""
+    value = record.get(name)
+    return clean(value) if isinstance(value, str) else ""
+
+
+def clean(value: str) -> str:
+    """Returns a text without control characters, such as those that move a terminal's cursor, and of bounded length."""
+    cut = value[:_MOST_TEXT]
+    shown = " ".join("".join(each if each.isprintable() else " " for each in cut).split())
+    return shown + "…" * (len(value) > _MOST_TEXT)
+
+
+def rank_of(value: object) -> int | None:
+    """Returns a rank: a small whole number, also as the text that JSON makes of it as a key."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_RANKS:
+        return None
+    return value
+
+
+def ranks(record: dict[str, Any], name: str) -> list[int]:
+    """Returns a list of ranks, ascending, without what is none."""
+    value = record.get(name)
+    if not isinstance(value, list):
+        return []
+    return sorted({rank for each in value[:_MOST_RANKS] if (rank := rank_of(each)) is not None})
+
+
+def by_rank(record: dict[str, Any], name: str) -> dict[int, Any]:
+    """Returns a mapping whose keys are ranks."""
+    value = record.get(name)
+    if not isinstance(value, dict) or len(value) > _MOST_RANKS:
+        return {}
+    return {rank: each for key, each in value.items() if (rank := rank_of(key)) is not None}
+
+
+def mapping(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a mapping, or an empty one."""
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def time_of(record: dict[str, Any]) -> float | None:
+    """Returns the time of a record in unix seconds, or None if it has none that can be."""
+    value = number(record, "time")
+    return value if value is not None and 0.0 <= value <= _LAST_TIME else None

@@ -1,0 +1,85 @@
+"""Who may look. The page shows host names and what a job does, and a browser asks on behalf of any page that it has
+open, so that loopback alone protects nothing: every request needs the token, and must be meant for this server.
+"""
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every answer: a page may load nothing from elsewhere, nobody may frame it, and nothing is kept."""
+
+
+class Guard:
+    """Checks requests.
+
+    Args:
+        host: Address or name that the server listens at.
+        port: Port that it listens at; part of the cookie's name, as browsers do not tell ports apart.
+        token: Secret; None makes a random one.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None = None) -> None:
+        self.token = token or secrets.token_urlsafe(24)
+        self.cookie = f"stormtorch_watch_{port}"
+        self._loopback = is_loopback(host)
+        self._names = {"localhost"} if self._loopback else {"localhost", host.lower(), socket.gethostname().lower()}
+
+    def knows(self, token: str | None) -> bool:
+        """Whether this is the token; takes the same time whatever of it is wrong."""
+        return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
+
+    def problem(self, headers: Mapping[str, str]) -> str | None:
+        """Says what is wrong with the headers of a request, apart from its token; None if nothing is.
+
+        The host that a browser asks for must be this one, not a name that a hostile page has pointed here (DNS
+        rebinding). An address in digits cannot have been pointed anywhere. What another page asks for is refused.
+        """
+        host = headers.get("host", "")
+        if not self._meant(host):
+            return "The request asks for another host."
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return "The request comes from another page."
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
+            return "The request comes from another page."
+        return None
+
+    def _meant(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name.lower() in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._loopback
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at this address or name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def bearer(headers: Mapping[str, str]) -> str | None:
+    """The token in a header `Authorization: Bearer TOKEN`, as Prometheus sends it."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" and token else None

@@ -1,0 +1,172 @@
+"""A job: the records of all its processes, merged."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from stormtorch.watch.fields import clean, count, ranks, text, time_of
+from stormtorch.watch.process import Process
+from stormtorch.watch.series import Series
+
+# Processes come back under a new number; this many of them are remembered, and this many notes of the timeline.
+_MOST_PROCESSES = 4096
+_MOST_NOTES = 500
+
+
+@dataclass(slots=True)
+class Note:
+    """Entry of the timeline. What several ranks tell with the same words is one entry."""
+
+    time: float
+    kind: str
+    """One of "start", "view", "event" and "end"."""
+    step: int | None
+    text: str
+    ranks: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Agreement on who is there."""
+
+    number: int
+    time: float
+    step: int | None
+    members: tuple[int, ...]
+    left: tuple[int, ...]
+    came: tuple[int, ...]
+
+
+@dataclass
+class Job:
+    """All processes of a job. `add` takes records of its processes in any order; `Moment` asks about it."""
+
+    processes: dict[str, Process] = field(default_factory=dict)
+    series: Series = field(default_factory=Series)
+    views: "OrderedDict[int, View]" = field(default_factory=OrderedDict)
+    notes: "OrderedDict[tuple[Any, ...], Note]" = field(default_factory=OrderedDict)
+    told: float = 0.0
+    """Time of the last record of anybody."""
+    records: int = 0
+
+    def add(self, origin: str, record: dict[str, Any]) -> None:
+        """Takes one record, which may be anything, of the process that `origin` names."""
+        time = time_of(record)
+        kind = record.get("kind")
+        if time is None or not isinstance(kind, str):
+            return
+        process = self.processes.get(origin)
+        if process is None:
+            if len(self.processes) >= _MOST_PROCESSES:
+                return
+            process = self.processes[origin] = Process(origin)
+        process.told, self.told = max(process.told, time), max(self.told, time)
+        self.records += 1
+        if kind == "rank":
+            process.introduce(record)
+            if process.incarnation:
+                where = f" on {process.host}" if process.host else ""
+                self._note(
+                    time, "start", count(record, "step"), f"Came in{where}, incarnation {process.incarnation}", process
+                )
+        elif kind == "steps":
+            self._stepped(process, time, record)
+        elif kind == "links":
+            process.measured(time, record)
+            losses = [link.loss for link in process.links.values() if link.loss is not None]
+            trips = [link.rtt_s for link in process.links.values() if link.rtt_s is not None]
+            values = {
+                "link_loss": sum(losses) / len(losses) if losses else None,
+                "worst_loss": max(losses, default=None),
+                "rtt": median(trips) if trips else None,
+                "cores": process.cores,
+            }
+            self.series.add(time, values)
+        elif kind == "view":
+            self._viewed(process, time, record)
+        elif kind == "event":
+            self._note(time, "event", count(record, "step"), text(record, "text"), process)
+        elif kind == "end":
+            process.why = text(record, "why") or "done"
+            ended = {"done": "Done", "left": "Handed over and left"}.get(process.why, f"Failed: {process.why}")
+            self._note(time, "end", count(record, "step"), ended, process)
+
+    def _stepped(self, process: Process, time: float, record: dict[str, Any]) -> None:
+        spell = process.stepped(time, record)
+        if not spell.steps:
+            return
+        latest = process.latest
+        values = {
+            "step": spell.seconds / spell.steps,
+            "wait": spell.wait_s / spell.steps,
+            "compute": spell.compute_s / spell.steps,
+            "lost": spell.lost,
+            "sent": spell.bytes_sent / spell.seconds if spell.seconds else None,
+            "drift": latest.get("pair_drift"),
+            "bound": latest.get("pair_bound"),
+            "batch": latest.get("effective_batch"),
+            "train_loss": latest.get("train_loss") if record.get("train_loss") is not None else None,
+        }
+        self.series.add(time, values)
+
+    def _viewed(self, process: Process, time: float, record: dict[str, Any]) -> None:
+        number = count(record, "number")
+        if number is None:
+            return
+        members, left, came = (tuple(ranks(record, each)) for each in ("members", "left", "came"))
+        if number not in self.views:
+            self.views[number] = View(number, time, count(record, "step"), members, left, came)
+            while len(self.views) > _MOST_NOTES:
+                self.views.popitem(last=False)
+        told = [f"without {named(left)}"] * bool(left) + [f"with {named(came)}"] * bool(came)
+        # Who tells of a view is no news: its members do.
+        self._note(time, "view", count(record, "step"), f"View {number}: {', '.join([named(members), *told])}", process)
+
+    def _note(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
+        # Ranks begin a view at about the same step, and not always at the same.
+        key = (kind, words) if kind == "view" else (kind, step, words)
+        note = self.notes.get(key)
+        if note is None:
+            note = self.notes[key] = Note(time, kind, step, clean(words), set())
+            while len(self.notes) > _MOST_NOTES:
+                self.notes.popitem(last=False)
+        if process.rank is not None and kind != "view":
+            note.ranks.add(process.rank)
+
+    # --- who is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> dict[int, Process]:
+        """The latest process of each rank, by rank."""
+        found: dict[int, Process] = {}
+        for process in self.processes.values():
+            if process.rank is None:
+                continue
+            other = found.get(process.rank)
+            if other is None or _age(process) >= _age(other):
+                found[process.rank] = process
+        return dict(sorted(found.items()))
+
+    @property
+    def view(self) -> View | None:
+        """The latest view that anybody told of."""
+        return self.views[max(self.views)] if self.views else None
+
+
+def named(members: tuple[int, ...] | list[int]) -> str:
+    """Names ranks, runs of them in short: "ranks 0 to 3, 7"."""
+    if not members:
+        return "nobody"
+    runs: list[list[int]] = []
+    for rank in sorted(members):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(members) > 1)} {', '.join(parts)}"
+
+
+def _age(process: Process) -> tuple[float, float]:
+    return process.incarnation, process.started or process.told

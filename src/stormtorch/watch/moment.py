@@ -1,0 +1,146 @@
+"""A job at one time: who runs, where the seconds of a step go, and what each link is like."""
+
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from stormtorch.watch.job import Job
+from stormtorch.watch.process import Process, Spell
+
+RECENT_S = 30.0
+"""Seconds that count as now: long enough to be smooth, short enough to follow a network that changes."""
+# A rank tells something about once a second. One that has missed so many seconds, and so many of its steps where these
+# are longer, is silent.
+_SILENT_S = 10.0
+_SILENT_STEPS = 4.0
+
+
+class State(StrEnum):
+    """Condition of a process or of a job."""
+
+    EMPTY = "empty"
+    """Nothing is known of it yet."""
+    RUNNING = "running"
+    SILENT = "silent"
+    """It has not ended, but has not told anything for long."""
+    GONE = "gone"
+    """The others have agreed on a view without it."""
+    LEFT = "left"
+    """It handed over and left."""
+    DONE = "done"
+    FAILED = "failed"
+
+
+class LinkState(NamedTuple):
+    """One direction of one link."""
+
+    sender: int
+    receiver: int
+    loss: float | None
+    rtt_s: float | None
+    rate: float | None
+
+
+class Split(NamedTuple):
+    """Where the seconds of one mean step of a rank go."""
+
+    compute_s: float
+    straggler_s: float
+    """Waiting that goes back to the rank that computes longest."""
+    network_s: float
+    """Waiting for the network."""
+    view_s: float
+    """Waiting for views, when ranks come and go."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self)
+
+
+class Moment:
+    """A job at one time. Everything is worked out once, when it is first asked for.
+
+    Args:
+        job: The job; it must not change meanwhile.
+        now: Unix time.
+    """
+
+    def __init__(self, job: Job, now: float) -> None:
+        self.job, self.now = job, now
+
+    @cached_property
+    def everyone(self) -> dict[int, Process]:
+        """The latest process of each rank, by rank."""
+        return self.job.current
+
+    @cached_property
+    def states(self) -> dict[int, State]:
+        """Condition of the latest process of each rank."""
+        return {rank: self._state_of(process) for rank, process in self.everyone.items()}
+
+    @cached_property
+    def state(self) -> State:
+        """Condition of the job: running while anybody runs, failed if a process ended with an error and none runs."""
+        states = set(self.states.values())
+        for each in (State.RUNNING, State.SILENT, State.FAILED, State.DONE, State.LEFT, State.GONE):
+            if each in states:
+                return each
+        return State.EMPTY
+
+    @cached_property
+    def live(self) -> dict[int, Process]:
+        """The processes that run, by rank; all that took part, if none runs."""
+        found = {rank: each for rank, each in self.everyone.items() if self.states[rank] is State.RUNNING}
+        return found or self.everyone
+
+    @cached_property
+    def spells(self) -> dict[int, Spell]:
+        """What counts for each rank: the last half minute while the job runs, the whole run when it is over."""
+        now = self.state is State.RUNNING
+        spells = {rank: process.now(RECENT_S) if now else process.whole for rank, process in self.live.items()}
+        return {rank: spell for rank, spell in spells.items() if spell.steps}
+
+    @cached_property
+    def splits(self) -> dict[int, Split]:
+        """Splits the mean step of every rank. Waiting goes back to the rank that computes longest as far as that one
+        computes longer than the rank itself; the rest of the waiting is the network's.
+        """
+        longest = max((spell.compute_s / spell.steps for spell in self.spells.values()), default=0.0)
+        found = {}
+        for rank, spell in self.spells.items():
+            compute, wait = spell.compute_s / spell.steps, spell.wait_s / spell.steps
+            behind = min(wait, longest - compute)
+            found[rank] = Split(compute, behind, wait - behind, spell.view_wait_s / spell.steps)
+        return found
+
+    @cached_property
+    def slowest(self) -> int | None:
+        """The rank that the others wait for; None where nobody waits for one."""
+        if len(self.splits) < 2 or not any(split.straggler_s > 0.0 for split in self.splits.values()):
+            return None
+        return max(self.splits, key=lambda rank: self.splits[rank].compute_s)
+
+    @cached_property
+    def links(self) -> list[LinkState]:
+        """Every direction of every link between ranks. The receiver measures loss, the sender all else."""
+        over = self.state is not State.RUNNING
+        found = []
+        for receiver, at in self.live.items():
+            for sender, of in self.live.items():
+                if sender != receiver:
+                    there, back = at.links.get(sender), of.links.get(receiver)
+                    loss = None if there is None else at.mean_loss(sender) if over else there.loss
+                    trip = back.rtt_s if back is not None else there.rtt_s if there is not None else None
+                    found.append(LinkState(sender, receiver, loss, trip, None if back is None else back.rate))
+        return found
+
+    def _state_of(self, process: Process) -> State:
+        if process.why is not None:
+            return {"done": State.DONE, "left": State.LEFT}.get(process.why, State.FAILED)
+        view = self.job.view
+        if view is not None and process.rank not in view.members and process.told <= view.time + _SILENT_S:
+            return State.GONE
+        _, last = process.recent[-1] if process.recent else (0.0, Spell())
+        patience = max(_SILENT_S, _SILENT_STEPS * last.seconds / last.steps if last.steps else 0.0)
+        return State.SILENT if self.now - process.told > patience else State.RUNNING

@@ -1,0 +1,227 @@
+"""One process of a job, as its records describe it."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stormtorch.watch.fields import amount, by_rank, clean, count, mapping, number, ranks, text
+
+# Records that say how it goes now; at one a second, the last minute.
+_RECENT = 60
+_SETTINGS = 40
+
+
+@dataclass(slots=True)
+class Spell:
+    """Sums over some steps of one process."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    gradient_wait_s: float = 0.0
+    broadcast_wait_s: float = 0.0
+    view_wait_s: float = 0.0
+    bytes_sent: float = 0.0
+    arrived: float = 0.0
+    """Fraction that arrived, times the steps."""
+    guarded: int = 0
+
+    def add(self, other: "Spell") -> None:
+        """Adds the sums of other steps."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.gradient_wait_s += other.gradient_wait_s
+        self.broadcast_wait_s += other.broadcast_wait_s
+        self.view_wait_s += other.view_wait_s
+        self.bytes_sent += other.bytes_sent
+        self.arrived += other.arrived
+        self.guarded += other.guarded
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which there was nothing to do but wait for gradients or parameters."""
+        return self.gradient_wait_s + self.broadcast_wait_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of everything else: forward, backward, the optimizer, and what travels beside them."""
+        return max(0.0, self.seconds - self.wait_s - self.view_wait_s)
+
+    @property
+    def lost(self) -> float:
+        """Fraction of the chunks that did not arrive in the end."""
+        return 1.0 - self.arrived / self.steps if self.steps else 0.0
+
+
+def total(spells: Iterable[Spell]) -> Spell:
+    """Returns the sum of spells."""
+    result = Spell()
+    for each in spells:
+        result.add(each)
+    return result
+
+
+@dataclass(slots=True)
+class Link:
+    """One link, as one of its ends measures it."""
+
+    loss: float | None = None
+    """Fraction of the peer's datagrams that were lost on their way to this process."""
+    rtt_s: float | None = None
+    rate: float | None = None
+    """Bytes per second that this process may send to the peer; None if nothing limits it."""
+    heard_s: float | None = None
+    """Seconds since the peer was heard."""
+
+
+@dataclass
+class Process:
+    """One process: who it is, how far it is, what its steps took, and what its links are like."""
+
+    origin: str
+    """Name that tells this process from all others: its file, or its rank and incarnation."""
+    rank: int | None = None
+    incarnation: int = 0
+    world: int = 0
+    host: str = ""
+    pid: int = 0
+    name: str = ""
+    policy: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    parameters: int | None = None
+    chunk_bytes: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    started: float | None = None
+
+    told: float = 0.0
+    """Time of its last record."""
+    step: int | None = None
+    why: str | None = None
+    """Reason of its end: "done", "left" or an error; None while it runs."""
+    recent: deque[tuple[float, Spell]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    whole: Spell = field(default_factory=Spell)
+    latest: dict[str, float | None] = field(default_factory=dict)
+    """Latest of what a step measures: drift, its bound, lead, effective batch, loss of the training."""
+    lag: dict[int, int] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    links: dict[int, Link] = field(default_factory=dict)
+    quorum: bool = True
+    """Whether it hears a majority."""
+    waits_s: float = 0.0
+    """Seconds for which it has been waiting in one call."""
+    waits_in: str = ""
+    waits_for: list[int] = field(default_factory=list)
+    health: dict[str, Any] = field(default_factory=dict)
+    busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Times, and the processor seconds used until then."""
+    _link_losses: dict[int, list[float]] = field(default_factory=dict)
+
+    def introduce(self, record: dict[str, Any]) -> None:
+        """Takes the record in which the process says who it is."""
+        named = ranks({"rank": [record.get("rank")]}, "rank")
+        self.rank = named[0] if named else None
+        self.incarnation = count(record, "incarnation") or 0
+        self.world = count(record, "world") or 0
+        self.host, self.pid, self.name = text(record, "host"), count(record, "pid") or 0, text(record, "job")
+        self.policy, self.parameters = text(record, "policy"), count(record, "parameters")
+        self.chunk_bytes = count(record, "chunk_bytes") or 0
+        self.settings = {
+            clean(str(key)): clean(str(value)) for key, value in list(mapping(record, "settings").items())[:_SETTINGS]
+        }
+        self.versions = {each: text(record, each) for each in ("stormtorch", "torch", "python")}
+        self.started = number(record, "started")
+
+    def stepped(self, time: float, record: dict[str, Any]) -> Spell:
+        """Takes a record of steps; returns their sums."""
+        steps = count(record, "steps") or 0
+        arrived = number(record, "arrived")
+        view_wait_s = amount(record, "view_wait_s")
+        spell = Spell(
+            steps,
+            amount(record, "seconds"),
+            # Where shards have owners, the wait for gradients contains the wait for views.
+            max(0.0, amount(record, "gradient_wait_s") - view_wait_s),
+            amount(record, "broadcast_wait_s"),
+            view_wait_s,
+            amount(record, "bytes_sent"),
+            steps * min(1.0, max(0.0, 1.0 if arrived is None else arrived)),
+            count(record, "guarded") or 0,
+        )
+        self.step = count(record, "step") if "step" in record else self.step
+        if steps:
+            self.recent.append((time, spell))
+            self.whole.add(spell)
+        for each in (
+            "lead",
+            "loss",
+            "pair_drift",
+            "owner_drift",
+            "pair_bound",
+            "effective_batch",
+            "variance_inflation",
+        ):
+            self.latest[each] = number(record, each)
+        if (train_loss := number(record, "train_loss")) is not None:
+            self.latest["train_loss"] = train_loss
+        self.lag = {age: int(number({"n": chunks}, "n") or 0) for age, chunks in by_rank(record, "lag").items()}
+        self.missing = ranks(record, "missing")
+        return spell
+
+    def measured(self, time: float, record: dict[str, Any]) -> None:
+        """Takes a record of links, counters and processor time."""
+        self.links = {
+            peer: Link(
+                loss=_share(each),
+                # 0 says that nobody knows the round trip yet, and that no rate is limited.
+                rtt_s=number(each, "rtt_s") or None,
+                rate=number(each, "rate") or None,
+                heard_s=number(each, "heard_s"),
+            )
+            for peer, each in by_rank(record, "links").items()
+            if isinstance(each, dict)
+        }
+        for peer, link in self.links.items():
+            if link.loss is not None:
+                sums = self._link_losses.setdefault(peer, [0.0, 0.0])
+                sums[0] += link.loss
+                sums[1] += 1.0
+        self.health = mapping(record, "health")
+        self.quorum = record.get("quorum") is not False
+        waits = mapping(record, "waits")
+        self.waits_s, self.waits_in = amount(waits, "seconds"), text(waits, "call")
+        self.waits_for = ranks(waits, "peers")
+        if (used := number(record, "cpu_s")) is not None:
+            self.busy.append((time, used))
+
+    def mean_loss(self, peer: int) -> float | None:
+        """Mean loss of what a peer sent, over all records."""
+        sums = self._link_losses.get(peer)
+        return sums[0] / sums[1] if sums else None
+
+    def now(self, seconds: float) -> Spell:
+        """Sums over about the last `seconds` before its last record, at least over the last record of steps."""
+        spells = [spell for time, spell in self.recent if time > self.told - seconds]
+        return total(spells or [spell for _, spell in list(self.recent)[-1:]])
+
+    @property
+    def cores(self) -> float | None:
+        """Processor cores that the process kept busy over the last minute."""
+        if len(self.busy) < 2:
+            return None
+        (then, before), (now, used) = self.busy[0], self.busy[-1]
+        return max(0.0, used - before) / (now - then) if now > then else None
+
+    def counter(self, name: str) -> float:
+        """Returns a counter of the engine, 0 where it is not known."""
+        return amount(self.health, name)
+
+    @property
+    def resent(self) -> float:
+        """Fraction of the bytes sent that were chunks sent again."""
+        sent = self.counter("bytes_sent")
+        return min(1.0, self.counter("repaired") * self.chunk_bytes / sent) if sent else 0.0
+
+
+def _share(link: dict[str, Any]) -> float | None:
+    value = number(link, "loss")
+    return None if value is None else min(1.0, max(0.0, value))

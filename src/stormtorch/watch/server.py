@@ -1,0 +1,154 @@
+"""The web page of `stormtorch watch`: a server of a few addresses, made for one reader or a few."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stormtorch.watch import pages
+from stormtorch.watch.guard import HEADERS, Guard, bearer
+from stormtorch.watch.prometheus import CONTENT_TYPE
+from stormtorch.watch.watcher import Watcher
+
+# The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.
+_EVERY_S, _UNSEEN_EVERY_S = 2.0, 10.0
+_UNSEEN_AFTER_S = 15.0
+_MOST_CONNECTIONS = 64
+_HELP = "Open the address that `stormtorch watch` printed: it contains the token."
+
+
+class Guarded:
+    """Lets only requests through that the guard lets through; a stranger learns nothing, not even which paths exist."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or passes it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            await send(message)
+
+        answer = self._answer(Request(scope)) or self._app
+        await answer(scope, receive, with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        if (problem := self._guard.problem(request.headers)) is not None:
+            return PlainTextResponse(f"{problem}\n", 403)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("This server only shows.\n", 405)
+        given = request.query_params.get("token")
+        if self._guard.knows(request.cookies.get(self._guard.cookie)) or self._guard.knows(bearer(request.headers)):
+            return None
+        if not self._guard.knows(given):
+            return PlainTextResponse(f"{_HELP}\n", 401)
+        if request.url.path != "/":
+            return None
+        # From now on the cookie is enough: the token disappears from the address line, where it could be copied from.
+        found = RedirectResponse("/", 303)
+        found.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
+        return found
+
+
+def new_app(watcher: Watcher, guard: Guard) -> Starlette:
+    """Makes the application: the page, its files, its data, and metrics for Prometheus."""
+    seen = time.monotonic()
+
+    async def page(_: Request) -> Response:
+        return Response(pages.index(), media_type="text/html")
+
+    async def asset(request: Request) -> Response:
+        found = pages.page_file(request.path_params["name"])
+        return PlainTextResponse("Not found.\n", 404) if found is None else Response(found[0], media_type=found[1])
+
+    async def data(request: Request) -> Response:
+        nonlocal seen
+        seen = time.monotonic()
+        since, width_s = request.query_params.get("since", ""), request.query_params.get("width", "")
+        first = int(since) if since.isascii() and since.isdecimal() and len(since) < 6 else 0
+        try:
+            width = float(width_s[:20])
+        except ValueError:
+            width = 0.0
+        return Response(await asyncio.to_thread(watcher.as_json, first, width), media_type="application/json")
+
+    async def metrics(_: Request) -> Response:
+        nonlocal seen
+        seen = time.monotonic()
+        return Response(await asyncio.to_thread(watcher.metrics), media_type=CONTENT_TYPE)
+
+    async def collect() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(watcher.read)
+            begun = time.monotonic()
+            while time.monotonic() - begun < (
+                _EVERY_S if time.monotonic() - seen < _UNSEEN_AFTER_S else _UNSEEN_EVERY_S
+            ):
+                await asyncio.sleep(_EVERY_S)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(collect())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    routes = [Route("/", page), Route("/assets/{name}", asset), Route("/data", data), Route("/metrics", metrics)]
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Guarded, guard=guard)])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens the port. Raises an `OSError` if somebody else has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_MOST_CONNECTIONS)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class _Quiet(uvicorn.Server):
+    """Looks twice a second, and not ten times, whether it shall end: it shares the machine with what it watches."""
+
+    async def main_loop(self) -> None:
+        """Waits for the end; every tick is a tenth of a second to uvicorn."""
+        ticks = 0
+        while not await self.on_tick(ticks):
+            await asyncio.sleep(0.5)
+            ticks = (ticks + 5) % 864_000
+
+
+def serve(watcher: Watcher, guard: Guard, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    config = uvicorn.Config(
+        new_app(watcher, guard),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        http="h11",
+        ws="none",
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=1,
+    )
+    _Quiet(config).run(sockets=[listener])

@@ -1,0 +1,82 @@
+"""Where records come from: the folder of a run, or a live rank that is asked over the network."""
+
+import os
+import re
+from pathlib import Path
+from typing import Protocol
+
+from stormtorch.results.record_files import Folder
+from stormtorch.results.records import Record, Who
+from stormtorch.transport.live import LiveJob
+
+_KEY_VARIABLE = "STORM_KEY"
+
+
+class Source(Protocol):
+    """Place that has new records from time to time."""
+
+    name: str
+    """What it is, in words."""
+
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns the records that are new, by process."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class FolderSource:
+    """Reads the files that ranks write with `STORM_RECORD=DIR`.
+
+    Args:
+        path: The folder; it need not have files yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._folder = Folder(path)
+
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns what stands on lines that are new."""
+        return self._folder.read()
+
+    def close(self) -> None:
+        """Does nothing: files are open only while they are read."""
+
+
+class LiveSource:
+    """Asks the ranks of a running job, which keep their latest records in memory.
+
+    Args:
+        where: HOST:PORT of any rank, or several divided by commas.
+        key: The job's key, if it has one.
+    """
+
+    def __init__(self, where: str, key: bytes | None) -> None:
+        self.name = where
+        self._live = LiveJob(where, key=key)
+
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
+        return self._live.read()
+
+    def close(self) -> None:
+        """Ends all talks."""
+        self._live.close()
+
+
+def source_of(job: str) -> Source:
+    """Returns the source that a user means: a folder, or HOST:PORT of a rank.
+
+    Raises:
+        ValueError: It is neither; the message says what would be.
+    """
+    path = Path(job)
+    if path.is_dir():
+        return FolderSource(path)
+    if re.fullmatch(r"[^/]+:\d{1,5}", job):
+        key = os.environ.get(_KEY_VARIABLE, "")
+        return LiveSource(job, key.encode() or None)
+    if path.exists():
+        raise ValueError(f"{job} is a file: name its folder, in which every rank has a file of its own")
+    raise ValueError(f"there is no folder {job}: start the job with STORM_RECORD={job}, or name HOST:PORT of a rank")
