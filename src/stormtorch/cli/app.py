@@ -7,6 +7,7 @@ import typer
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.doctor import doctor
 from stormtorch.cli.options import Loss, Ranks, Steps
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
@@ -23,6 +24,7 @@ app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in 
 app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 app.command()(chaos)
+app.command()(doctor)
 
 
 def main() -> None:
@@ -69,6 +71,8 @@ def stormtorch(
       stormtorch lab run --loss 0.1 -- python train.py a bad network
 
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
+
+      stormtorch doctor                                what is wrong with a machine or network
 
       stormtorch keygen                                a key that seals a job's datagrams
 
