@@ -113,6 +113,8 @@ def predict_cost(found: Examination, parameters: int, ranks: int | None = None, 
     ranks = ranks or len(found.ranks)
     if not links or ranks < 2:
         return None
+    # A receiver without room says little about the line.
+    links = [link for link in links if not link.overflowed] or links
     loss = min(mean([link.loss for link in links]), 0.9)
     slowest = min(links, key=lambda link: link.line_bits)
     trips = [link.round_trip_s for link in links if link.round_trip_s is not None]

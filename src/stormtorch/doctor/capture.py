@@ -30,7 +30,7 @@ def _link(link: Link) -> dict[str, Any]:
     entry: dict[str, Any] = {"from": link.source, "to": link.target}
     if not link.heard:
         entry["loss"] = 1.0
-    elif link.sent < _FEWEST_DIGITS or link.overflowed or "1" not in link.lost:
+    elif link.sent < _FEWEST_DIGITS or link.overflowed_steady or "1" not in link.lost:
         # Losses of a full buffer are the host's, not the link's: keep the rate alone.
         entry["loss"] = round(link.loss, 6)
     else:

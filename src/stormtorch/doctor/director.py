@@ -150,6 +150,7 @@ def _link(source: int, target: int, asked: dict[str, Any], report: dict[str, Any
         tcp=bool(asked["tcp"]),
         lost=str(report["lost"]),
         overflowed=int(report["overflowed"]),
+        overflowed_steady=int(report["overflowed_steady"]),
         duplicates=int(report["duplicates"]),
         reordered=int(report["reordered"]),
         round_trips_s=tuple(asked["round_trips_s"]),

@@ -43,7 +43,9 @@ class Link:
     lost: str
     """A digit for each datagram of a steady train: 1 is lost."""
     overflowed: int = 0
-    """Datagrams that the kernel of the target dropped meanwhile, because the socket's buffer was full."""
+    """Datagrams of all tests that the kernel of the target dropped, because the socket's buffer was full."""
+    overflowed_steady: int = 0
+    """Those of the steady train."""
     duplicates: int = 0
     reordered: int = 0
     round_trips_s: tuple[float, ...] = ()
@@ -68,7 +70,7 @@ class Link:
         """Fraction of the steady train that the network lost; what a full buffer of the target lost is not counted."""
         if not self.sent:
             return 0.0 if self.heard else 1.0
-        return max(self.lost.count("1") - self.overflowed, 0) / self.sent
+        return max(self.lost.count("1") - self.overflowed_steady, 0) / self.sent
 
     @property
     def burst(self) -> float:
@@ -99,8 +101,8 @@ class Link:
 
     @property
     def limited(self) -> bool:
-        """Whether the network limited the rate; otherwise the sender did, and the line may carry more."""
-        return 0.0 < self.line_bits < _KEPT_UP * self.sent_bits
+        """Whether the network limited the rate; otherwise an end did, and the line may carry more."""
+        return not self.overflowed and 0.0 < self.line_bits < _KEPT_UP * self.sent_bits
 
     def to_json(self) -> dict[str, Any]:
         """Measurements as plain data, with units in the names."""

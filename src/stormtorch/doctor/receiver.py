@@ -23,7 +23,7 @@ from stormtorch.doctor.datagrams import (
     tally_body,
     unpack,
 )
-from stormtorch.doctor.sockets import SO_TIMESTAMPNS
+from stormtorch.doctor.sockets import SO_TIMESTAMPNS, dropped
 
 MOST_IN_TRAIN = 1 << 14
 """Datagrams of a train that are counted: bounds what a rank remembers of another."""
@@ -52,6 +52,8 @@ class Train:
     largest: int = 0
     size: int = 0
     """Bytes of the last one."""
+    dropped_before: int = 0
+    """Datagrams that the kernel had dropped at this socket when the train began."""
 
     def add(self, number: int, size: int, time_ns: int) -> None:
         """Counts one that arrived."""
@@ -153,7 +155,9 @@ class Receiver:
         if header.kind is Kind.TRAIN:
             if place not in self._trains and len(self._trains) >= _MOST_TRAINS:
                 return
-            self._trains.setdefault(place, Train()).add(header.number, len(datagram), time_ns)
+            if place not in self._trains:
+                self._trains[place] = Train(dropped_before=dropped(self._socket))
+            self._trains[place].add(header.number, len(datagram), time_ns)
         elif header.kind is Kind.ASK_ECHO and len(datagram) >= ECHO_BYTES:
             answer = header._replace(kind=Kind.ECHO, source=self._rank)
             echo = Echo(time_ns, time.time_ns(), str(source[0]), int(str(source[1])))

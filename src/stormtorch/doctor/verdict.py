@@ -85,10 +85,11 @@ def sentence(found: Examination, findings: Iterable[Finding]) -> str:
 def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
     """Hosts and links that explain the directions that are bad, of all that were measured.
 
-    A host explains what is bad if all that comes into it is bad, or all that leaves it, and it has two peers or more.
+    A host explains what is bad if nearly all that comes into it is bad, or that leaves it, and it has two peers or more.
     The host that explains most is taken first.
     """
-    left, everything = set(bad), set(measured)
+    everyone, everything = set(bad), set(measured)
+    left = set(everyone)
     hosts = {rank for place in everything for rank in place}
     found = []
     while left:
@@ -96,7 +97,7 @@ def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
         for host in hosts:
             into = {place for place in everything if place[1] == host}
             out = {place for place in everything if place[0] == host}
-            is_into, is_out = (len(side) > 1 and side <= set(bad) for side in (into, out))
+            is_into, is_out = (_mostly(side, everyone) for side in (into, out))
             explained = ((into if is_into else set()) | (out if is_out else set())) & left
             if len(explained) > 1:
                 candidates.append((len(explained), -host, _Culprit((host,), tuple(sorted(explained)), is_into, is_out)))
@@ -112,6 +113,11 @@ def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
         links = ((source, target), (target, source)) if back else ((source, target),)
         found.append(_Culprit((source, target), links, True, back))
     return found
+
+
+def _mostly(side: set[Place], bad: set[Place]) -> bool:
+    """Whether a host's links in one direction are bad: all of them, but for one in five that chance may have spared."""
+    return len(side) > 1 and len(side & bad) >= 0.8 * len(side)
 
 
 def _where(found: Examination, culprit: _Culprit) -> str:

@@ -88,6 +88,7 @@ def _obey(orders: Orders, prober: Prober, receiver: Receiver, opened: socket.soc
                         "duplicates": train.duplicates,
                         "reordered": train.reordered,
                         "overflowed": dropped(opened) - drops,
+                        "overflowed_steady": dropped(opened) - train.dropped_before if train.numbers else 0,
                         "strangers": receiver.strangers,
                     }
                 )

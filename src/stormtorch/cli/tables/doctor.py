@@ -4,17 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from stormtorch.cli.screen import new_table
 from stormtorch.doctor.advice import Advice, Cost
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.verdict import LOSS_PROBLEM
 from stormtorch.results.text import loss_text, rate_text, time_text
 
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
-# Above, a list of all links is longer than a screen: the worst of them are shown.
-_MOST_LINKS = 40
+_MOST_IN_MATRIX = 7  # more do not fit into 80 columns
+_MOST_LINKS = 12
+_ODD = ("late", "twice", "overflow")
 
 
 def show_machine(findings: Sequence[Finding], console: Console) -> None:
@@ -84,41 +87,75 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
 
 
 def _show_links(found: Examination, findings: Sequence[Finding], console: Console) -> None:
+    if len(found.ranks) <= _MOST_IN_MATRIX:
+        console.print(_matrix(found), highlight=False)
     blamed = {rank for each in findings if each.level is Level.PROBLEM for rank in each.ranks}
     links = sorted(found.links.values(), key=lambda link: (link.heard, -link.loss, -(link.round_trip_s or 0.0)))
     left_out = len(links) - _MOST_LINKS
-    caption = f"The worst first; {left_out} more are not shown (--json has all)." if left_out > 0 else None
-    table = new_table(f"\n{len(links)} links, measured in {found.seconds:.0f} s", caption)
-    table.add_column("from", no_wrap=True)
-    table.add_column("to", no_wrap=True)
-    for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "path MTU", "late", "twice", "overflow"):
+    caption = f"{left_out} more are not shown; --json has all." if left_out > 0 else None
+    table = new_table("\nThe worst links" if left_out > 0 else "\nThe links, the worst first", caption)
+    table.add_column("from > to", no_wrap=True)
+    odd = any(link.reordered or link.duplicates or link.overflowed for link in found.links.values())
+    for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "MTU", *(_ODD if odd else ())):
         table.add_column(name, justify="right", no_wrap=True)
     for link in links[:_MOST_LINKS]:
         style = None if blamed & {link.source, link.target} else "dim"
-        table.add_row(found.name(link.source), found.name(link.target), *_cells(link), style=style)
+        name = f"{found.name(link.source)} > {found.name(link.target)}"
+        table.add_row(name, *_cells(link, odd), style=style)
     console.print(table, highlight=False)
 
 
-def _cells(link: Link) -> list[str]:
+def _matrix(found: Examination) -> Table:
+    """Loss, round trip and rate of every link: who sends in the rows, who receives in the columns."""
+    table = new_table(f"\n{len(found.links)} links in {found.seconds:.0f} s: loss, round trip, rate")
+    table.add_column("from \\ to", no_wrap=True)
+    ranks = sorted(found.ranks)
+    for rank in ranks:
+        table.add_column(found.name(rank), justify="right", no_wrap=True)
+    for source in ranks:
+        cells = [found.links.get((source, target)) for target in ranks]
+        table.add_row(found.name(source), *("-" if link is None else _cell(link) for link in cells))
+        table.add_section()
+    return table
+
+
+def _cell(link: Link) -> Text:
     if not link.heard:
-        return ["no UDP" if link.tcp else "nothing", *[""] * 9]
+        return Text("no UDP" if link.tcp else "nothing", style=_STYLES[Level.PROBLEM])
+    style = _STYLES[Level.PROBLEM] if link.loss >= LOSS_PROBLEM else ""
+    text = Text(loss_text(link.loss), style=style)
+    if link.round_trip_s is not None:
+        text.append(f"\n{time_text(link.round_trip_s)}", style="")
+    if link.rate_bits:
+        text.append("\n" + _rate(link), style="")
+    return text
+
+
+def _cells(link: Link, odd: bool) -> list[str]:
+    if not link.heard:
+        return ["no UDP" if link.tcp else "nothing", *[""] * (9 if odd else 6)]
     trips = [link.round_trip_s, link.slow_round_trip_s, link.jitter_s]
-    rate = "" if not link.rate_bits else ("" if link.limited else "> ") + rate_text(link.line_bits)
-    return [
+    cells = [
         loss_text(link.loss),
         f"{link.burst:.1f}" if link.loss else "",
         *("" if each is None else time_text(each) for each in trips),
-        rate,
+        _rate(link) if link.rate_bits else "",
         str(link.path_bytes or ""),
-        *(str(each or "") for each in (link.reordered, link.duplicates, link.overflowed)),
     ]
+    return cells + ([str(each or "") for each in (link.reordered, link.duplicates, link.overflowed)] if odd else [])
+
+
+def _rate(link: Link) -> str:
+    # Where the sender was the slower part, the line carries at least that.
+    return ("" if link.limited else ">") + rate_text(link.line_bits).replace("bit/s", "b/s")
 
 
 def _show_advice(advice: Advice, console: Console) -> None:
     options = advice.options()
     policy = advice.policy()
     names = ["BoundedDrift"] + (["Options"] if options else []) + (["EXACT"] if advice.exact else [])
-    lines = [f"from stormtorch import {', '.join(sorted(names))}, prepare"]
+    lines = ["import torch"] if advice.wire else []
+    lines += ["import torch.distributed as dist", f"from stormtorch import {', '.join(sorted(names))}, prepare"]
     lines.append(f'dist.init_process_group("storm"{f", pg_options={options}" if options else ""})')
     lines.append(f"model, optimizer = prepare(model, optimizer, policy={policy})")
     why = "it loses next to nothing, so that repair is free" if advice.exact else "it loses, and nothing waits for it"
@@ -134,6 +171,7 @@ def _show_cost(cost: Cost, console: Console) -> None:
         f"Reliable and ideal: {time_text(cost.reliable_s)} of communication a step. gloo over TCP takes longer.",
         f"BoundedDrift:       {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
         "the same accuracy where noise limits training, otherwise fewer.",
+        f"BoundedDrift(wire=torch.bfloat16): {time_text(cost.drift_s / 2)} a step.",
         "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
     ]
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
