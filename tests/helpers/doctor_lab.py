@@ -76,7 +76,9 @@ def slow_link(lab: Lab, first: int, second: int, rate: str) -> None:
         holder = lab.holders[host]
         holder.run([tool("ip"), "link", "set", "slow", "up"])
         holder.run([tool("ethtool"), "-K", "slow", "gso", "off", "tso", "off", "tx-udp-segmentation", "off"])
-        holder.run([tool("tc"), "qdisc", "add", "dev", "slow", "root", "tbf", "rate", rate, "burst", "6000", "limit", "200000"])
+        holder.run(
+            [tool("tc"), "qdisc", "add", "dev", "slow", "root", "tbf", "rate", rate, "burst", "6000", "limit", "200000"]
+        )
         way = [lab.address(other), "dev", "slow", "src", lab.address(host)]
         holder.run([tool("ip"), "route", "add", *way])
 

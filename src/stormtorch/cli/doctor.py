@@ -32,7 +32,8 @@ def doctor(
         typer.Option(help="Time for all measurements together.", show_default="5.5 s for each round, at most 60 s"),
     ] = None,
     params_m: Annotated[
-        float | None, typer.Option(help="Millions of parameters of a model whose cost to predict.", rich_help_panel=_MODEL)
+        float | None,
+        typer.Option(help="Millions of parameters of a model whose cost to predict.", rich_help_panel=_MODEL),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -57,9 +58,7 @@ def doctor(
             rich_help_panel=_HOSTS,
         ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(help="UDP port on every host; 0 takes a free one.", rich_help_panel=_HOSTS)
-    ] = 0,
+    port: Annotated[int, typer.Option(help="UDP port on every host; 0 takes a free one.", rich_help_panel=_HOSTS)] = 0,
     python: Annotated[
         str | None, typer.Option(help="Python on the hosts.", show_default="the same as here", rich_help_panel=_HOSTS)
     ] = None,
@@ -130,7 +129,7 @@ def doctor(
                 interface=interface,
                 port=port,
                 receive_buffer_bytes=receive_buffer_bytes,
-                **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
+                **{name: value for name, value in chosen.items() if value is not None},
             )
             code = show.network(on_hosts(start), wait_s, f"starting {len(hosts)} hosts")
         elif here is not None and here.world > 1:

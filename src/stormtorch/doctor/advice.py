@@ -59,7 +59,7 @@ class Cost:
     loss: float
     """Mean loss of the links."""
     rate_bits: float
-    """Rate of the slowest link: all ranks wait for it."""
+    """Rate of the slowest link."""
     rate_is_limit: bool
     """Whether the line can do no more than `rate_bits`; otherwise it may do more."""
     round_trip_s: float
@@ -104,10 +104,11 @@ def advise(found: Examination, cost: Cost | None = None) -> Advice:
 def predict_cost(found: Examination, parameters: int, ranks: int | None = None, wire: str = "float32") -> Cost | None:
     """Predicts the communication of a training on this network; None if too little was measured.
 
-    Gradients go to owners and parameters come back, so each rank sends and receives 2 (n-1)/n of the model in a step.
-    The reliable ideal sends every lost datagram once more, again and again: 1/(1-p) times the bytes, and it passes on
-    2 (n-1) messages, each half a round trip. BoundedDrift sends everything once and waits for two such trips; fewer
-    gradients in a mean make it noisier, which costs steps (`theory.lead_steps`).
+    Each rank sends and receives 2 (n-1)/n of the model in a step. The reliable ideal is a ring, as gloo's: all of that
+    passes from each rank to the next one, every lost datagram is sent again until it arrives, 1/(1-p) times the bytes,
+    and 2 (n-1) messages wait for each other, each half a round trip. Under BoundedDrift, gradients go to their owners
+    and parameters come back: each link carries 2/n of the model, everything is sent once, and two messages wait for
+    each other. Fewer gradients in a mean make it noisier, which costs steps (`theory.lead_steps`).
     """
     links = [link for link in _usable(found) if link.rate_bits]
     ranks = ranks or len(found.ranks)
@@ -116,11 +117,18 @@ def predict_cost(found: Examination, parameters: int, ranks: int | None = None, 
     # A receiver without room says little about the line.
     links = [link for link in links if not link.overflowed] or links
     loss = min(mean([link.loss for link in links]), 0.9)
-    slowest = min(links, key=lambda link: link.line_bits)
     trips = [link.round_trip_s for link in links if link.round_trip_s is not None]
     round_trip = max(trips, default=0.0)
     moved = 2 * (ranks - 1) / ranks * parameters * (_FLOAT_BYTES if wire == "float32" else 2)
-    once = moved * 8 / slowest.line_bits
+    rates = {(link.source, link.target): link.line_bits for link in links}
+    line = _slowest_line(rates)
+    everyone = sorted(found.ranks)
+    ring = [rates[pair] for pair in zip(everyone, everyone[1:] + everyone[:1], strict=True) if pair in rates]
+    # Of other numbers of ranks, only the hosts' lines are known.
+    same = ranks == len(everyone)
+    ring_bits = min([line, *(ring if same else [])])
+    once = max(moved * 8 / line, moved / (ranks - 1) * 8 / min(rates.values()) if same else 0.0)
+    slowest = min(links, key=lambda link: link.line_bits)
     return Cost(
         parameters=parameters,
         ranks=ranks,
@@ -129,10 +137,19 @@ def predict_cost(found: Examination, parameters: int, ranks: int | None = None, 
         rate_bits=slowest.line_bits,
         rate_is_limit=slowest.limited,
         round_trip_s=round_trip,
-        reliable_s=once / (1.0 - loss) + (ranks - 1) * round_trip,
+        reliable_s=moved * 8 / ring_bits / (1.0 - loss) + (ranks - 1) * round_trip,
         drift_s=once + round_trip,
         more_steps=predict(ranks, loss, steps=_STEPS).lead_steps / _STEPS,
     )
+
+
+def _slowest_line(rates: dict[tuple[int, int], float]) -> float:
+    """Rate of the slowest host's line, in the direction in which it is slower: what its best link carries."""
+    best: dict[tuple[int, str], float] = {}
+    for (source, target), bits in rates.items():
+        for end in ((source, "up"), (target, "down")):
+            best[end] = max(best.get(end, 0.0), bits)
+    return min(best.values())
 
 
 def _usable(found: Examination) -> list[Link]:

@@ -5,7 +5,9 @@ Both carry one order and one answer at a time, as JSON.
 
 import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -95,8 +97,10 @@ class PipeChannel:
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
-        for end in (lambda: None, self.process.terminate, self.process.kill):
-            end()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(2.0)
                 break

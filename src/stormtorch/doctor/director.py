@@ -110,7 +110,9 @@ class Director:
             return
         first, second = pair
         directions = [(first, second), (second, first)]
-        asked = self._answers({a: {"order": "ask", "peer": self._peer(b), "seconds": seconds} for a, b in directions}, seconds)
+        asked = self._answers(
+            {a: {"order": "ask", "peer": self._peer(b), "seconds": seconds} for a, b in directions}, seconds
+        )
         # The last datagrams may still be under way.
         longest = max((max(each["round_trips_s"], default=0.0) for each in asked.values()), default=0.0)
         time.sleep(min(0.1 + longest, 1.0))

@@ -93,12 +93,14 @@ def _check_drops() -> Iterator[Finding]:
         yield Finding(
             subject="overflow",
             level=Level.NOTE,
-            text=f"{errors:,} datagrams of all programs met a full receive buffer since the start; {received:,} arrived",
+            text=f"{errors:,} datagrams of any program met a full buffer since the start, {received:,} arrived",
             remedy=f"sysctl -w net.core.rmem_max={ASKED_BUFFER_BYTES}",
         )
     else:
         yield Finding(
-            subject="overflow", level=Level.OK, text=f"{errors:,} datagrams dropped since the start, {received:,} arrived"
+            subject="overflow",
+            level=Level.OK,
+            text=f"{errors:,} datagrams dropped since the start, {received:,} arrived",
         )
 
 
@@ -275,7 +277,9 @@ def _check_lab() -> Iterator[Finding]:
 
 def _udp_counters() -> dict[str, int]:
     with contextlib.suppress(OSError, ValueError):
-        rows = [line.split()[1:] for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Udp: ")]
+        rows = [
+            line.split()[1:] for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Udp: ")
+        ]
         return dict(zip(rows[0], map(int, rows[1]), strict=True))
     return {}
 

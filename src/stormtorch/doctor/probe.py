@@ -152,7 +152,7 @@ class Prober:
     def _find_path(self, target: tuple[object, ...], peer: Peer, asked: Asked) -> None:
         """Narrows down the largest datagram that arrives, by a few sizes at a time."""
         headers = header_bytes(peer.host)
-        top = min(self._mtu - headers, 65507)
+        top = self._mtu - headers
         low, high = 0, top + 1
         sizes = [top, *(size for size in _LADDER if size < top)]
         for _ in range(5):
@@ -213,7 +213,9 @@ class Prober:
 
     def _rush(self, target: tuple[object, ...], peer: Peer, count: int, size: int) -> tuple[float, Tally | None]:
         train = self._next_train()
-        datagrams = [pack(self._cookie, Header(Kind.TRAIN, self._rank, train, each, 0), size=size) for each in range(count)]
+        datagrams = [
+            pack(self._cookie, Header(Kind.TRAIN, self._rank, train, each, 0), size=size) for each in range(count)
+        ]
         begin = time.monotonic()
         for datagram in datagrams:
             self._send(datagram, target)

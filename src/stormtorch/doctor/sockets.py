@@ -8,6 +8,8 @@ from typing import NamedTuple
 ASKED_BUFFER_BYTES = 8 << 20
 """Receive buffer that `Options` asks for unless told otherwise."""
 SEND_BUFFER_BYTES = 4 << 20
+MOST_PAYLOAD = 65507
+"""Bytes of the largest datagram over IPv4."""
 UDP_SEGMENT = 103
 UDP_GRO = 104
 # Names that Python's socket module lacks; values from the kernel's headers, the same on x86-64 and ARM.

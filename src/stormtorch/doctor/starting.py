@@ -152,8 +152,6 @@ def meet_in_store(here: Launched, wait_s: float) -> Any:
     Raises:
         ConnectionError: It cannot be reached in time, or its port is taken.
     """
-    from torch.distributed import DistError, PrefixStore, TCPStore
-
     serves = here.rank == 0 and not here.agent_store
     give_up_at = time.monotonic() + wait_s
     # torch writes a page of its own before it raises: look first whether anybody is there.
@@ -164,10 +162,14 @@ def meet_in_store(here: Launched, wait_s: float) -> Any:
         except OSError as error:
             if time.monotonic() > give_up_at - 0.2 or isinstance(error, socket.gaierror):
                 raise ConnectionError(
-                    f"rank {here.rank}: cannot reach the store at {here.master}:{here.port} (MASTER_ADDR, MASTER_PORT): "
+                    f"rank {here.rank}: cannot reach the store at {here.master}:{here.port} (MASTER_ADDR and _PORT): "
                     f"{error.strerror or error}. Does rank 0 run, and does a firewall let TCP through?"
                 ) from error
             time.sleep(0.2)
+    # Now, as torch takes seconds to import.
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but its types do not
+    from torch.distributed import DistError
+
     try:
         store = TCPStore(
             here.master,
@@ -179,7 +181,9 @@ def meet_in_store(here: Launched, wait_s: float) -> Any:
         )
     except (DistError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConnectionError(f"rank {here.rank}: cannot open the store at {here.master}:{here.port}: {reason}") from error
+        raise ConnectionError(
+            f"rank {here.rank}: cannot open the store at {here.master}:{here.port}: {reason}"
+        ) from error
     return PrefixStore(f"stormtorch-doctor/{here.attempt}", store)
 
 
@@ -191,13 +195,11 @@ def take_part(store: Any, post: Post) -> None:
 def of_launched(store: Any, world: int, post: Post) -> Director:
     """Directs launched ranks from rank 0, which takes part, too."""
     threading.Thread(target=take_part, args=(store, post), daemon=True, name="rank 0").start()
-    return Director(
-        {rank: StoreChannel(store, rank) for rank in range(world)}, lambda rank, why: f"rank {rank} {why}"
-    )
+    return Director({rank: StoreChannel(store, rank) for rank in range(world)}, lambda rank, why: f"rank {rank} {why}")
 
 
 def tell_outcome(store: Any, code: int, ranks: Sequence[int]) -> None:
-    """Lets all launched ranks end with the same exit code. Waits for them for a while: the store may end with rank 0."""
+    """Lets all launched ranks end with the same exit code, and waits for a while: the store may end with rank 0."""
     store.set("outcome", str(code))
     with contextlib.suppress(RuntimeError):
         store.wait([f"left/{rank}" for rank in ranks if rank != 0], timedelta(seconds=5))

@@ -85,8 +85,8 @@ def sentence(found: Examination, findings: Iterable[Finding]) -> str:
 def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
     """Hosts and links that explain the directions that are bad, of all that were measured.
 
-    A host explains what is bad if nearly all that comes into it is bad, or that leaves it, and it has two peers or more.
-    The host that explains most is taken first.
+    A host with two peers or more explains what is bad if nearly all that comes into it is bad, or that leaves it. The
+    host that explains most is taken first.
     """
     everyone, everything = set(bad), set(measured)
     left = set(everyone)
@@ -216,11 +216,7 @@ def _lossy(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
 
 def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     known = {place: link for place, link in heard.items() if link.path_bytes}
-    bad = [
-        place
-        for place, link in known.items()
-        if link.path_bytes < min(found.ranks[rank].mtu for rank in place)
-    ]
+    bad = [place for place, link in known.items() if link.path_bytes < min(found.ranks[rank].mtu for rank in place)]
     findings = []
     for culprit in culprits(bad, known):
         lowest = min(known[place].path_bytes for place in culprit.links)
@@ -254,8 +250,8 @@ def _slow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
             text=f"{_capital(_where(found, culprit))} {'carry' if culprit.host else 'carries'} only "
             f"{_range([known[place].line_bits for place in culprit.links], rate_text)}, where others carry "
             f"{rate_text(usual)}.",
-            remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks wait "
-            "for the slowest link: leave the host out, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
+            remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks "
+            "wait for the slowest link: leave the host out, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
             ranks=culprit.ranks,
         )
         for culprit in culprits(bad, known)
@@ -319,7 +315,8 @@ def _versions(found: Examination) -> list[Finding]:
             holders.setdefault(rank.versions.get(package, "none"), []).append(number)
         if len(holders) > 1:
             text = "; ".join(
-                f"{version} on {', '.join(found.name(each) for each in numbers)}" for version, numbers in holders.items()
+                f"{version} on {', '.join(found.name(each) for each in numbers)}"
+                for version, numbers in holders.items()
             )
             fewest = min(holders.values(), key=len)
             findings.append(
@@ -336,10 +333,11 @@ def _versions(found: Examination) -> list[Finding]:
 
 def _disorder(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     findings = []
-    for word, least, count in (
+    kinds: tuple[tuple[str, float, Callable[[Link], int]], ...] = (
         ("late, after others that were sent later", _REORDERED, lambda link: link.reordered),
         ("twice", _DUPLICATED, lambda link: link.duplicates),
-    ):
+    )
+    for word, least, count in kinds:
         bad = [place for place, link in heard.items() if link.sent and count(link) > max(least * link.sent, 2)]
         for culprit in culprits(bad, heard):
             shares = [count(heard[place]) / heard[place].sent for place in culprit.links]

@@ -16,7 +16,16 @@ from typing import Any, Protocol
 from stormtorch._engine import interface_mtu
 from stormtorch.doctor.probe import GREETING, Peer, Prober
 from stormtorch.doctor.receiver import Receiver
-from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, dropped, family_of, granted, open_udp, socket_address
+from stormtorch.doctor.sockets import (
+    ASKED_BUFFER_BYTES,
+    MOST_PAYLOAD,
+    dropped,
+    family_of,
+    granted,
+    header_bytes,
+    open_udp,
+    socket_address,
+)
 from stormtorch.transport.addresses import local_address
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
@@ -66,8 +75,7 @@ def work(orders: Orders, post: Post) -> None:
         cookie, world = bytes.fromhex(begun["cookie"]), int(begun["world"])
         receiver = Receiver(opened, cookie, post.rank, world)
         try:
-            mtu = interface_mtu(here) or 1500
-            _obey(orders, Prober(opened, receiver, cookie, post.rank, mtu), receiver, opened)
+            _obey(orders, Prober(opened, receiver, cookie, post.rank, _mtu(here)), receiver, opened)
         finally:
             receiver.close()
 
@@ -146,7 +154,7 @@ def _card(post: Post, here: str, opened: socket.socket, tcp_port: int) -> dict[s
         "address": here,
         "port": opened.getsockname()[1],
         "tcp_port": tcp_port,
-        "mtu": interface_mtu(here) or 1500,
+        "mtu": _mtu(here),
         "asked_buffer": post.receive_buffer_bytes,
         "receive_buffer": granted(opened).receive,
         "versions": versions(),
@@ -154,6 +162,11 @@ def _card(post: Post, here: str, opened: socket.socket, tcp_port: int) -> dict[s
         "pid": os.getpid(),
         "time": time.time(),
     }
+
+
+def _mtu(here: str) -> int:
+    """MTU of the interface with an address; loopback's is larger than any datagram, which then counts."""
+    return min(interface_mtu(here) or 1500, MOST_PAYLOAD + header_bytes(here))
 
 
 def _why(error: Exception, post: Post) -> str:
@@ -188,4 +201,3 @@ class _greeter:
             with contextlib.suppress(OSError), connection:
                 connection.settimeout(1.0)
                 connection.sendall(GREETING)
-

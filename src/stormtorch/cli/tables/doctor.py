@@ -1,6 +1,6 @@
 """Findings of the doctor, as a terminal shows them: the verdict first, then the links, then what to paste."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,12 @@ from stormtorch.results.text import loss_text, rate_text, time_text
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 _MOST_IN_MATRIX = 7  # more do not fit into 80 columns
 _MOST_LINKS = 12
-_ODD = ("late", "twice", "overflow")
+_ODD: dict[str, Callable[[Link], int]] = {
+    "late": lambda link: link.reordered,
+    "twice": lambda link: link.duplicates,
+    "overflow": lambda link: link.overflowed,
+}
+"""Counts that are seldom other than 0."""
 
 
 def show_machine(findings: Sequence[Finding], console: Console) -> None:
@@ -72,7 +77,9 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
         console.print(Text(f"{_count(len(problems), 'problem')}", style=_STYLES[Level.PROBLEM]))
     else:
         worst = max((link.loss for link in found.links.values()), default=0.0)
-        text = f"All {len(found.links)} links among {len(found.ranks)} ranks are fine: the worst loses {loss_text(worst)}."
+        text = (
+            f"All {len(found.links)} links among {len(found.ranks)} ranks are fine: the worst loses {loss_text(worst)}."
+        )
         console.print(Text(text, style="bold green"), soft_wrap=True)
     number = 0
     for each in findings:
@@ -88,21 +95,27 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
 
 def _show_links(found: Examination, findings: Sequence[Finding], console: Console) -> None:
     if len(found.ranks) <= _MOST_IN_MATRIX:
-        console.print(_matrix(found), highlight=False)
+        console.print(_matrix(found), highlight=False, width=_width(console))
     blamed = {rank for each in findings if each.level is Level.PROBLEM for rank in each.ranks}
-    links = sorted(found.links.values(), key=lambda link: (link.heard, -link.loss, -(link.round_trip_s or 0.0)))
+    named = {frozenset(each.ranks) for each in findings if each.level is Level.PROBLEM and len(each.ranks) == 2}
+
+    def badness(link: Link) -> tuple[bool, bool, float, float]:
+        is_named = frozenset((link.source, link.target)) in named
+        return link.heard, not is_named, -link.loss, -(link.round_trip_s or 0.0)
+
+    links = sorted(found.links.values(), key=badness)
     left_out = len(links) - _MOST_LINKS
     caption = f"{left_out} more are not shown; --json has all." if left_out > 0 else None
     table = new_table("\nThe worst links" if left_out > 0 else "\nThe links, the worst first", caption)
     table.add_column("from > to", no_wrap=True)
-    odd = any(link.reordered or link.duplicates or link.overflowed for link in found.links.values())
-    for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "MTU", *(_ODD if odd else ())):
+    odd = [name for name, count in _ODD.items() if any(count(link) for link in found.links.values())]
+    for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "MTU", *odd):
         table.add_column(name, justify="right", no_wrap=True)
     for link in links[:_MOST_LINKS]:
         style = None if blamed & {link.source, link.target} else "dim"
         name = f"{found.name(link.source)} > {found.name(link.target)}"
         table.add_row(name, *_cells(link, odd), style=style)
-    console.print(table, highlight=False)
+    console.print(table, highlight=False, width=_width(console))
 
 
 def _matrix(found: Examination) -> Table:
@@ -131,9 +144,9 @@ def _cell(link: Link) -> Text:
     return text
 
 
-def _cells(link: Link, odd: bool) -> list[str]:
+def _cells(link: Link, odd: Sequence[str]) -> list[str]:
     if not link.heard:
-        return ["no UDP" if link.tcp else "nothing", *[""] * (9 if odd else 6)]
+        return ["no UDP" if link.tcp else "nothing", *[""] * (6 + len(odd))]
     trips = [link.round_trip_s, link.slow_round_trip_s, link.jitter_s]
     cells = [
         loss_text(link.loss),
@@ -142,7 +155,7 @@ def _cells(link: Link, odd: bool) -> list[str]:
         _rate(link) if link.rate_bits else "",
         str(link.path_bytes or ""),
     ]
-    return cells + ([str(each or "") for each in (link.reordered, link.duplicates, link.overflowed)] if odd else [])
+    return cells + [str(_ODD[name](link) or "") for name in odd]
 
 
 def _rate(link: Link) -> str:
@@ -167,7 +180,7 @@ def _show_cost(cost: Cost, console: Console) -> None:
     console.print(Text(f"\n{cost.parameters / 1e6:g} M parameters on {cost.ranks} ranks: a prediction", style="bold"))
     at_least = "" if cost.rate_is_limit else "at least "
     lines = [
-        f"The slowest link carries {at_least}{rate_text(cost.rate_bits)}; links lose {loss_text(cost.loss)} on average.",
+        f"The slowest link carries {at_least}{rate_text(cost.rate_bits)}; the mean loss is {loss_text(cost.loss)}.",
         f"Reliable and ideal: {time_text(cost.reliable_s)} of communication a step. gloo over TCP takes longer.",
         f"BoundedDrift:       {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
         "the same accuracy where noise limits training, otherwise fewer.",
@@ -175,6 +188,11 @@ def _show_cost(cost: Cost, console: Console) -> None:
         "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
     ]
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+
+
+def _width(console: Console) -> int | None:
+    """Width of a table: that of a terminal, and what it needs where the output goes elsewhere."""
+    return None if console.is_terminal else max(console.width, 120)
 
 
 def _count(number: int, word: str) -> str:
