@@ -103,6 +103,17 @@ def test_a_bad_host_and_a_bad_link_are_both_named() -> None:
     assert found(network(5, at_host(4, 5, **LOSSY) | at_link(0, 1, **LOSSY))) == [("loss", (4,)), ("loss", (0, 1))]
 
 
+def test_what_all_links_lose_is_nobodys_fault_in_particular() -> None:
+    everywhere = {place: LOSSY for place in itertools.permutations(range(4), 2)}
+    (finding,) = examine(network(4, everywhere))
+    assert finding.ranks == ()
+    assert finding.text == "All links lose 10.0 % of the datagrams: no single host is at fault."
+    worse = {"lost": "001" * 700}
+    assert found(network(4, everywhere | at_host(1, 4, **worse))) == [("loss", ()), ("loss", (1,))]
+    assert found(network(4, {place: SILENT for place in everywhere})) == [("UDP blocked", ())]
+    assert found(network(4, {place: {"path_bytes": 1280} for place in everywhere})) == [("path MTU", ())]
+
+
 def test_a_rare_loss_is_worth_knowing_and_a_stray_one_is_not() -> None:
     rare = network(3, at_link(0, 1, lost="1111" + "0" * 1996))
     assert [each.level for each in examine(rare)] == [Level.NOTE]

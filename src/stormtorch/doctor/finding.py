@@ -27,7 +27,7 @@ class Finding:
     """Command, setting or step that helps; empty if nothing needs to be done."""
     ranks: tuple[int, ...] = ()
     """Ranks at fault: one for a host; sender and receiver for one direction of a link, the lower rank first if both
-    directions are meant."""
+    directions are meant; none if it is nobody in particular."""
 
     def to_json(self) -> dict[str, Any]:
         """Finding as plain data."""

@@ -101,7 +101,7 @@ class Prober:
         """Measures all that this rank can know about the way to a peer, in about so many seconds."""
         begin = time.monotonic()
         asked = Asked()
-        self._receiver.forget()
+        self._receiver.forget_others(peer.rank)
         tcp = threading.Thread(target=_try_tcp, args=(peer, min(_TCP_WAIT_S, seconds), asked), daemon=True)
         tcp.start()
         target = socket_address(peer.host, peer.port)

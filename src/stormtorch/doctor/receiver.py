@@ -27,7 +27,7 @@ from stormtorch.doctor.sockets import SO_TIMESTAMPNS, dropped
 
 MOST_IN_TRAIN = 1 << 14
 """Datagrams of a train that are counted: bounds what a rank remembers of another."""
-_MOST_TRAINS = 512
+_MOST_TRAINS = 64
 _TIMESPEC = struct.Struct("=qq")
 _SLICE_S = 0.2
 
@@ -126,8 +126,10 @@ class Receiver:
         """What has come of a peer's train."""
         return self._trains.get((peer, number), Train())
 
-    def forget(self) -> None:
-        """Throws away answers that nobody waits for any more."""
+    def forget_others(self, peer: int) -> None:
+        """Throws away what other ranks than `peer` have sent, and answers that nobody waits for any more."""
+        for place in [place for place in list(self._trains) if place[0] != peer]:
+            self._trains.pop(place, None)
         with contextlib.suppress(queue.Empty):
             while True:
                 self.answers.get_nowait()

@@ -1,7 +1,8 @@
 """The verdict: which hosts and links are at fault for what was measured, and what to do about it.
 
 A fault of one direction of a link is that link's own, unless all links into or out of a host have it: then it is the
-host's. The faults are looked for from the gravest to the mildest, and what a graver one explains is not told again.
+host's. What all links have is nobody's in particular. The faults are looked for from the gravest to the mildest, and
+what a graver one explains is not told again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.measured import Examination, Link
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
-from stormtorch.results.statistics import median
+from stormtorch.results.statistics import median, percentile
 from stormtorch.results.text import loss_text, rate_text, signed_time_text, size_text, time_text
 
 LOSS_PROBLEM, LOSS_NOTE = 0.01, 0.001
@@ -27,9 +28,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Culprit:
-    """Host or link that has a fault."""
+    """Host or link that has a fault, or the whole network."""
 
     ranks: tuple[int, ...]
+    """One rank for a host, two for a link, none for the whole network."""
     links: tuple[Place, ...]
     """Directions of links that it explains."""
     into: bool
@@ -39,6 +41,14 @@ class _Culprit:
     @property
     def host(self) -> bool:
         return len(self.ranks) == 1
+
+    @property
+    def everything(self) -> bool:
+        return not self.ranks
+
+    def verb(self, word: str) -> str:
+        """Verb that fits: all links lose, the link loses."""
+        return word if len(self.ranks) < 2 else {"carry": "carries"}.get(word, f"{word}s")
 
 
 def examine(found: Examination) -> list[Finding]:
@@ -86,12 +96,14 @@ def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
     """Hosts and links that explain the directions that are bad, of all that were measured.
 
     A host with two peers or more explains what is bad if nearly all that comes into it is bad, or that leaves it. The
-    host that explains most is taken first.
+    host that explains most is taken first. If all is bad, among three hosts or more, nobody in particular is at fault.
     """
     everyone, everything = set(bad), set(measured)
     left = set(everyone)
     hosts = {rank for place in everything for rank in place}
     found = []
+    if left == everything and len(hosts) > 2:
+        return [_Culprit((), tuple(sorted(left)), True, True)]
     while left:
         candidates = []
         for host in hosts:
@@ -121,6 +133,8 @@ def _mostly(side: set[Place], bad: set[Place]) -> bool:
 
 
 def _where(found: Examination, culprit: _Culprit) -> str:
+    if culprit.everything:
+        return "all links"
     first = found.name(culprit.ranks[0])
     if culprit.host:
         way = {(True, True): "to and from", (True, False): "to", (False, True): "from"}[culprit.into, culprit.out]
@@ -141,26 +155,21 @@ def _silent(found: Examination) -> list[Finding]:
     findings = []
     silent = [place for place, link in found.links.items() if not link.heard]
     for culprit in culprits(silent, found.links):
-        tcp = [found.links[place].tcp for place in culprit.links]
-        where = _where(found, culprit)
-        port = found.ranks[culprit.ranks[0] if culprit.host else culprit.ranks[1]]
-        if all(tcp):
-            at = f"port {port.port} of " if port.chosen_port else ""
-            if culprit.host:
-                who = found.name(culprit.ranks[0])
-                what = {
-                    (True, True): f"UDP to and from {at}{who} is blocked",
-                    (True, False): f"UDP to {at}{who} is blocked",
-                    (False, True): f"UDP from {who} is blocked",
-                }[culprit.into, culprit.out]
-            else:
-                what = f"UDP on {where} is blocked"
-            rule = f"udp dport {port.port}" if port.chosen_port else "meta l4proto udp"
+        rank = found.ranks[culprit.links[0][1]]
+        if culprit.host:
+            who = found.name(culprit.ranks[0])
+            at = f"port {rank.port} of {who}" if rank.chosen_port else who
+            ways = {(True, True): f"to and from {at}", (True, False): f"to {at}", (False, True): f"from {who}"}
+            where = ways[culprit.into, culprit.out]
+        else:
+            where = f"on {_where(found, culprit)}"
+        if all(found.links[place].tcp for place in culprit.links):
+            rule = f"udp dport {rank.port}" if rank.chosen_port else "meta l4proto udp"
             findings.append(
                 Finding(
                     subject="UDP blocked",
                     level=Level.PROBLEM,
-                    text=f"{what}, while TCP comes through: a firewall drops it.",
+                    text=f"UDP {where} is blocked, while TCP comes through: a firewall drops it.",
                     remedy=f"Let UDP through: `nft insert rule inet filter input {rule} accept`, or in the cloud's "
                     "security group; set Options(port=...) if only certain ports may be open.",
                     ranks=culprit.ranks,
@@ -171,7 +180,7 @@ def _silent(found: Examination) -> list[Finding]:
                 Finding(
                     subject="unreachable",
                     level=Level.PROBLEM,
-                    text=f"Nothing comes through on {where}, neither UDP nor TCP.",
+                    text=f"Nothing comes through {where}, neither UDP nor TCP.",
                     remedy="Look at cable, route (`ip route get ADDRESS`) and firewall; if the machine has several "
                     "networks, name the right one by --interface.",
                     ranks=culprit.ranks,
@@ -182,36 +191,38 @@ def _silent(found: Examination) -> list[Finding]:
 
 def _lossy(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     findings = []
-    for level, least, most in ((Level.PROBLEM, LOSS_PROBLEM, 1.01), (Level.NOTE, LOSS_NOTE, LOSS_PROBLEM)):
+    losses = [link.loss for link in heard.values()]
+    # What a quarter of the links do not exceed is the network's own, and only what is far above it is a culprit's.
+    common = percentile(losses, 25) if len(found.ranks) > 2 and losses else 0.0
+    if common >= LOSS_PROBLEM:
+        findings.append(_loss_finding(found, _Culprit((), tuple(heard), True, True), heard, Level.PROBLEM))
+    least = max(LOSS_PROBLEM, 2 * common)
+    for level, low, high in ((Level.PROBLEM, least, 1.01), (Level.NOTE, LOSS_NOTE, LOSS_PROBLEM)):
         bad = [
-            place
-            for place, link in heard.items()
-            if least <= link.loss < most and link.loss * link.sent >= _FEWEST_LOST
+            place for place, link in heard.items() if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
         ]
-        for culprit in culprits(bad, heard):
-            links = [heard[place] for place in culprit.links]
-            bursts = median([link.burst for link in links])
-            runs = f", in runs of {bursts:.1f} on average" if bursts >= 2.0 else ""
-            text = f"{_capital(_where(found, culprit))} lose{'' if culprit.host else 's'} "
-            text += f"{_range([link.loss for link in links], loss_text)} of the datagrams{runs}"
-            if culprit.host:
-                text += f": the fault is at {found.name(culprit.ranks[0])}"
-            findings.append(
-                Finding(
-                    subject="loss",
-                    level=level,
-                    text=f"{text}.",
-                    remedy=(
-                        f"Look at cable, port, duplex and drops of {found.name(culprit.ranks[0])} (`ethtool -S`, "
-                        "`ip -s link`). Until then, train with BoundedDrift(), which does not wait for what is lost."
-                        if culprit.host
-                        else "Look at what lies between the two: a switch, a radio link, a congested route. Until "
-                        "then, train with BoundedDrift(), which does not wait for what is lost."
-                    ),
-                    ranks=culprit.ranks,
-                )
-            )
+        findings += [_loss_finding(found, culprit, heard, level) for culprit in culprits(bad, heard)]
     return findings
+
+
+def _loss_finding(found: Examination, culprit: _Culprit, heard: Mapping[Place, Link], level: Level) -> Finding:
+    links = [heard[place] for place in culprit.links]
+    losses = [link.loss for link in links]
+    bursts = median([link.burst for link in links])
+    amount = loss_text(median(losses)) if culprit.everything else _range(losses, loss_text)
+    text = f"{_capital(_where(found, culprit))} {culprit.verb('lose')} {amount} of the datagrams"
+    text += f", in runs of {bursts:.1f} on average" if bursts >= 2.0 else ""
+    if culprit.host:
+        who = found.name(culprit.ranks[0])
+        text += f": the fault is at {who}"
+        look = f"Look at cable, port, duplex and drops of {who} (`ethtool -S`, `ip -s link`)."
+    elif culprit.everything:
+        text += ": no single host is at fault"
+        look = "Look at what all links share: a switch, a radio network, an uplink that is too small."
+    else:
+        look = "Look at what lies between the two: a switch, a radio link, a congested route."
+    remedy = f"{look} Until then, train with BoundedDrift(), which does not wait for what is lost."
+    return Finding(subject="loss", level=level, text=f"{text}.", remedy=remedy, ranks=culprit.ranks)
 
 
 def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
@@ -221,14 +232,13 @@ def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     for culprit in culprits(bad, known):
         lowest = min(known[place].path_bytes for place in culprit.links)
         own = min(found.ranks[rank].mtu for place in culprit.links for rank in place)
-        six = ":" in found.ranks[culprit.ranks[0]].address
-        carries = "carry" if culprit.host else "carries"
+        six = ":" in found.ranks[culprit.links[0][0]].address
         findings.append(
             Finding(
                 subject="path MTU",
                 level=Level.PROBLEM,
-                text=f"{_capital(_where(found, culprit))} {carries} no packets above {lowest} bytes, although the "
-                f"interfaces say {own}.",
+                text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} no packets above {lowest} bytes, "
+                f"although the interfaces say {own}.",
                 remedy=f"Use Options(datagram_bytes={lowest - (48 if six else 28)}) on all ranks, or repair the MTU of "
                 "the tunnel or VPN between them.",
                 ranks=culprit.ranks,
@@ -247,7 +257,7 @@ def _slow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
         Finding(
             subject="slow",
             level=Level.PROBLEM,
-            text=f"{_capital(_where(found, culprit))} {'carry' if culprit.host else 'carries'} only "
+            text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} only "
             f"{_range([known[place].line_bits for place in culprit.links], rate_text)}, where others carry "
             f"{rate_text(usual)}.",
             remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks "
@@ -378,6 +388,11 @@ def _clocks(found: Examination) -> list[Finding]:
     findings = []
     for culprit in culprits(bad, skewed):
         source, target = culprit.links[0]
+        if culprit.everything:
+            most = max(abs(ahead) for ahead in skewed.values())
+            text = f"The clocks of all hosts differ, by up to {time_text(most)}: times in logs do not fit together."
+            findings.append(Finding(subject="clock", level=Level.NOTE, text=text, remedy="`timedatectl set-ntp true`"))
+            continue
         other = target if culprit.ranks[0] == source else source
         ahead = skewed[culprit.links[0]] * (-1 if culprit.ranks[0] == source else 1)
         findings.append(
