@@ -24,7 +24,7 @@ def script(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def run(*arguments: str, within_s: float = 40.0, **variables: str) -> tuple[int, str, float]:
+def run(*arguments: str, within_s: float = 40.0, variables: dict[str, str] | None = None) -> tuple[int, str, float]:
     begin = time.monotonic()
     done = subprocess.run(
         [*DOCTOR, *arguments],
@@ -32,7 +32,7 @@ def run(*arguments: str, within_s: float = 40.0, **variables: str) -> tuple[int,
         text=True,
         timeout=within_s,
         check=False,
-        env={**ENVIRONMENT, **variables},
+        env={**ENVIRONMENT, **(variables or {})},
     )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
@@ -152,14 +152,14 @@ def free_port() -> int:
 
 
 def test_a_world_of_one_rank_is_told_so() -> None:
-    code, text, _ = run(**launched(0, 1, 29500))
+    code, text, _ = run(variables=launched(0, 1, 29500))
     assert code in (0, 1)
     assert "A world of 1 rank has no links: this is about the machine alone." in text
 
 
 def test_a_store_that_nobody_keeps_is_named() -> None:
     port = free_port()
-    code, text, _ = run("--wait-s", "2", **launched(1, 2, port))
+    code, text, _ = run("--wait-s", "2", variables=launched(1, 2, port))
     assert code == 1
     assert f"rank 1: cannot reach the store at 127.0.0.1:{port}" in text
 
@@ -167,7 +167,7 @@ def test_a_store_that_nobody_keeps_is_named() -> None:
 @pytest.mark.slow
 def test_a_launched_rank_that_does_not_come_is_named() -> None:
     port = free_port()
-    code, text, _ = run("--wait-s", "3", **launched(0, 2, port), within_s=60)
+    code, text, _ = run("--wait-s", "3", variables=launched(0, 2, port), within_s=60)
     assert code == 1
     assert "Rank 1 has not come within 3 s." in text
 

@@ -107,7 +107,7 @@ def test_a_rank_whose_port_is_taken_says_so() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         way = Near()
-        work(way, Post(rank=0, interface="127.0.0.1", port=taken.getsockname()[1]))  # type: ignore[arg-type]
+        work(way, Post(rank=0, interface="127.0.0.1", port=taken.getsockname()[1]))
     found = Director({0: way}).meet(1.0)
     assert "cannot open UDP port" in found.missing[0] and "--port" in found.missing[0]
 

@@ -1,6 +1,7 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.pure
 Place = tuple[int, int]
 
 
-def rank(number: int, **changes: object) -> Rank:
+def rank(number: int, **changes: Any) -> Rank:
     plain = Rank(
         rank=number,
         host=f"h{number}",
@@ -26,10 +27,10 @@ def rank(number: int, **changes: object) -> Rank:
         receive_buffer=8 << 20,
         versions={"stormtorch": "1.0", "torch": "2.13.0", "python": "3.11.7"},
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
-def link(source: int, target: int, **changes: object) -> Link:
+def link(source: int, target: int, **changes: Any) -> Link:
     plain = Link(
         source=source,
         target=target,
@@ -43,13 +44,13 @@ def link(source: int, target: int, **changes: object) -> Link:
         rate_bits=1e8,
         sent_bits=1e9,
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def network(
     world: int,
-    links: Mapping[Place, dict[str, object]] | None = None,
-    ranks: Mapping[int, dict[str, object]] | None = None,
+    links: Mapping[Place, Mapping[str, Any]] | None = None,
+    ranks: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Examination:
     """A healthy network but for what is given."""
     places = list(itertools.permutations(range(world), 2))
@@ -60,11 +61,11 @@ def network(
     )
 
 
-def at_host(host: int, world: int, **changes: object) -> dict[Place, dict[str, object]]:
+def at_host(host: int, world: int, **changes: Any) -> dict[Place, Mapping[str, Any]]:
     return {place: changes for place in itertools.permutations(range(world), 2) if host in place}
 
 
-def at_link(first: int, second: int, **changes: object) -> dict[Place, dict[str, object]]:
+def at_link(first: int, second: int, **changes: Any) -> dict[Place, Mapping[str, Any]]:
     return {(first, second): changes, (second, first): changes}
 
 
@@ -72,8 +73,15 @@ def found(measured: Examination) -> list[tuple[str, tuple[int, ...]]]:
     return [(each.subject, each.ranks) for each in examine(measured) if each.level is Level.PROBLEM]
 
 
-LOSSY = {"lost": "0000000001" * 200}
-SILENT = {"heard": False, "lost": "1" * 500, "round_trips_s": (), "seen": "", "path_bytes": 0, "rate_bits": 0.0}
+LOSSY: dict[str, Any] = {"lost": "0000000001" * 200}
+SILENT: dict[str, Any] = {
+    "heard": False,
+    "lost": "1" * 500,
+    "round_trips_s": (),
+    "seen": "",
+    "path_bytes": 0,
+    "rate_bits": 0.0,
+}
 
 
 def test_a_healthy_network_has_no_findings() -> None:
@@ -89,7 +97,7 @@ def test_a_bad_host_is_told_from_a_bad_link() -> None:
 
 
 def test_a_host_that_only_sends_badly_is_told_so() -> None:
-    links: dict[Place, dict[str, object]] = {(2, other): LOSSY for other in (0, 1, 3)}
+    links: dict[Place, Mapping[str, Any]] = {(2, other): LOSSY for other in (0, 1, 3)}
     (finding,) = examine(network(4, links))
     assert finding.ranks == (2,)
     assert finding.text == "All links from h2 lose 10.0 % of the datagrams: the fault is at h2."
@@ -122,7 +130,7 @@ def test_a_rare_loss_is_worth_knowing_and_a_stray_one_is_not() -> None:
 
 def test_what_a_full_buffer_loses_is_not_the_links_loss() -> None:
     buffer = {5: {"receive_buffer": 8192, "asked_buffer": 8192}}
-    links: dict[Place, dict[str, object]] = {
+    links: dict[Place, Mapping[str, Any]] = {
         (each, 5): LOSSY | {"overflowed": 300, "overflowed_steady": 200} for each in range(5)
     }
     measured = network(6, links, buffer)
@@ -140,7 +148,7 @@ def test_a_buffer_that_the_kernel_limits_gets_the_sysctl() -> None:
 def test_blocked_udp_is_told_from_an_unreachable_host() -> None:
     assert found(network(4, at_host(3, 4, **SILENT))) == [("UDP blocked", (3,))]
     assert found(network(4, at_host(3, 4, **SILENT, tcp=False))) == [("unreachable", (3,))]
-    only_in: dict[Place, dict[str, object]] = {(each, 3): SILENT for each in range(3)}
+    only_in: dict[Place, Mapping[str, Any]] = {(each, 3): SILENT for each in range(3)}
     (finding,) = examine(network(4, only_in, {3: {"chosen_port": True, "port": 29500}}))
     assert finding.text == "UDP to port 29500 of h3 is blocked, while TCP comes through: a firewall drops it."
     assert "udp dport 29500 accept" in finding.remedy
@@ -162,8 +170,8 @@ def test_a_narrow_link_and_a_slow_link_are_named_with_their_remedy() -> None:
 
 
 def test_a_jumbo_interface_whose_path_carries_less_is_found() -> None:
-    jumbo: dict[int, dict[str, object]] = {each: {"mtu": 9000} for each in range(3)}
-    links: dict[Place, dict[str, object]] = {
+    jumbo: dict[int, Mapping[str, Any]] = {each: {"mtu": 9000} for each in range(3)}
+    links: dict[Place, Mapping[str, Any]] = {
         place: {"path_bytes": 9000} for place in itertools.permutations(range(3), 2)
     }
     assert examine(network(3, links, jumbo)) == []
@@ -179,7 +187,7 @@ def test_nat_versions_and_clocks_are_named() -> None:
     assert found(translated) == [("NAT", (1,))]
     other = {2: {"versions": {"stormtorch": "0.9", "torch": "2.13.0", "python": "3.11.7"}}}
     assert found(network(3, ranks=other)) == [("versions", (2,))]
-    ahead = {(0, 1): {"clock_ahead_s": 60.0}, (1, 0): {"clock_ahead_s": -60.0}}
+    ahead: dict[Place, Mapping[str, Any]] = {(0, 1): {"clock_ahead_s": 60.0}, (1, 0): {"clock_ahead_s": -60.0}}
     ahead |= {(2, 1): {"clock_ahead_s": 60.0}, (1, 2): {"clock_ahead_s": -60.0}}
     (finding,) = examine(network(3, ahead))
     assert (finding.subject, finding.ranks) == ("clock", (1,))
@@ -226,11 +234,13 @@ def test_a_prediction_is_what_the_formulas_say() -> None:
     assert cost is not None
     # Each rank sends 2 * 3/4 of 100 MB over 100 Mbit/s.
     assert cost.drift_s == pytest.approx(12.0, rel=1e-3)
-    assert (cost.reliable_s, cost.more_steps) == (pytest.approx(12.0, rel=1e-3), pytest.approx(1.0))
+    assert cost.reliable_s == pytest.approx(12.0, rel=1e-3)
+    assert cost.more_steps == pytest.approx(1.0)
     lossy = predict_cost(network(4, {place: LOSSY for place in itertools.permutations(range(4), 2)}), 25_000_000)
     assert lossy is not None
     # The train lost a tenth, so the line carries 111 Mbit/s; repair takes a tenth of that again.
-    assert (lossy.drift_s, lossy.reliable_s) == (pytest.approx(10.8, rel=1e-3), pytest.approx(12.0, rel=1e-3))
+    assert lossy.drift_s == pytest.approx(10.8, rel=1e-3)
+    assert lossy.reliable_s == pytest.approx(12.0, rel=1e-3)
     assert 1.0 < lossy.more_steps < 1.2
 
 
