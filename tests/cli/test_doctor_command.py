@@ -121,6 +121,23 @@ def test_versions_that_differ_are_a_problem(tmp_path: Path) -> None:
     assert f"Versions of stormtorch differ: {__version__} on" in text and "9.9 on" in text
 
 
+def test_ranks_end_soon_after_their_director_is_killed(tmp_path: Path) -> None:
+    ssh = script(tmp_path / "ssh", f"echo $$ >> {tmp_path}/pids", "exec $*")
+    options = ("--ssh", ssh, "--interface", "lo", "--seconds", "60")
+    director = subprocess.Popen([*DOCTOR, "a", "b", *options], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert director.stderr is not None
+    while "round 1" not in director.stderr.readline():
+        assert director.poll() is None
+    director.kill()
+    director.communicate(timeout=10)
+    ranks = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(ranks) == 2
+    give_up_at = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
+        assert time.monotonic() < give_up_at, "a rank outlives its director"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

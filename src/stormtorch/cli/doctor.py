@@ -191,20 +191,16 @@ class _Show:
         self._params_m, self._ranks, self._seconds = params_m, ranks, seconds
 
     def machine(self) -> int:
-        from rich.console import Console
-
-        from stormtorch.cli.tables.doctor import show_machine
+        from stormtorch.cli.tables.doctor import show_machine, wide_console
         from stormtorch.doctor.machine import examine_machine
 
         findings = examine_machine()
         save(_writer({"findings": [each.to_json() for each in findings]}), self._json)
-        show_machine(findings, Console())
+        show_machine(findings, wide_console())
         return _code(findings)
 
     def network(self, director: Director, wait_s: float, waiting: str) -> int:
-        from rich.console import Console
-
-        from stormtorch.cli.tables.doctor import show_network
+        from stormtorch.cli.tables.doctor import show_network, wide_console
         from stormtorch.doctor.advice import advise, predict_cost
         from stormtorch.doctor.capture import write_links
         from stormtorch.doctor.verdict import examine, sentence
@@ -235,7 +231,7 @@ class _Show:
         }
         save(_writer(data), self._json)
         save(lambda path: write_links(found, path), self._capture)
-        show_network(found, findings, advice, cost, Console(), captured=self._capture)
+        show_network(found, findings, advice, cost, wide_console(), captured=self._capture)
         return _code(findings)
 
 

@@ -21,6 +21,7 @@ _MOST_LINE = 1 << 20
 _MOST_KEPT_LINES = 20
 _LOOK_S = 0.01
 _IDLE_S = 120.0
+_PARTING_S = 1.0
 
 
 class RankLost(RuntimeError):
@@ -125,12 +126,27 @@ class PipeChannel:
 
 
 class PipeOrders:
-    """The rank's side: orders on the standard input, answers on the standard output."""
+    """The rank's side: orders on the standard input, answers on the standard output.
+
+    A thread reads the orders, so that a rank ends soon after its director, however that has ended and whatever the rank
+    is doing.
+    """
+
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def receive(self) -> dict[str, Any] | None:
         """Waits for the next order; None when the director has gone."""
-        line = sys.stdin.readline(_MOST_LINE)
-        return _parsed(line) if line else None
+        return self._orders.get()
+
+    def _read(self) -> None:
+        with contextlib.suppress(RankLost, ValueError):
+            while line := sys.stdin.readline(_MOST_LINE):
+                self._orders.put(_parsed(line))
+        self._orders.put(None)
+        time.sleep(_PARTING_S)
+        os._exit(1)
 
     def answer(self, message: dict[str, Any]) -> None:
         """Prints the answer."""

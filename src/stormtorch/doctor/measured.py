@@ -142,11 +142,16 @@ class Examination:
 
     def name(self, rank: int) -> str:
         """Name of a rank for people: its host, if no other rank has the same; otherwise also its number."""
-        if rank not in self.ranks:
-            return f"rank {rank}"
-        host = self.ranks[rank].host
-        alone = sum(each.host == host for each in self.ranks.values()) == 1
-        return host if alone else f"rank {rank} ({host})"
+        short = self.short_name(rank)
+        return (
+            short if rank not in self.ranks or short == self.ranks[rank].host else f"{short} ({self.ranks[rank].host})"
+        )
+
+    def short_name(self, rank: int) -> str:
+        """Name of a rank for tables: its host, if no other rank has the same; otherwise its number."""
+        hosts = [each.host for each in self.ranks.values()]
+        alone = rank in self.ranks and hosts.count(self.ranks[rank].host) == 1
+        return self.ranks[rank].host if alone else f"rank {rank}"
 
     def to_json(self) -> dict[str, Any]:
         """Measurements as plain data."""

@@ -95,7 +95,7 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
 
 def _show_links(found: Examination, findings: Sequence[Finding], console: Console) -> None:
     if len(found.ranks) <= _MOST_IN_MATRIX:
-        console.print(_matrix(found), highlight=False, width=_width(console))
+        console.print(_matrix(found), highlight=False)
     blamed = {rank for each in findings if each.level is Level.PROBLEM for rank in each.ranks}
     named = {frozenset(each.ranks) for each in findings if each.level is Level.PROBLEM and len(each.ranks) == 2}
 
@@ -113,9 +113,9 @@ def _show_links(found: Examination, findings: Sequence[Finding], console: Consol
         table.add_column(name, justify="right", no_wrap=True)
     for link in links[:_MOST_LINKS]:
         style = None if blamed & {link.source, link.target} else "dim"
-        name = f"{found.name(link.source)} > {found.name(link.target)}"
+        name = f"{found.short_name(link.source)} > {found.short_name(link.target)}"
         table.add_row(name, *_cells(link, odd), style=style)
-    console.print(table, highlight=False, width=_width(console))
+    console.print(table, highlight=False)
 
 
 def _matrix(found: Examination) -> Table:
@@ -124,10 +124,10 @@ def _matrix(found: Examination) -> Table:
     table.add_column("from \\ to", no_wrap=True)
     ranks = sorted(found.ranks)
     for rank in ranks:
-        table.add_column(found.name(rank), justify="right", no_wrap=True)
+        table.add_column(found.short_name(rank), justify="right", no_wrap=True)
     for source in ranks:
         cells = [found.links.get((source, target)) for target in ranks]
-        table.add_row(found.name(source), *("-" if link is None else _cell(link) for link in cells))
+        table.add_row(found.short_name(source), *("-" if link is None else _cell(link) for link in cells))
         table.add_section()
     return table
 
@@ -190,9 +190,10 @@ def _show_cost(cost: Cost, console: Console) -> None:
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
 
 
-def _width(console: Console) -> int | None:
-    """Width of a table: that of a terminal, and what it needs where the output goes elsewhere."""
-    return None if console.is_terminal else max(console.width, 120)
+def wide_console() -> Console:
+    """Console whose tables have the width of a terminal, or all that they need where the output goes elsewhere."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
 def _count(number: int, word: str) -> str:
