@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from stormtorch.lab import Lab
 from stormtorch.lab.access import tool
+from stormtorch.lab.namespaces import Holder
 
 DOCTOR = (sys.executable, "-m", "stormtorch", "doctor")
 
@@ -55,16 +56,28 @@ def examine(ssh: Path, hosts: Sequence[str], *options: str, timeout_s: float = 1
     return Examined(done.returncode, done.stdout + done.stderr, told)
 
 
-def block_udp(lab: Lab, host: int) -> None:
-    """A firewall on a host that drops all UDP that comes in."""
-    rules = "table inet wall {\nchain entry {\ntype filter hook input priority 0;\nmeta l4proto udp drop\n}\n}\n"
-    lab.holders[host].run([tool("nft"), "-f", "-"], rules)
+def block_udp(lab: Lab, host: int, port: int | None = None) -> None:
+    """A firewall on a host that drops the UDP that comes in, all of it or that to one port."""
+    rule = "meta l4proto udp drop" if port is None else f"udp dport {port} drop"
+    _load(lab.holders[host], "inet wall", {"entry": ("input priority 0", rule)})
+
+
+def translate(lab: Lab, host: int, seen: str) -> None:
+    """A NAT before a host: others see it under another address."""
+    own = lab.address(host)
+    lab.holders[host].run([tool("ip"), "address", "add", f"{seen}/24", "dev", "eth0"])
+    rules = {
+        "leave": ("postrouting priority 0", f"ip saddr {own} ip saddr set {seen}"),
+        "enter": ("prerouting priority -300", f"ip daddr {seen} ip daddr set {own}"),
+    }
+    _load(lab.holders[host], "ip translation", rules)
 
 
 def narrow_link(lab: Lab, first: int, second: int, mtu: int) -> None:
     """A tunnel between two hosts, in which larger packets vanish."""
     a, b = lab.address(first), lab.address(second)
-    _rule(lab, "narrow", f"ip saddr . ip daddr {{ {a} . {b}, {b} . {a} }} ip length > {mtu} drop")
+    rule = f"ip saddr . ip daddr {{ {a} . {b}, {b} . {a} }} ip length > {mtu} drop"
+    _load(lab._holders[0], "bridge narrow", {"way": ("forward priority 10", rule)})
 
 
 def slow_link(lab: Lab, first: int, second: int, rate: str) -> None:
@@ -83,7 +96,7 @@ def slow_link(lab: Lab, first: int, second: int, rate: str) -> None:
         holder.run([tool("ip"), "route", "add", *way])
 
 
-def _rule(lab: Lab, name: str, rule: str) -> None:
-    switch = lab._holders[0]
-    rules = f"table bridge {name} {{\nchain way {{\ntype filter hook forward priority 10;\n{rule}\n}}\n}}\n"
-    switch.run([tool("nft"), "-f", "-"], rules)
+def _load(holder: Holder, table: str, chains: dict[str, tuple[str, str]]) -> None:
+    """Gives a host, or the switch, a table of nft with a rule in each chain."""
+    blocks = [f"chain {name} {{\ntype filter hook {hook};\n{rule}\n}}" for name, (hook, rule) in chains.items()]
+    holder.run([tool("nft"), "-f", "-"], "\n".join([f"table {table} {{", *blocks, "}", ""]))

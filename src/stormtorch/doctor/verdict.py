@@ -5,6 +5,7 @@ host's. What all links have is nobody's in particular. The faults are looked for
 what a graver one explains is not told again.
 """
 
+import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -300,7 +301,7 @@ def _translated(found: Examination) -> list[Finding]:
         seen = {
             link.seen
             for (source, _), link in found.links.items()
-            if source == number and link.seen and link.seen.partition("%")[0] != rank.address.partition("%")[0]
+            if source == number and link.seen and _plain(link.seen) != _plain(rank.address)
         }
         if seen:
             findings.append(
@@ -406,6 +407,11 @@ def _clocks(found: Examination) -> list[Finding]:
             )
         )
     return findings
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Address without its interface, however it is written."""
+    return ipaddress.ip_address(address.partition("%")[0])
 
 
 def _capital(text: str) -> str:

@@ -181,8 +181,8 @@ def _show_cost(cost: Cost, console: Console) -> None:
     at_least = "" if cost.rate_is_limit else "at least "
     lines = [
         f"The slowest link carries {at_least}{rate_text(cost.rate_bits)}; the mean loss is {loss_text(cost.loss)}.",
-        f"Reliable and ideal: {time_text(cost.reliable_s)} of communication a step. gloo over TCP takes longer.",
-        f"BoundedDrift:       {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
+        f"A reliable ring that wastes nothing: {time_text(cost.reliable_s)} of communication a step. gloo needs more.",
+        f"BoundedDrift: {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
         "the same accuracy where noise limits training, otherwise fewer.",
         f"BoundedDrift(wire=torch.bfloat16): {time_text(cost.drift_s / 2)} a step.",
         "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
