@@ -37,7 +37,7 @@ def test_what_is_packed_is_read_again() -> None:
     echo = Echo(1, 2, "fe80::1%eth0", 29500)
     packed = datagrams.pack(COOKIE, header, datagrams.echo_body(echo))
     assert (datagrams.unpack(COOKIE, packed), datagrams.read_echo(packed)) == (header, echo)
-    tally = Tally(5, 1472, 1.25e7)
+    tally = Tally(5, 1472, 1.25e7, 2.5e7)
     assert datagrams.read_tally(datagrams.pack(COOKIE, header, datagrams.tally_body(tally))) == tally
     assert datagrams.unpack(bytes(16), packed) is None
 
@@ -60,11 +60,17 @@ def test_a_train_remembers_no_more_than_its_bound() -> None:
 
 
 @pytest.mark.pure
-def test_the_rate_of_a_train_is_that_of_its_later_part() -> None:
+def test_the_rate_of_a_train_is_that_of_the_line_and_not_of_a_bucket_or_a_pause() -> None:
     train = Train()
     for number in range(40):  # ten at once from a bucket, then one each millisecond
-        train.add(number, 1250, max(number - 10, 0) * 1_000_000)
+        train.add(number, 1250, max(number - 10, 0) * 1_000_000, number * 10_000)
     assert train.tally().bytes_per_s == pytest.approx(1_250_000, rel=0.05)
+    assert train.tally().sent_per_s == pytest.approx(125_000_000, rel=0.05)
+    paused = Train()
+    for number in range(40):  # the sender pauses for 100 ms in the midst of it
+        sent = number * 1_000_000 + (100_000_000 if number >= 25 else 0)
+        paused.add(number, 1250, sent, sent)
+    assert paused.tally().bytes_per_s == paused.tally().sent_per_s == pytest.approx(1_250_000, rel=0.05)
 
 
 def test_a_receiver_answers_ranks_with_no_more_bytes_than_they_sent_and_strangers_not_at_all() -> None:

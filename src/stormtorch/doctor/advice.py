@@ -87,7 +87,7 @@ def advise(found: Examination, cost: Cost | None = None) -> Advice:
     ]
     # Whatever is under way in a round trip must not wait for the receiver's word.
     under_way = max((link.line_bits / 8 * (link.round_trip_s or 0.0) for link in links), default=0.0)
-    slowest = max((link.slow_round_trip_s or 0.0 for link in links), default=0.0)
+    slowest = max((link.round_trip_s or 0.0 for link in links), default=0.0)
     longest_run = max((link.burst for link in links if link.loss >= LOSS_NOTE), default=1.0)
     silence = max(100 * slowest, 0.02 * longest_run * USUAL_SILENCE_S)
     ports = {rank.port for rank in found.ranks.values() if rank.chosen_port}

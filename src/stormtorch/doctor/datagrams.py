@@ -17,7 +17,7 @@ _HEADER = struct.Struct(">4s16sBHIIQ")
 HEADER_BYTES = _HEADER.size
 """Bytes of the smallest datagram."""
 _ECHO = struct.Struct(">QQH46s")
-_TALLY = struct.Struct(">IId")
+_TALLY = struct.Struct(">IIdd")
 ECHO_BYTES = HEADER_BYTES + _ECHO.size
 """Bytes of an echo, asked or answered."""
 TALLY_BYTES = HEADER_BYTES + _TALLY.size
@@ -66,7 +66,9 @@ class Tally(NamedTuple):
     largest: int
     """Bytes of the largest datagram of the train that arrived."""
     bytes_per_s: float
-    """Rate at which the later part of the train arrived; 0 if too little did."""
+    """Rate at which the fastest stretch of the train arrived; 0 if too little did."""
+    sent_per_s: float
+    """Bytes per second at which the same stretch was sent, by the sender's clock."""
 
 
 def pack(cookie: bytes, header: Header, body: bytes = b"", *, size: int = 0) -> bytes:
@@ -114,4 +116,4 @@ def read_tally(datagram: bytes) -> Tally | None:
     if len(datagram) < TALLY_BYTES:
         return None
     tally = Tally(*_TALLY.unpack_from(datagram, HEADER_BYTES))
-    return tally if 0.0 <= tally.bytes_per_s < 1e12 else None
+    return tally if all(0.0 <= rate < 1e12 for rate in (tally.bytes_per_s, tally.sent_per_s)) else None

@@ -195,7 +195,7 @@ class Prober:
         most = min(_MOST_RATE_TRAIN, max(granted(self._socket).send * 2 // _CHARGED_BYTES, _FIRST_RATE_TRAIN))
         count = _FIRST_RATE_TRAIN
         for _ in range(3):
-            sent_at_once, tally = self._rush(target, peer, count, size)
+            tally = self._rush(target, peer, count, size)
             if tally is None:
                 return
             if tally.bytes_per_s == 0.0:
@@ -205,22 +205,18 @@ class Prober:
                 size = 548
                 continue
             wire = (size + header_bytes(peer.host) + _ETHERNET_BYTES) / size
-            asked.rate_bits, asked.sent_bits = 8 * wire * tally.bytes_per_s, 8 * wire * sent_at_once
+            asked.rate_bits, asked.sent_bits = 8 * wire * tally.bytes_per_s, 8 * wire * tally.sent_per_s
             needed = min(int(tally.bytes_per_s * _RATE_TRAIN_S / size), most)
             if needed <= 2 * count:
                 return
             count = needed
 
-    def _rush(self, target: tuple[object, ...], peer: Peer, count: int, size: int) -> tuple[float, Tally | None]:
+    def _rush(self, target: tuple[object, ...], peer: Peer, count: int, size: int) -> Tally | None:
         train = self._next_train()
-        datagrams = [
-            pack(self._cookie, Header(Kind.TRAIN, self._rank, train, each, 0), size=size) for each in range(count)
-        ]
-        begin = time.monotonic()
-        for datagram in datagrams:
-            self._send(datagram, target)
-        bytes_per_s = count * size / max(time.monotonic() - begin, 1e-6)
-        return bytes_per_s, self._tally(target, peer, train)
+        for number in range(count):
+            header = Header(Kind.TRAIN, self._rank, train, number, time.time_ns())
+            self._send(pack(self._cookie, header, size=size), target)
+        return self._tally(target, peer, train)
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
