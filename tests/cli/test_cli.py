@@ -27,6 +27,7 @@ def test_version_and_help_answer() -> None:
         ("bench",),
         ("chaos",),
         ("demo",),
+        ("doctor",),
         ("keygen",),
         ("simulate",),
         ("theory",),

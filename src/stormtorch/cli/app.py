@@ -7,6 +7,7 @@ import typer
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
 from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.doctor import doctor
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.options import Loss, Ranks, Steps
 from stormtorch.cli.postmortem import postmortem
@@ -29,6 +30,7 @@ app.command()(chaos)
 app.command()(watch)
 app.command()(ledger)
 app.command()(postmortem)
+app.command()(doctor)
 
 
 def main() -> None:
@@ -81,6 +83,7 @@ def stormtorch(
       stormtorch ledger runs/today                     what arrived, and what waiting cost
 
       stormtorch postmortem /tmp                       which rank did something else first
+      stormtorch doctor                                what is wrong with a machine or network
 
       stormtorch keygen                                a key that seals a job's datagrams
 

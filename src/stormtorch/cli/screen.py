@@ -44,6 +44,18 @@ def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Ad
         yield advance
 
 
+@contextlib.contextmanager
+def spoken_progress(start: str) -> Iterator[Advance]:
+    """Says what is being done: by a spinner in a terminal, by a line for each step elsewhere, on the standard error."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status(start) as status:
+            yield lambda what, _done: status.update(what)
+    else:
+        console.print(start, markup=False, soft_wrap=True)
+        yield lambda what, _done: console.print(what, markup=False, soft_wrap=True)
+
+
 def new_table(title: str, caption: str | None = None) -> Table:
     """Makes a table without vertical lines: it fits into 80 columns."""
     table = Table(title=title, caption=caption, box=box.HORIZONTALS, collapse_padding=True, pad_edge=False)

@@ -1,0 +1,254 @@
+"""`stormtorch doctor`: checks what was typed, starts the examination, shows findings and advice; others do the work."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stormtorch.checks import BadSetting, check_between
+from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.options import Json
+
+if TYPE_CHECKING:
+    from stormtorch.doctor.director import Director
+    from stormtorch.doctor.finding import Finding
+    from stormtorch.doctor.starting import Launched
+    from stormtorch.doctor.worker import Post
+
+_HOSTS, _MODEL = "Hosts and ranks", "The model"
+
+
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Hosts to examine, by ssh; localhost is this machine. None examines this machine alone."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Time for all measurements together.", show_default="5.5 s for each round, at most 60 s"),
+    ] = None,
+    params_m: Annotated[
+        float | None,
+        typer.Option(help="Millions of parameters of a model whose cost to predict.", rich_help_panel=_MODEL),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks of the training to predict.", show_default="those that were measured", rich_help_panel=_MODEL
+        ),
+    ] = None,
+    capture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the links' losses in this file, for `stormtorch lab run --per-link` and `stormtorch simulate "
+            "--per-link`.",
+            dir_okay=False,
+        ),
+    ] = None,
+    json: Json = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            help="Interface or address to examine on every host.",
+            show_default="STORM_SOCKET_IFNAME, or the one that leads to the others",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(help="UDP port on every host; 0 takes a free one.", rich_help_panel=_HOSTS)] = 0,
+    python: Annotated[
+        str | None, typer.Option(help="Python on the hosts.", show_default="the same as here", rich_help_panel=_HOSTS)
+    ] = None,
+    ssh: Annotated[
+        str | None,
+        typer.Option(
+            help="Command that runs a command line on a host.",
+            show_default="ssh -o BatchMode=yes -o ConnectTimeout=5",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option(help="Time within which all ranks must have come.", rich_help_panel=_HOSTS)
+    ] = 30.0,
+    receive_buffer_bytes: Annotated[
+        int, typer.Option(help="Receive buffer to ask the kernel for, as in Options.", rich_help_panel=_HOSTS)
+    ] = 8 << 20,
+    rank: Annotated[int | None, typer.Option(hidden=True)] = None,
+    towards: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Find out what is wrong with this machine, or with the network between several, and what to do about it.
+
+    Without hosts, it checks this machine: kernel, buffers, offloads, interfaces, clock, cores, memory, versions.
+    With hosts, or started by torchrun, every pair of ranks measures loss in both directions, bursts, round trip,
+    jitter, rate, path MTU and order, and whether UDP is blocked; no line carries two tests at once.
+    It names the bad host or link, says what helps, and which options suit. The hosts need stormtorch and ssh without a
+    password. The exit code is 0 if there is no problem and 1 if there is one.
+
+    [bold]Examples[/bold]
+
+      stormtorch doctor
+
+      stormtorch doctor node0 node1 node2 --params-m 25
+
+      stormtorch doctor localhost node1 --interface eth0 --port 29500 --capture links.json
+
+      torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint node0:29400 -m stormtorch doctor
+    """
+    with friendly_errors(), ending_signals():
+        from stormtorch.doctor.starting import launched
+        from stormtorch.doctor.worker import Post
+
+        if seconds is not None:
+            check_between("seconds", seconds, 1.0, 3600.0)
+        if params_m is not None:
+            check_between("params_m", params_m, 0.001, 1e7)
+        if ranks is not None:
+            check_between("ranks", ranks, 2, 100_000)
+        check_between("port", port, 0, 65535)
+        check_between("wait_s", wait_s, 1.0, 3600.0)
+        check_between("receive_buffer_bytes", receive_buffer_bytes, 4096, 1 << 30)
+        post = Post(
+            rank=rank or 0, interface=interface, towards=towards, port=port, receive_buffer_bytes=receive_buffer_bytes
+        )
+        if rank is not None:
+            _serve(post)
+            raise typer.Exit(0)
+        check_file("json", json)
+        check_file("capture", capture)
+        show = _Show(json=json, capture=capture, params_m=params_m, ranks=ranks, seconds=seconds)
+        here = None if hosts else launched()
+        if hosts:
+            from stormtorch.doctor.starting import Start, on_hosts
+
+            chosen = {"ssh": ssh, "python": python}
+            start = Start(
+                hosts=hosts,
+                interface=interface,
+                port=port,
+                receive_buffer_bytes=receive_buffer_bytes,
+                **{name: value for name, value in chosen.items() if value is not None},
+            )
+            code = show.network(on_hosts(start), wait_s, f"starting {len(hosts)} hosts")
+        elif here is not None and here.world > 1:
+            code = _as_launched(here, post, wait_s, show)
+        else:
+            for name, value in {"ssh": ssh, "python": python, "capture": capture, "params_m": params_m}.items():
+                if value is not None:
+                    raise BadSetting(name, "needs a network of two hosts or more: name them, or start by torchrun")
+            if here is not None:
+                typer.echo("A world of 1 rank has no links: this is about the machine alone.", err=True)
+            code = show.machine()
+    raise typer.Exit(code)
+
+
+def _serve(post: Post) -> None:
+    """Takes part as the rank of one host; orders come by the standard input."""
+    from stormtorch.doctor.channels import PipeOrders
+    from stormtorch.doctor.worker import work
+
+    work(PipeOrders(), post)
+
+
+def _as_launched(here: Launched, post: Post, wait_s: float, show: _Show) -> int:
+    from dataclasses import replace
+
+    from stormtorch.doctor import starting
+
+    post = replace(post, rank=here.rank, towards=post.towards or here.master)
+    try:
+        store = starting.meet_in_store(here, wait_s)
+    except ConnectionError as error:
+        typer.echo(str(error), err=True)
+        return 1
+    if here.rank != 0:
+        starting.take_part(store, post)
+        return starting.outcome(store, here.rank)
+    code = 1
+    director = starting.of_launched(store, here.world, post)
+    try:
+        code = show.network(director, wait_s, f"waiting for {here.world} ranks")
+    finally:
+        starting.tell_outcome(store, code, director.present)
+    return code
+
+
+class _Show:
+    """Runs an examination and shows it."""
+
+    def __init__(
+        self,
+        *,
+        json: Path | None,
+        capture: Path | None,
+        params_m: float | None,
+        ranks: int | None,
+        seconds: float | None,
+    ) -> None:
+        self._json, self._capture = json, capture
+        self._params_m, self._ranks, self._seconds = params_m, ranks, seconds
+
+    def machine(self) -> int:
+        from stormtorch.cli.tables.doctor import show_machine, wide_console
+        from stormtorch.doctor.machine import examine_machine
+
+        findings = examine_machine()
+        save(_writer({"findings": [each.to_json() for each in findings]}), self._json)
+        show_machine(findings, wide_console())
+        return _code(findings)
+
+    def network(self, director: Director, wait_s: float, waiting: str) -> int:
+        from stormtorch.cli.tables.doctor import show_network, wide_console
+        from stormtorch.doctor.advice import advise, predict_cost
+        from stormtorch.doctor.capture import write_links
+        from stormtorch.doctor.verdict import examine, sentence
+
+        try:
+            with _progress(waiting) as advance:
+                found = director.meet(wait_s)
+                if len(found.ranks) >= 2:
+                    found = director.examine(self._seconds, advance)
+        finally:
+            director.end()
+        findings = examine(found)
+        if not found.links:
+            for each in findings:
+                typer.echo(each.text, err=True)
+            typer.echo(f"{len(found.ranks)} of {found.world} ranks came: too few to measure a link.", err=True)
+            return 1
+        parameters = None if self._params_m is None else round(self._params_m * 1e6)
+        cost = None if parameters is None else predict_cost(found, parameters, self._ranks)
+        advice = advise(found, cost)
+        verdict = sentence(found, findings)
+        data = {
+            "verdict": verdict,
+            "findings": [each.to_json() for each in findings],
+            "advice": advice.to_json(),
+            "cost": None if cost is None else cost.to_json(),
+            "measured": found.to_json(),
+        }
+        save(_writer(data), self._json)
+        save(lambda path: write_links(found, path), self._capture)
+        show_network(found, findings, advice, cost, wide_console(), captured=self._capture)
+        return _code(findings)
+
+
+def _progress(start: str) -> Any:
+    from stormtorch.cli.screen import spoken_progress
+
+    return spoken_progress(start)
+
+
+def _writer(data: dict[str, Any]) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(json_format.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    return write
+
+
+def _code(findings: list[Finding]) -> int:
+    from stormtorch.doctor.finding import Level, worst
+
+    return 1 if worst(findings) is Level.PROBLEM else 0

@@ -1,0 +1,200 @@
+"""Findings of the doctor, as a terminal shows them: the verdict first, then the links, then what to paste."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stormtorch.cli.screen import new_table
+from stormtorch.doctor.advice import Advice, Cost
+from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.verdict import LOSS_PROBLEM
+from stormtorch.results.text import loss_text, rate_text, time_text
+
+_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
+_MOST_IN_MATRIX = 7  # more do not fit into 80 columns
+_MOST_LINKS = 12
+_ODD: dict[str, Callable[[Link], int]] = {
+    "late": lambda link: link.reordered,
+    "twice": lambda link: link.duplicates,
+    "overflow": lambda link: link.overflowed,
+}
+"""Counts that are seldom other than 0."""
+
+
+def show_machine(findings: Sequence[Finding], console: Console) -> None:
+    """Prints a line for each finding about this machine."""
+    width = max(len(each.subject) for each in findings)
+    for each in findings:
+        line = Text.assemble((f"{each.level.value:<14}", _STYLES[each.level]), f"{each.subject:<{width}}  {each.text}")
+        console.print(line, soft_wrap=True)
+        if each.remedy:
+            console.print(Text(f"{'':<{width + 16}}-> {each.remedy}"), soft_wrap=True)
+    problems = sum(each.level is Level.PROBLEM for each in findings)
+    notes = sum(each.level is Level.NOTE for each in findings)
+    if problems:
+        verdict = f"{_count(problems, 'problem')}, {_count(notes, 'thing')} worth knowing."
+    elif notes:
+        verdict = f"This machine is fine; {_count(notes, 'thing')} worth knowing."
+    else:
+        verdict = "This machine is fine."
+    console.print(Text(f"\n{verdict}", style="bold"), soft_wrap=True)
+
+
+def show_network(
+    found: Examination,
+    findings: Sequence[Finding],
+    advice: Advice,
+    cost: Cost | None,
+    console: Console,
+    *,
+    captured: Path | None = None,
+) -> None:
+    """Prints the verdict with remedies, a table of the links, and what to paste."""
+    _show_verdict(found, findings, console)
+    _show_links(found, findings, console)
+    _show_advice(advice, console)
+    if cost is not None:
+        _show_cost(cost, console)
+    if captured is not None:
+        world = found.world
+        console.print(
+            Text(
+                f"\nKept in {captured}. Replay it:\n"
+                f"  stormtorch lab run --hosts {world} --per-link {captured} -- python train.py\n"
+                f"  stormtorch simulate --workers {world} --per-link {captured}"
+            ),
+            soft_wrap=True,
+        )
+
+
+def _show_verdict(found: Examination, findings: Sequence[Finding], console: Console) -> None:
+    problems = [each for each in findings if each.level is Level.PROBLEM]
+    if problems:
+        console.print(Text(f"{_count(len(problems), 'problem')}", style=_STYLES[Level.PROBLEM]))
+    else:
+        worst = max((link.loss for link in found.links.values()), default=0.0)
+        text = (
+            f"All {len(found.links)} links among {len(found.ranks)} ranks are fine: the worst loses {loss_text(worst)}."
+        )
+        console.print(Text(text, style="bold green"), soft_wrap=True)
+    number = 0
+    for each in findings:
+        if each.level is Level.PROBLEM:
+            number += 1
+            head = f"{number}. "
+        else:
+            head = f"{each.level.value}: "
+        console.print(Text.assemble((head, _STYLES[each.level]), (each.text, "bold")), soft_wrap=True)
+        if each.remedy:
+            console.print(Text(f"   -> {each.remedy}"), soft_wrap=True)
+
+
+def _show_links(found: Examination, findings: Sequence[Finding], console: Console) -> None:
+    if len(found.ranks) <= _MOST_IN_MATRIX:
+        console.print(_matrix(found), highlight=False)
+    blamed = {rank for each in findings if each.level is Level.PROBLEM for rank in each.ranks}
+    named = {frozenset(each.ranks) for each in findings if each.level is Level.PROBLEM and len(each.ranks) == 2}
+
+    def badness(link: Link) -> tuple[bool, bool, float, float]:
+        is_named = frozenset((link.source, link.target)) in named
+        return link.heard, not is_named, -link.loss, -(link.round_trip_s or 0.0)
+
+    links = sorted(found.links.values(), key=badness)
+    left_out = len(links) - _MOST_LINKS
+    caption = f"{left_out} more are not shown; --json has all." if left_out > 0 else None
+    table = new_table("\nThe worst links" if left_out > 0 else "\nThe links, the worst first", caption)
+    table.add_column("from > to", no_wrap=True)
+    odd = [name for name, count in _ODD.items() if any(count(link) for link in found.links.values())]
+    for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "MTU", *odd):
+        table.add_column(name, justify="right", no_wrap=True)
+    for link in links[:_MOST_LINKS]:
+        style = None if blamed & {link.source, link.target} else "dim"
+        name = f"{found.short_name(link.source)} > {found.short_name(link.target)}"
+        table.add_row(name, *_cells(link, odd), style=style)
+    console.print(table, highlight=False)
+
+
+def _matrix(found: Examination) -> Table:
+    """Loss, round trip and rate of every link: who sends in the rows, who receives in the columns."""
+    table = new_table(f"\n{len(found.links)} links in {found.seconds:.0f} s: loss, round trip, rate")
+    table.add_column("from \\ to", no_wrap=True)
+    ranks = sorted(found.ranks)
+    for rank in ranks:
+        table.add_column(found.short_name(rank), justify="right", no_wrap=True)
+    for source in ranks:
+        cells = [found.links.get((source, target)) for target in ranks]
+        table.add_row(found.short_name(source), *("-" if link is None else _cell(link) for link in cells))
+        table.add_section()
+    return table
+
+
+def _cell(link: Link) -> Text:
+    if not link.heard:
+        return Text("no UDP" if link.tcp else "nothing", style=_STYLES[Level.PROBLEM])
+    style = _STYLES[Level.PROBLEM] if link.loss >= LOSS_PROBLEM else ""
+    text = Text(loss_text(link.loss), style=style)
+    if link.round_trip_s is not None:
+        text.append(f"\n{time_text(link.round_trip_s)}", style="")
+    if link.rate_bits:
+        text.append("\n" + _rate(link), style="")
+    return text
+
+
+def _cells(link: Link, odd: Sequence[str]) -> list[str]:
+    if not link.heard:
+        return ["no UDP" if link.tcp else "nothing", *[""] * (6 + len(odd))]
+    trips = [link.round_trip_s, link.slow_round_trip_s, link.jitter_s]
+    cells = [
+        loss_text(link.loss),
+        f"{link.burst:.1f}" if link.loss else "",
+        *("" if each is None else time_text(each) for each in trips),
+        _rate(link) if link.rate_bits else "",
+        str(link.path_bytes or ""),
+    ]
+    return cells + [str(_ODD[name](link) or "") for name in odd]
+
+
+def _rate(link: Link) -> str:
+    # Where the sender was the slower part, the line carries at least that.
+    return ("" if link.limited else ">") + rate_text(link.line_bits).replace("bit/s", "b/s")
+
+
+def _show_advice(advice: Advice, console: Console) -> None:
+    options = advice.options()
+    policy = advice.policy()
+    names = ["BoundedDrift"] + (["Options"] if options else []) + (["EXACT"] if advice.exact else [])
+    lines = ["import torch"] if advice.wire else []
+    lines += ["import torch.distributed as dist", f"from stormtorch import {', '.join(sorted(names))}, prepare"]
+    lines.append(f'dist.init_process_group("storm"{f", pg_options={options}" if options else ""})')
+    lines.append(f"model, optimizer = prepare(model, optimizer, policy={policy})")
+    why = "it loses next to nothing, so that repair is free" if advice.exact else "it loses, and nothing waits for it"
+    console.print(Text(f"\nSettings that suit this network ({why}):", style="bold"), soft_wrap=True)
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+
+
+def _show_cost(cost: Cost, console: Console) -> None:
+    console.print(Text(f"\n{cost.parameters / 1e6:g} M parameters on {cost.ranks} ranks: a prediction", style="bold"))
+    at_least = "" if cost.rate_is_limit else "at least "
+    lines = [
+        f"The slowest link carries {at_least}{rate_text(cost.rate_bits)}; the mean loss is {loss_text(cost.loss)}.",
+        f"A reliable ring that wastes nothing: {time_text(cost.reliable_s)} of communication a step. gloo needs more.",
+        f"BoundedDrift: {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
+        "the same accuracy where noise limits training, otherwise fewer.",
+        f"BoundedDrift(wire=torch.bfloat16): {time_text(cost.drift_s / 2)} a step.",
+        "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
+    ]
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """Console whose tables have the width of a terminal, or all that they need where the output goes elsewhere."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,200 @@
+"""Directs an examination: who measures whom, when and for how long, and what comes of it."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stormtorch.doctor.channels import Channel, RankLost
+from stormtorch.doctor.datagrams import COOKIE_BYTES
+from stormtorch.doctor.measured import Examination, Link, Rank
+from stormtorch.results.progress import Advance
+
+_ROUND_S, _LEAST_ROUND_S, _MOST_S = 5.5, 1.0, 60.0
+# Time that a rank may need beyond what it was given: TCP that carries the orders meets the same losses.
+_GRACE_S = 15.0
+Pair = tuple[int, int]
+
+
+def tournament(ranks: Sequence[int]) -> list[list[Pair]]:
+    """Rounds in which every pair meets once, and no rank is in two pairs of a round: no line carries two tests."""
+    players: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]  # the first one stays, the others move on by one
+    return rounds
+
+
+def round_seconds(ranks: int, seconds: float | None) -> float:
+    """Time of one round: `seconds` are for all of them together; None takes what is usual."""
+    rounds = max(ranks - 1 + ranks % 2, 1)
+    total = min(_ROUND_S * rounds, _MOST_S) if seconds is None else seconds
+    return max(total / rounds, _LEAST_ROUND_S)
+
+
+class Director:
+    """Directs the ranks at the other ends of some channels.
+
+    Args:
+        channels: Ways to the ranks.
+        explain: Called with a rank that is lost and the reason so far; returns the reason in full.
+    """
+
+    def __init__(
+        self, channels: Mapping[int, Channel], explain: Callable[[int, str], str] = lambda _rank, why: why
+    ) -> None:
+        self._channels, self._explain = channels, explain
+        self._missing: dict[int, str] = {}
+        self._links: dict[Pair, Link] = {}
+        self._ranks: dict[int, Rank] = {}
+
+    @property
+    def present(self) -> list[int]:
+        """Ranks that have come and are not lost."""
+        return sorted(self._ranks.keys() - self._missing.keys())
+
+    def meet(self, wait_s: float) -> Examination:
+        """Waits until all ranks have come, or so many seconds; returns who came, with nothing measured."""
+        give_up_at = time.monotonic() + wait_s
+
+        def greet(rank: int) -> None:
+            try:
+                card = self._channels[rank].answer(give_up_at)
+                if "failed" in card:
+                    self._missing[rank] = f"{card.get('host', f'rank {rank}')} {card['failed']}"
+                    return
+                self._ranks[rank] = _rank(rank, card)
+            except RankLost as error:
+                self._missing[rank] = self._explain(rank, _waited(str(error), wait_s))
+
+        _at_once([lambda rank=rank: greet(rank) for rank in self._channels])  # type: ignore[misc]
+        return self._examination(0.0)
+
+    def examine(self, seconds: float | None, advance: Advance) -> Examination:
+        """Measures every pair of the ranks that have come."""
+        begin = time.monotonic()
+        present = sorted(self._ranks)
+        cookie = secrets.token_hex(COOKIE_BYTES)
+        world = len(self._channels)
+        for rank in present:
+            self._channels[rank].order({"order": "begin", "cookie": cookie, "world": world})
+        each_s = round_seconds(len(present), seconds)
+        rounds = tournament(present)
+        for number, pairs in enumerate(rounds):
+            advance(f"round {number + 1} of {len(rounds)}: {_pairs_text(pairs)}", number)
+            _at_once([lambda pair=pair: self._measure(pair, each_s) for pair in pairs])  # type: ignore[misc]
+        advance("done", len(rounds))
+        return self._examination(time.monotonic() - begin)
+
+    def end(self) -> None:
+        """Lets all ranks end."""
+        for channel in self._channels.values():
+            channel.order({"order": "end"})
+        _at_once([channel.close for channel in self._channels.values()])
+
+    def _examination(self, seconds: float) -> Examination:
+        return Examination(
+            world=len(self._channels),
+            ranks=dict(self._ranks),
+            missing=dict(self._missing),
+            links=dict(self._links),
+            seconds=seconds,
+        )
+
+    def _measure(self, pair: Pair, seconds: float) -> None:
+        if any(rank in self._missing for rank in pair):
+            return
+        first, second = pair
+        directions = [(first, second), (second, first)]
+        asked = self._answers(
+            {a: {"order": "ask", "peer": self._peer(b), "seconds": seconds} for a, b in directions}, seconds
+        )
+        # The last datagrams may still be under way.
+        longest = max((max(each["round_trips_s"], default=0.0) for each in asked.values()), default=0.0)
+        time.sleep(min(0.1 + longest, 1.0))
+        orders = {
+            b: {"order": "report", "peer": a, "train": asked[a]["train"], "sent": asked[a]["sent"]}
+            for a, b in directions
+            if a in asked and b not in self._missing
+        }
+        reports = self._answers(orders, 0.0)
+        for a, b in directions:
+            if a in asked and b in reports:
+                self._links[a, b] = _link(a, b, asked[a], reports[b])
+
+    def _answers(self, orders: Mapping[int, dict[str, Any]], seconds: float) -> dict[int, dict[str, Any]]:
+        """Gives orders at once and waits for all answers; a rank that does not answer is missing from then on."""
+        for rank, order in orders.items():
+            self._channels[rank].order(order)
+        give_up_at = time.monotonic() + seconds + _GRACE_S
+        answers = {}
+        for rank in orders:
+            try:
+                answers[rank] = self._channels[rank].answer(give_up_at)
+            except RankLost as error:
+                self._missing[rank] = self._explain(rank, f"was lost during the examination: {error}")
+        return answers
+
+    def _peer(self, rank: int) -> dict[str, Any]:
+        found = self._ranks[rank]
+        return {"rank": rank, "host": found.address, "port": found.port, "tcp_port": found.tcp_port}
+
+
+def _link(source: int, target: int, asked: dict[str, Any], report: dict[str, Any]) -> Link:
+    return Link(
+        source=source,
+        target=target,
+        heard=bool(report["heard"]),
+        tcp=bool(asked["tcp"]),
+        lost=str(report["lost"]),
+        overflowed=int(report["overflowed"]),
+        overflowed_steady=int(report["overflowed_steady"]),
+        duplicates=int(report["duplicates"]),
+        reordered=int(report["reordered"]),
+        round_trips_s=tuple(asked["round_trips_s"]),
+        clock_ahead_s=asked["clock_ahead_s"],
+        seen=str(asked["seen"]),
+        path_bytes=int(asked["path_bytes"]),
+        rate_bits=float(asked["rate_bits"]),
+        sent_bits=float(asked["sent_bits"]),
+    )
+
+
+def _rank(rank: int, card: dict[str, Any]) -> Rank:
+    known = {name: card[name] for name in Rank.__dataclass_fields__ if name in card}
+    try:
+        return Rank(**{**known, "rank": rank})
+    except TypeError as error:
+        raise RankLost(f"its stormtorch speaks another way ({error}): is it the same version?") from error
+
+
+def _waited(why: str, wait_s: float) -> str:
+    return f"has not come within {wait_s:g} s" if why == "it does not answer" else why
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes all calls at once, each in a thread of its own, and raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _pairs_text(pairs: Sequence[Pair]) -> str:
+    shown = ", ".join(f"{a}-{b}" for a, b in pairs[:4])
+    return shown + (f" and {len(pairs) - 4} more" if len(pairs) > 4 else "")

@@ -1,0 +1,287 @@
+"""Sending side of a rank: what it asks of one peer, within a fixed time. The peer asks the same of it meanwhile.
+
+The time is divided into slots, which both sides begin at about the same moment:
+
+    echoes      round trip, jitter, clocks, and whether UDP comes through at all
+    two slots   the lower rank measures the rate, the higher one the path MTU; then the other way round
+    losses      a steady train at a fraction of the measured rate, so that what is lost is not lost for want of rate
+
+Only the peer knows what arrived. It answers short questions about that, and the rest is in its report afterwards.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stormtorch.doctor.datagrams import ECHO_BYTES, HEADER_BYTES, TALLY_BYTES, Header, Kind, Tally, pack
+from stormtorch.doctor.receiver import MOST_IN_TRAIN, Arrival, Receiver
+from stormtorch.doctor.sockets import family_of, granted, header_bytes, socket_address
+
+GREETING = b"stormtorch doctor\n"
+"""Bytes with which a rank greets whoever connects by TCP."""
+_ECHOES = 40
+_ECHO_SHARE, _FIRST_SHARE, _SECOND_SHARE, _LOSS_SHARE = 0.16, 0.17, 0.17, 0.42
+# Sizes of UDP payloads to try first: what Ethernet, tunnels, VPNs and old links carry.
+_LADDER = (8972, 4472, 1472, 1452, 1432, 1412, 1392, 1372, 1352, 1312, 1252, 1172, 1072, 972, 772, 548)
+_TOP_COPIES, _COPIES = 6, 4
+_FIRST_RATE_TRAIN, _MOST_RATE_TRAIN = 32, 2000
+_RATE_TRAIN_S = 0.05
+# Bytes of the send buffer that the kernel charges for a datagram of Ethernet's size, generously.
+_CHARGED_BYTES = 3000
+_ETHERNET_BYTES = 14
+_LOSS_PER_S, _BLIND_PER_S = 1000.0, 300.0
+_LOSS_BYTES, _BLIND_BYTES = 1200, 256
+_LOSS_RATE_SHARE = 0.3
+_TALLY_WAIT_S, _TALLY_TRIES = 0.25, 6
+_TCP_WAIT_S = 3.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Address of another rank."""
+
+    rank: int
+    host: str
+    port: int
+    """UDP port."""
+    tcp_port: int
+
+
+@dataclass
+class Asked:
+    """What a rank found out about the way to a peer, by itself."""
+
+    echoes: int = 0
+    """Echoes that were asked for."""
+    round_trips_s: list[float] = field(default_factory=list)
+    clock_ahead_s: float | None = None
+    """Time by which the peer's clock is ahead of this rank's, by the quickest echo."""
+    seen: str = ""
+    """Address of this rank as the peer sees it; empty if no echo came back."""
+    tcp: bool = False
+    """Whether the peer takes a TCP connection."""
+    path_bytes: int = 0
+    """Largest IP packet that arrives; 0 if unknown."""
+    rate_bits: float = 0.0
+    """Bits per second on the wire, Ethernet headers included, that arrive of a train sent at once; 0 if unknown."""
+    sent_bits: float = 0.0
+    """Bits per second at which that train was sent: where the two are close, the line may carry more."""
+    train: int = 0
+    """Number of the train that measures losses."""
+    sent: int = 0
+    """Datagrams of that train."""
+    seconds: float = 0.0
+    """Time that the whole took."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Result as plain data."""
+        return asdict(self)
+
+
+class Prober:
+    """Measures the way from this rank to others.
+
+    Args:
+        opened: Socket of this rank, which `receiver` reads.
+        receiver: Receives answers.
+        cookie: Secret of this examination.
+        rank: This rank.
+        mtu: MTU of this rank's interface.
+    """
+
+    def __init__(self, opened: socket.socket, receiver: Receiver, cookie: bytes, rank: int, mtu: int) -> None:
+        self._socket, self._receiver, self._cookie, self._rank, self._mtu = opened, receiver, cookie, rank, mtu
+        self._trains = 0
+
+    def ask(self, peer: Peer, seconds: float) -> Asked:
+        """Measures all that this rank can know about the way to a peer, in about so many seconds."""
+        begin = time.monotonic()
+        asked = Asked()
+        self._receiver.forget_others(peer.rank)
+        tcp = threading.Thread(target=_try_tcp, args=(peer, min(_TCP_WAIT_S, seconds), asked), daemon=True)
+        tcp.start()
+        target = socket_address(peer.host, peer.port)
+        self._echo(peer.rank, target, _ECHO_SHARE * seconds, asked)
+        if asked.round_trips_s:
+            slots = [lambda: self._find_rate(target, peer, asked), lambda: self._find_path(target, peer, asked)]
+            if self._rank > peer.rank:
+                slots.reverse()
+            slots[0]()
+            _sleep_until(begin + (_ECHO_SHARE + _FIRST_SHARE) * seconds)
+            slots[1]()
+        _sleep_until(begin + (_ECHO_SHARE + _FIRST_SHARE + _SECOND_SHARE) * seconds)
+        self._send_steadily(target, peer, _LOSS_SHARE * seconds, asked)
+        tcp.join(max(begin + max(seconds, _TCP_WAIT_S) - time.monotonic(), 0.0))
+        asked.seconds = time.monotonic() - begin
+        return asked
+
+    # --- round trips --------------------------------------------------------------------------------------------------
+
+    def _echo(self, peer: int, target: tuple[object, ...], seconds: float, asked: Asked) -> None:
+        train = self._next_train()
+        begin = time.monotonic()
+        quickest = float("inf")
+        found: dict[int, float] = {}
+        for number in range(_ECHOES):
+            _sleep_until(begin + 0.8 * seconds * number / _ECHOES)
+            header = Header(Kind.ASK_ECHO, self._rank, train, number, time.time_ns())
+            self._send(pack(self._cookie, header, size=ECHO_BYTES), target)
+            asked.echoes += 1
+        give_up_at = begin + seconds
+        while len(found) < _ECHOES and (answer := self._answer(peer, train, give_up_at)) is not None:
+            echo = answer.body
+            if isinstance(echo, Tally) or answer.header.number in found:
+                continue
+            # The kernel's clock at both ends: neither counts the time until a busy machine's process gets a core.
+            there_ns = echo.received_ns - answer.header.time_ns
+            back_ns = answer.time_ns - echo.answered_ns
+            trip = max(there_ns + back_ns, 1) / 1e9
+            found[answer.header.number] = trip
+            asked.seen = echo.seen
+            if trip < quickest:
+                quickest = trip
+                asked.clock_ahead_s = (there_ns - back_ns) / 2e9
+        asked.round_trips_s = [found[number] for number in sorted(found)]
+
+    # --- path MTU -----------------------------------------------------------------------------------------------------
+
+    def _find_path(self, target: tuple[object, ...], peer: Peer, asked: Asked) -> None:
+        """Narrows down the largest datagram that arrives, by a few sizes at a time."""
+        headers = header_bytes(peer.host)
+        top = self._mtu - headers
+        low, high = 0, top + 1
+        sizes = [top, *(size for size in _LADDER if size < top)]
+        for _ in range(5):
+            arrived = self._try_sizes(target, peer, sizes, top)
+            if arrived is None:
+                break
+            if arrived >= top:
+                low = top
+                break
+            low = max(low, arrived)
+            high = min([size for size in sizes if size > low] + [high])
+            if high - low <= 1:
+                break
+            step = max((high - low) // 9, 1)
+            # The top once more: its copies may all have been lost by chance.
+            sizes = [top, *range(high - 1, low, -step)][:12]
+        asked.path_bytes = low + headers if low else 0
+
+    def _try_sizes(self, target: tuple[object, ...], peer: Peer, sizes: list[int], top: int) -> int | None:
+        train = self._next_train()
+        number = 0
+        for copy in range(_TOP_COPIES):
+            for size in sizes:
+                if copy < _COPIES or size == top:
+                    header = Header(Kind.TRAIN, self._rank, train, number, 0)
+                    self._send(pack(self._cookie, header, size=max(size, HEADER_BYTES)), target)
+                    number += 1
+            time.sleep(0.004)
+        tally = self._tally(target, peer, train)
+        return None if tally is None else tally.largest
+
+    # --- rate ---------------------------------------------------------------------------------------------------------
+
+    def _find_rate(self, target: tuple[object, ...], peer: Peer, asked: Asked) -> None:
+        """Sends trains at once, the second as long as the first one says that the line can take."""
+        size = min(self._mtu - header_bytes(peer.host), 1472)
+        if asked.path_bytes:
+            size = min(size, asked.path_bytes - header_bytes(peer.host))
+        # More than the send buffer holds would make this rank wait, and look as if it were the slow part.
+        most = min(_MOST_RATE_TRAIN, max(granted(self._socket).send * 2 // _CHARGED_BYTES, _FIRST_RATE_TRAIN))
+        count = _FIRST_RATE_TRAIN
+        for _ in range(3):
+            tally = self._rush(target, peer, count, size)
+            if tally is None:
+                return
+            if tally.bytes_per_s == 0.0:
+                # Full packets do not come through, as yet: small ones tell the rate, too.
+                if size <= 548:
+                    return
+                size = 548
+                continue
+            wire = (size + header_bytes(peer.host) + _ETHERNET_BYTES) / size
+            asked.rate_bits, asked.sent_bits = 8 * wire * tally.bytes_per_s, 8 * wire * tally.sent_per_s
+            needed = min(int(tally.bytes_per_s * _RATE_TRAIN_S / size), most)
+            if needed <= 2 * count:
+                return
+            count = needed
+
+    def _rush(self, target: tuple[object, ...], peer: Peer, count: int, size: int) -> Tally | None:
+        train = self._next_train()
+        for number in range(count):
+            header = Header(Kind.TRAIN, self._rank, train, number, time.time_ns())
+            self._send(pack(self._cookie, header, size=size), target)
+        return self._tally(target, peer, train)
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def _send_steadily(self, target: tuple[object, ...], peer: Peer, seconds: float, asked: Asked) -> None:
+        """Sends a train that the line can surely take; if nothing is known about the line, a slow one."""
+        if asked.rate_bits:
+            per_s, size = _LOSS_PER_S, _LOSS_BYTES
+            if asked.path_bytes:
+                size = min(size, asked.path_bytes - header_bytes(peer.host))
+            share = _LOSS_RATE_SHARE * asked.rate_bits / 8
+            overhead = header_bytes(peer.host) + _ETHERNET_BYTES
+            size = max(min(size, int(share / per_s) - overhead), 2 * HEADER_BYTES)
+            per_s = min(per_s, max(share / (size + overhead), 20.0))
+        else:
+            per_s, size = _BLIND_PER_S, _BLIND_BYTES
+        asked.train = train = self._next_train()
+        begin = time.monotonic()
+        number, end_at = 0, begin + seconds
+        while (now := time.monotonic()) < end_at and number < MOST_IN_TRAIN:
+            # After a pause on a busy machine, catch up by a few at a time: a burst would fill queues.
+            for _ in range(4):
+                if number / per_s > now - begin:
+                    break
+                header = Header(Kind.TRAIN, self._rank, train, number, 0)
+                self._send(pack(self._cookie, header, size=size), target)
+                number += 1
+            time.sleep(0.0005 if number / per_s < now - begin else min(1 / per_s, 0.01))
+        asked.sent = number
+
+    # --- datagrams ----------------------------------------------------------------------------------------------------
+
+    def _tally(self, target: tuple[object, ...], peer: Peer, train: int) -> Tally | None:
+        for number in range(_TALLY_TRIES):
+            header = Header(Kind.ASK_TALLY, self._rank, train, number, 0)
+            self._send(pack(self._cookie, header, size=TALLY_BYTES), target)
+            answer = self._answer(peer.rank, train, time.monotonic() + _TALLY_WAIT_S)
+            if answer is not None and isinstance(answer.body, Tally):
+                return answer.body
+        return None
+
+    def _answer(self, peer: int, train: int, give_up_at: float) -> Arrival | None:
+        """Next answer of a peer about a train; None if none comes in time. Late answers about others are dropped."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                answer = self._receiver.answers.get(timeout=max(give_up_at - time.monotonic(), 0.001))
+                if (answer.header.source, answer.header.train) == (peer, train):
+                    return answer
+        return None
+
+    def _next_train(self) -> int:
+        self._trains += 1
+        return self._trains
+
+    def _send(self, datagram: bytes, target: tuple[object, ...]) -> None:
+        # A datagram that this machine refuses to send (too large, no route, queue full) is lost like any other.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(datagram, target)
+
+
+def _try_tcp(peer: Peer, seconds: float, asked: Asked) -> None:
+    with contextlib.suppress(OSError), socket.socket(family_of(peer.host), socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(socket_address(peer.host, peer.tcp_port))
+        asked.tcp = connection.recv(len(GREETING)) == GREETING
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))

@@ -1,0 +1,92 @@
+"""Sockets of the doctor: opened as the engine opens its own, so that they meet the same limits."""
+
+import contextlib
+import socket
+import struct
+from typing import NamedTuple
+
+ASKED_BUFFER_BYTES = 8 << 20
+"""Receive buffer that `Options` asks for unless told otherwise."""
+SEND_BUFFER_BYTES = 4 << 20
+MOST_PAYLOAD = 65507
+"""Bytes of the largest datagram over IPv4."""
+UDP_SEGMENT = 103
+UDP_GRO = 104
+# Names that Python's socket module lacks; values from the kernel's headers, the same on x86-64 and ARM.
+SO_TIMESTAMPNS = 35
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_SO_MEMINFO = 55
+_DROPS_AT = 8
+_MEMINFO = struct.Struct("9I")
+_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
+
+
+class Buffers(NamedTuple):
+    """Buffers that the kernel granted, in bytes of payload: the kernel doubles them for its own overhead."""
+
+    receive: int
+    send: int
+
+
+def open_udp(host: str, port: int, receive_bytes: int = ASKED_BUFFER_BYTES) -> socket.socket:
+    """Opens a UDP socket whose datagrams carry the time of their arrival and are never fragmented.
+
+    Raises:
+        OSError: The address is none of this machine's, or the port is taken.
+    """
+    opened = socket.socket(family_of(host), socket.SOCK_DGRAM)
+    try:
+        set_buffers(opened, receive_bytes, SEND_BUFFER_BYTES)
+        opened.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        # Packets too large for the path must be lost, and not cut: their loss is what is measured.
+        if opened.family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE)
+        else:
+            opened.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
+        opened.bind(socket_address(host, port))
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def set_buffers(opened: socket.socket, receive_bytes: int, send_bytes: int) -> None:
+    """Asks for buffers as the engine does: beyond the limits of the system where this process may."""
+    for force, plain, size in (
+        (_SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_bytes),
+        (_SO_SNDBUFFORCE, socket.SO_SNDBUF, send_bytes),
+    ):
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, force, size)
+        except OSError:
+            opened.setsockopt(socket.SOL_SOCKET, plain, size)
+
+
+def granted(opened: socket.socket) -> Buffers:
+    """Buffers that a socket has got."""
+    receive, send = (opened.getsockopt(socket.SOL_SOCKET, each) // 2 for each in (socket.SO_RCVBUF, socket.SO_SNDBUF))
+    return Buffers(receive, send)
+
+
+def dropped(opened: socket.socket) -> int:
+    """Datagrams that the kernel has dropped because the socket's receive buffer was full; 0 where it does not tell."""
+    with contextlib.suppress(OSError, struct.error):
+        values = _MEMINFO.unpack_from(opened.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 64))
+        return int(values[_DROPS_AT])
+    return 0
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Address family of a numeric address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def socket_address(host: str, port: int) -> tuple[object, ...]:
+    """Address as sockets of its family take it; a link-local one keeps its interface."""
+    flags = socket.AI_NUMERICHOST
+    return socket.getaddrinfo(host, port, family_of(host), socket.SOCK_DGRAM, flags=flags)[0][4]
+
+
+def header_bytes(host: str) -> int:
+    """Bytes of the IP and UDP headers before a datagram."""
+    return 48 if ":" in host else 28

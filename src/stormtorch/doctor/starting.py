@@ -1,0 +1,215 @@
+"""Starting the ranks of an examination: on hosts by ssh, or by torchrun, which has started them already."""
+
+import contextlib
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from stormtorch.checks import BadSetting
+from stormtorch.doctor.channels import PipeChannel, StoreChannel, StoreOrders
+from stormtorch.doctor.director import Director
+from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
+from stormtorch.doctor.worker import Post, work
+
+DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+HERE = "localhost"
+"""Name of this machine among hosts: it is reached without ssh."""
+MOST_HOSTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How to start ranks on hosts."""
+
+    hosts: Sequence[str]
+    ssh: str = DEFAULT_SSH
+    """Command that takes a host and a command line, as ssh does."""
+    python: str = sys.executable
+    """Python on the hosts."""
+    interface: str | None = None
+    port: int = 0
+    receive_buffer_bytes: int = ASKED_BUFFER_BYTES
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.hosts) <= MOST_HOSTS:
+            raise BadSetting(
+                "hosts",
+                f"must be 2 to {MOST_HOSTS}, got {len(self.hosts)}: a link has two ends. {HERE} is this machine, "
+                f"as in: stormtorch doctor {HERE} {next(iter(self.hosts), 'HOST')}",
+            )
+        for host in self.hosts:
+            if not host or host.startswith("-"):
+                raise BadSetting("hosts", f"must be names or addresses, got {host!r}")
+            if self.hosts.count(host) > 1:
+                raise BadSetting("hosts", f"must name each host once, got {host} twice")
+
+
+def on_hosts(start: Start) -> Director:
+    """Starts a rank on each host.
+
+    Raises:
+        BadSetting: The command that reaches hosts does not exist.
+    """
+    channels: dict[int, PipeChannel] = {}
+    try:
+        for rank, host in enumerate(start.hosts):
+            channels[rank] = PipeChannel(_command(start, rank, host))
+    except OSError as error:
+        for channel in channels.values():
+            channel.close()
+        raise BadSetting("ssh", f"cannot be run: {error.strerror}: {error.filename}") from error
+
+    def explain(rank: int, why: str) -> str:
+        return _explained(start.hosts[rank], channels[rank], why, start)
+
+    return Director(channels, explain)
+
+
+def _command(start: Start, rank: int, host: str) -> list[str]:
+    words = ["-m", "stormtorch", "doctor", "--rank", str(rank)]
+    if start.interface is not None:
+        words += ["--interface", start.interface]
+    if start.port:
+        words += ["--port", str(start.port)]
+    if start.receive_buffer_bytes != ASKED_BUFFER_BYTES:
+        words += ["--receive-buffer-bytes", str(start.receive_buffer_bytes)]
+    if host == HERE:
+        other = next(each for each in start.hosts if each != host).rpartition("@")[2]
+        return [sys.executable, *words, "--towards", other]
+    return [*shlex.split(start.ssh), host, shlex.join([start.python, *words])]
+
+
+def _explained(host: str, channel: PipeChannel, why: str, start: Start) -> str:
+    """Says what is wrong with a host in one sentence, from what the command that reaches it has printed."""
+    said = "\n".join(channel.errors)
+    last = channel.errors[-1] if channel.errors else ""
+    status = channel.process.poll()
+    if "No module named stormtorch" in said or "No module named 'stormtorch'" in said:
+        return f"{host} has no stormtorch for {start.python}: install it there, or name another Python by --python"
+    if "No such command 'doctor'" in said or "No such option" in said:
+        return f"{host} has a stormtorch without this doctor: install the same version on all hosts"
+    if status in (126, 127) or ("not found" in said and start.python in said):
+        return f"{host} has no Python at {start.python}: name the one that has stormtorch by --python"
+    if "Could not resolve hostname" in said or "Name or service not known" in said:
+        return f"{host} is an unknown host: no address is known for this name"
+    if "Permission denied" in said:
+        return f"{host} does not let this user in: make `ssh {host} true` work without a password"
+    if "Host key verification failed" in said:
+        return f"{host} has a host key that this machine does not know: run `ssh {host} true` once by hand"
+    if status == 255 or "Connection refused" in said or "timed out" in said:
+        return f"{host} cannot be reached by ssh: {last or 'it gives no reason'}"
+    return f"{host}: {why}" + (f": {last}" if last else "")
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process as torchrun, or another launcher with the same variables, has started it."""
+
+    rank: int
+    world: int
+    master: str
+    port: int
+    agent_store: bool
+    """Whether the launcher keeps the store; otherwise rank 0 does."""
+    attempt: str
+
+
+def launched() -> Launched | None:
+    """Reads the launcher's variables; None if this process was not started by one.
+
+    Raises:
+        BadSetting: They make no sense.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = {name: os.environ.get(name, "") for name in names}
+    if not (values["RANK"] and values["WORLD_SIZE"]):
+        return None
+    try:
+        rank, world, port = int(values["RANK"]), int(values["WORLD_SIZE"]), int(values["MASTER_PORT"] or 0)
+    except ValueError:
+        rank = world = port = -1
+    if not (0 <= rank < world and 0 < port < 65536 and values["MASTER_ADDR"]):
+        told = ", ".join(f"{name}={value or 'unset'}" for name, value in values.items())
+        raise BadSetting("rank", f"is not clear: the launcher's variables make no sense together ({told})")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launched(rank, world, values["MASTER_ADDR"], port, agent, attempt)
+
+
+def meet_in_store(here: Launched, wait_s: float) -> Any:
+    """Opens the store in which launched ranks meet.
+
+    Raises:
+        ConnectionError: It cannot be reached in time, or its port is taken.
+    """
+    serves = here.rank == 0 and not here.agent_store
+    give_up_at = time.monotonic() + wait_s
+    # torch writes a page of its own before it raises: look first whether anybody is there.
+    while not serves:
+        try:
+            socket.create_connection((here.master, here.port), timeout=max(give_up_at - time.monotonic(), 0.1)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > give_up_at - 0.2 or isinstance(error, socket.gaierror):
+                raise ConnectionError(
+                    f"rank {here.rank}: cannot reach the store at {here.master}:{here.port} (MASTER_ADDR and _PORT): "
+                    f"{error.strerror or error}. Does rank 0 run, and does a firewall let TCP through?"
+                ) from error
+            time.sleep(0.2)
+    # Now, as torch takes seconds to import.
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but its types do not
+    from torch.distributed import DistError
+
+    try:
+        store = TCPStore(
+            here.master,
+            here.port,
+            here.world,
+            serves,
+            timeout=timedelta(seconds=max(wait_s, 5.0)),
+            wait_for_workers=False,  # so that rank 0 can name those that are missing
+        )
+    except (DistError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConnectionError(
+            f"rank {here.rank}: cannot open the store at {here.master}:{here.port}: {reason}"
+        ) from error
+    return PrefixStore(f"stormtorch-doctor/{here.attempt}", store)
+
+
+def take_part(store: Any, post: Post) -> None:
+    """Takes part as one of the launched ranks, until rank 0 lets it end."""
+    work(StoreOrders(store, post.rank), post)
+
+
+def of_launched(store: Any, world: int, post: Post) -> Director:
+    """Directs launched ranks from rank 0, which takes part, too."""
+    threading.Thread(target=take_part, args=(store, post), daemon=True, name="rank 0").start()
+    return Director({rank: StoreChannel(store, rank) for rank in range(world)}, lambda rank, why: f"rank {rank} {why}")
+
+
+def tell_outcome(store: Any, code: int, ranks: Sequence[int]) -> None:
+    """Lets all launched ranks end with the same exit code, and waits for a while: the store may end with rank 0."""
+    store.set("outcome", str(code))
+    with contextlib.suppress(RuntimeError):
+        store.wait([f"left/{rank}" for rank in ranks if rank != 0], timedelta(seconds=5))
+
+
+def outcome(store: Any, rank: int) -> int:
+    """Exit code that rank 0 has told; 1 if it has gone without one."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store.wait(["outcome"], timedelta(seconds=60))
+        code = int(store.get("outcome"))
+        store.set(f"left/{rank}", "")
+        return code
+    return 1

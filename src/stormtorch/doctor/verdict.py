@@ -1,0 +1,419 @@
+"""The verdict: which hosts and links are at fault for what was measured, and what to do about it.
+
+A fault of one direction of a link is that link's own, unless all links into or out of a host have it: then it is the
+host's. What all links have is nobody's in particular. The faults are looked for from the gravest to the mildest, and
+what a graver one explains is not told again.
+"""
+
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
+from stormtorch.results.statistics import median, percentile
+from stormtorch.results.text import loss_text, rate_text, signed_time_text, size_text, time_text
+
+LOSS_PROBLEM, LOSS_NOTE = 0.01, 0.001
+"""Loss of a link that counts as a problem, and that is worth knowing."""
+_FEWEST_LOST = 3
+_SLOW = 0.25  # of the median rate of all links
+_FAR, _FAR_S = 5.0, 0.005  # times the median round trip, and seconds
+_REORDERED, _DUPLICATED = 0.01, 0.001
+_SKEW_S = 0.5
+LEAST_BUFFER_BYTES = 128 << 10
+"""Receive buffer below which a few peers that send at once overflow it."""
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Culprit:
+    """Host or link that has a fault, or the whole network."""
+
+    ranks: tuple[int, ...]
+    """One rank for a host, two for a link, none for the whole network."""
+    links: tuple[Place, ...]
+    """Directions of links that it explains."""
+    into: bool
+    """Whether what comes into the host, or the first direction of a link, has the fault."""
+    out: bool
+
+    @property
+    def host(self) -> bool:
+        return len(self.ranks) == 1
+
+    @property
+    def everything(self) -> bool:
+        return not self.ranks
+
+    def verb(self, word: str) -> str:
+        """Verb that fits: all links lose, the link loses."""
+        return word if len(self.ranks) < 2 else {"carry": "carries"}.get(word, f"{word}s")
+
+
+def examine(found: Examination) -> list[Finding]:
+    """All findings about an examination, the gravest first."""
+    findings = [
+        Finding(
+            subject="missing rank",
+            level=Level.PROBLEM,
+            text=f"{_capital(why)}.",
+            remedy="Start it, or leave it out.",
+            ranks=(rank,),
+        )
+        for rank, why in sorted(found.missing.items())
+    ]
+    heard = {place: link for place, link in found.links.items() if link.heard}
+    findings += _silent(found)
+    findings += _lossy(found, heard)
+    findings += _narrow(found, heard)
+    findings += _slow(found, heard)
+    findings += _buffers(found)
+    findings += _translated(found)
+    findings += _versions(found)
+    findings += _disorder(found, heard)
+    findings += _far(found, heard)
+    findings += _clocks(found)
+    order = (Level.PROBLEM, Level.NOTE, Level.OK)
+    return sorted(findings, key=lambda each: order.index(each.level))
+
+
+def sentence(found: Examination, findings: Iterable[Finding]) -> str:
+    """The verdict in one sentence, or one for each problem."""
+    problems = [each for each in findings if each.level is Level.PROBLEM]
+    if not problems:
+        links = len(found.links)
+        worst = max((link.loss for link in found.links.values()), default=0.0)
+        return f"All {links} links among {len(found.ranks)} ranks are fine: the worst loses {loss_text(worst)}."
+    count = "One problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return f"{count}: " + " ".join(each.text for each in problems)
+
+
+# --- culprits ---------------------------------------------------------------------------------------------------------
+
+
+def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
+    """Hosts and links that explain the directions that are bad, of all that were measured.
+
+    A host with two peers or more explains what is bad if nearly all that comes into it is bad, or that leaves it. The
+    host that explains most is taken first. If all is bad, among three hosts or more, nobody in particular is at fault.
+    """
+    everyone, everything = set(bad), set(measured)
+    left = set(everyone)
+    hosts = {rank for place in everything for rank in place}
+    found = []
+    if left == everything and len(hosts) > 2:
+        return [_Culprit((), tuple(sorted(left)), True, True)]
+    while left:
+        candidates = []
+        for host in hosts:
+            into = {place for place in everything if place[1] == host}
+            out = {place for place in everything if place[0] == host}
+            is_into, is_out = (_mostly(side, everyone) for side in (into, out))
+            explained = ((into if is_into else set()) | (out if is_out else set())) & left
+            if len(explained) > 1:
+                candidates.append((len(explained), -host, _Culprit((host,), tuple(sorted(explained)), is_into, is_out)))
+        if not candidates:
+            break
+        _, _, best = max(candidates, key=lambda each: each[:2])
+        found.append(best)
+        left -= set(best.links)
+    for source, target in sorted(left):
+        back = (target, source) in left
+        if back and source > target:
+            continue  # told with the other direction
+        links = ((source, target), (target, source)) if back else ((source, target),)
+        found.append(_Culprit((source, target), links, True, back))
+    return found
+
+
+def _mostly(side: set[Place], bad: set[Place]) -> bool:
+    """Whether a host's links in one direction are bad: all of them, but for one in five that chance may have spared."""
+    return len(side) > 1 and len(side & bad) >= 0.8 * len(side)
+
+
+def _where(found: Examination, culprit: _Culprit) -> str:
+    if culprit.everything:
+        return "all links"
+    first = found.name(culprit.ranks[0])
+    if culprit.host:
+        way = {(True, True): "to and from", (True, False): "to", (False, True): "from"}[culprit.into, culprit.out]
+        return f"all links {way} {first}"
+    second = found.name(culprit.ranks[1])
+    return f"the link between {first} and {second}" if culprit.out else f"the link from {first} to {second}"
+
+
+def _range(values: list[float], text: Callable[[float], str]) -> str:
+    low, high = text(min(values)), text(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _silent(found: Examination) -> list[Finding]:
+    findings = []
+    silent = [place for place, link in found.links.items() if not link.heard]
+    for culprit in culprits(silent, found.links):
+        rank = found.ranks[culprit.links[0][1]]
+        if culprit.host:
+            who = found.name(culprit.ranks[0])
+            at = f"port {rank.port} of {who}" if rank.chosen_port else who
+            ways = {(True, True): f"to and from {at}", (True, False): f"to {at}", (False, True): f"from {who}"}
+            where = ways[culprit.into, culprit.out]
+        else:
+            where = f"on {_where(found, culprit)}"
+        if all(found.links[place].tcp for place in culprit.links):
+            rule = f"udp dport {rank.port}" if rank.chosen_port else "meta l4proto udp"
+            findings.append(
+                Finding(
+                    subject="UDP blocked",
+                    level=Level.PROBLEM,
+                    text=f"UDP {where} is blocked, while TCP comes through: a firewall drops it.",
+                    remedy=f"Let UDP through: `nft insert rule inet filter input {rule} accept`, or in the cloud's "
+                    "security group; set Options(port=...) if only certain ports may be open.",
+                    ranks=culprit.ranks,
+                )
+            )
+        else:
+            findings.append(
+                Finding(
+                    subject="unreachable",
+                    level=Level.PROBLEM,
+                    text=f"Nothing comes through {where}, neither UDP nor TCP.",
+                    remedy="Look at cable, route (`ip route get ADDRESS`) and firewall; if the machine has several "
+                    "networks, name the right one by --interface.",
+                    ranks=culprit.ranks,
+                )
+            )
+    return findings
+
+
+def _lossy(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
+    findings = []
+    losses = [link.loss for link in heard.values()]
+    # What a quarter of the links do not exceed is the network's own, and only what is far above it is a culprit's.
+    common = percentile(losses, 25) if len(found.ranks) > 2 and losses else 0.0
+    if common >= LOSS_PROBLEM:
+        findings.append(_loss_finding(found, _Culprit((), tuple(heard), True, True), heard, Level.PROBLEM))
+    least = max(LOSS_PROBLEM, 2 * common)
+    for level, low, high in ((Level.PROBLEM, least, 1.01), (Level.NOTE, LOSS_NOTE, LOSS_PROBLEM)):
+        bad = [
+            place for place, link in heard.items() if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
+        ]
+        findings += [_loss_finding(found, culprit, heard, level) for culprit in culprits(bad, heard)]
+    return findings
+
+
+def _loss_finding(found: Examination, culprit: _Culprit, heard: Mapping[Place, Link], level: Level) -> Finding:
+    links = [heard[place] for place in culprit.links]
+    losses = [link.loss for link in links]
+    bursts = median([link.burst for link in links])
+    amount = loss_text(median(losses)) if culprit.everything else _range(losses, loss_text)
+    text = f"{_capital(_where(found, culprit))} {culprit.verb('lose')} {amount} of the datagrams"
+    text += f", in runs of {bursts:.1f} on average" if bursts >= 2.0 else ""
+    if culprit.host:
+        who = found.name(culprit.ranks[0])
+        text += f": the fault is at {who}"
+        look = f"Look at cable, port, duplex and drops of {who} (`ethtool -S`, `ip -s link`)."
+    elif culprit.everything:
+        text += ": no single host is at fault"
+        look = "Look at what all links share: a switch, a radio network, an uplink that is too small."
+    else:
+        look = "Look at what lies between the two: a switch, a radio link, a congested route."
+    remedy = f"{look} Until then, train with BoundedDrift(), which does not wait for what is lost."
+    return Finding(subject="loss", level=level, text=f"{text}.", remedy=remedy, ranks=culprit.ranks)
+
+
+def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
+    known = {place: link for place, link in heard.items() if link.path_bytes}
+    bad = [place for place, link in known.items() if link.path_bytes < min(found.ranks[rank].mtu for rank in place)]
+    findings = []
+    for culprit in culprits(bad, known):
+        lowest = min(known[place].path_bytes for place in culprit.links)
+        own = min(found.ranks[rank].mtu for place in culprit.links for rank in place)
+        six = ":" in found.ranks[culprit.links[0][0]].address
+        findings.append(
+            Finding(
+                subject="path MTU",
+                level=Level.PROBLEM,
+                text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} no packets above {lowest} bytes, "
+                f"although the interfaces say {own}.",
+                remedy=f"Use Options(datagram_bytes={lowest - (48 if six else 28)}) on all ranks, or repair the MTU of "
+                "the tunnel or VPN between them.",
+                ranks=culprit.ranks,
+            )
+        )
+    return findings
+
+
+def _slow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
+    known = {place: link for place, link in heard.items() if link.rate_bits}
+    if len(known) < 3:
+        return []
+    usual = median([link.line_bits for link in known.values()])
+    bad = [place for place, link in known.items() if link.limited and link.line_bits < _SLOW * usual]
+    return [
+        Finding(
+            subject="slow",
+            level=Level.PROBLEM,
+            text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} only "
+            f"{_range([known[place].line_bits for place in culprit.links], rate_text)}, where others carry "
+            f"{rate_text(usual)}.",
+            remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks "
+            "wait for the slowest link: leave the host out, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
+            ranks=culprit.ranks,
+        )
+        for culprit in culprits(bad, known)
+    ]
+
+
+def _buffers(found: Examination) -> list[Finding]:
+    findings = []
+    for number, rank in sorted(found.ranks.items()):
+        into = [link for (_, target), link in found.links.items() if target == number]
+        overflowed = sum(link.overflowed for link in into)
+        if rank.receive_buffer >= ASKED_BUFFER_BYTES and not overflowed:
+            continue
+        tiny = rank.receive_buffer < LEAST_BUFFER_BYTES
+        dropped = f"; its kernel dropped {overflowed:,} datagrams for want of room" if overflowed else ""
+        if rank.asked_buffer < ASKED_BUFFER_BYTES:
+            remedy = f"Ask for more there: Options(receive_buffer_bytes={ASKED_BUFFER_BYTES}), the default."
+        else:
+            remedy = f"On {found.name(number)}: `sysctl -w net.core.rmem_max={ASKED_BUFFER_BYTES}`."
+        findings.append(
+            Finding(
+                subject="receive buffer",
+                level=Level.PROBLEM if tiny else Level.NOTE,
+                text=f"{_capital(found.name(number))} has a receive buffer of {size_text(rank.receive_buffer)}, where "
+                f"the engine asks for {size_text(ASKED_BUFFER_BYTES)}{dropped}.",
+                remedy=remedy,
+                ranks=(number,),
+            )
+        )
+    return findings
+
+
+def _translated(found: Examination) -> list[Finding]:
+    findings = []
+    for number, rank in sorted(found.ranks.items()):
+        seen = {
+            link.seen
+            for (source, _), link in found.links.items()
+            if source == number and link.seen and _plain(link.seen) != _plain(rank.address)
+        }
+        if seen:
+            findings.append(
+                Finding(
+                    subject="NAT",
+                    level=Level.PROBLEM,
+                    text=f"{_capital(found.name(number))} has the address {rank.address}, but others see "
+                    f"{', '.join(sorted(seen))}: a NAT lies between them.",
+                    remedy="Join the hosts by one network in which they see each other's own addresses, such as a VPN, "
+                    "and name it by STORM_SOCKET_IFNAME or Options(interface=...).",
+                    ranks=(number,),
+                )
+            )
+    return findings
+
+
+def _versions(found: Examination) -> list[Finding]:
+    findings = []
+    for package, level in (("stormtorch", Level.PROBLEM), ("torch", Level.NOTE), ("python", Level.NOTE)):
+        holders: dict[str, list[int]] = {}
+        for number, rank in sorted(found.ranks.items()):
+            holders.setdefault(rank.versions.get(package, "none"), []).append(number)
+        if len(holders) > 1:
+            text = "; ".join(
+                f"{version} on {', '.join(found.name(each) for each in numbers)}"
+                for version, numbers in holders.items()
+            )
+            fewest = min(holders.values(), key=len)
+            findings.append(
+                Finding(
+                    subject="versions",
+                    level=level,
+                    text=f"Versions of {package} differ: {text}.",
+                    remedy=f"Install the same {package} everywhere.",
+                    ranks=(fewest[0],) if len(fewest) == 1 else (),
+                )
+            )
+    return findings
+
+
+def _disorder(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
+    findings = []
+    kinds: tuple[tuple[str, float, Callable[[Link], int]], ...] = (
+        ("late, after others that were sent later", _REORDERED, lambda link: link.reordered),
+        ("twice", _DUPLICATED, lambda link: link.duplicates),
+    )
+    for word, least, count in kinds:
+        bad = [place for place, link in heard.items() if link.sent and count(link) > max(least * link.sent, 2)]
+        for culprit in culprits(bad, heard):
+            shares = [count(heard[place]) / heard[place].sent for place in culprit.links]
+            findings.append(
+                Finding(
+                    subject="order",
+                    level=Level.NOTE,
+                    text=f"On {_where(found, culprit)}, {_range(shares, loss_text)} of the datagrams arrive {word}.",
+                    remedy="Nothing needs to be done: the engine takes datagrams in any order, and each once.",
+                    ranks=culprit.ranks,
+                )
+            )
+    return findings
+
+
+def _far(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
+    trips = {place: link.round_trip_s for place, link in heard.items() if link.round_trip_s is not None}
+    if len(trips) < 3:
+        return []
+    usual = median(list(trips.values()))
+    bad = [place for place, trip in trips.items() if trip > max(_FAR * usual, usual + _FAR_S)]
+    return [
+        Finding(
+            subject="round trip",
+            level=Level.NOTE,
+            text=f"On {_where(found, culprit)}, a round trip takes "
+            f"{_range([trips[place] for place in culprit.links], time_text)}, elsewhere {time_text(usual)}.",
+            remedy="Nothing needs to be done; small messages wait for it.",
+            ranks=culprit.ranks,
+        )
+        for culprit in culprits(bad, trips)
+    ]
+
+
+def _clocks(found: Examination) -> list[Finding]:
+    skewed = {place: link.clock_ahead_s for place, link in found.links.items() if link.clock_ahead_s is not None}
+    bad = [place for place, ahead in skewed.items() if abs(ahead) > _SKEW_S]
+    findings = []
+    for culprit in culprits(bad, skewed):
+        source, target = culprit.links[0]
+        if culprit.everything:
+            most = max(abs(ahead) for ahead in skewed.values())
+            text = f"The clocks of all hosts differ, by up to {time_text(most)}: times in logs do not fit together."
+            findings.append(Finding(subject="clock", level=Level.NOTE, text=text, remedy="`timedatectl set-ntp true`"))
+            continue
+        other = target if culprit.ranks[0] == source else source
+        ahead = skewed[culprit.links[0]] * (-1 if culprit.ranks[0] == source else 1)
+        findings.append(
+            Finding(
+                subject="clock",
+                level=Level.NOTE,
+                text=f"The clock of {found.name(culprit.ranks[0])} is {signed_time_text(ahead)} ahead of that of "
+                f"{found.name(other)}: times in logs do not fit together.",
+                remedy="`timedatectl set-ntp true`",
+                ranks=culprit.ranks,
+            )
+        )
+    return findings
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Address without its interface, however it is written."""
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _capital(text: str) -> str:
+    # Names of hosts stay as they are.
+    return text[0].upper() + text[1:] if text.startswith(("all ", "the ", "rank ")) else text

@@ -1,0 +1,203 @@
+"""One rank of an examination: says who it is, then does what it is told until it is told to end."""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from stormtorch._engine import interface_mtu
+from stormtorch.doctor.probe import GREETING, Peer, Prober
+from stormtorch.doctor.receiver import Receiver
+from stormtorch.doctor.sockets import (
+    ASKED_BUFFER_BYTES,
+    MOST_PAYLOAD,
+    dropped,
+    family_of,
+    granted,
+    header_bytes,
+    open_udp,
+    socket_address,
+)
+from stormtorch.transport.addresses import local_address
+
+INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
+"""Environment variable with the interface to use; the backend reads the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post:
+    """Settings of one rank."""
+
+    rank: int
+    interface: str | None = None
+    """Name or address of the interface; None takes the one that `STORM_SOCKET_IFNAME`, the ssh connection or the route
+    to the other ranks tells."""
+    towards: str | None = None
+    """Host to which the route is looked up if nothing else tells the interface."""
+    port: int = 0
+    """UDP port; 0 lets the kernel choose."""
+    receive_buffer_bytes: int = ASKED_BUFFER_BYTES
+
+
+class Orders(Protocol):
+    """Way to the one who directs the examination."""
+
+    def receive(self) -> dict[str, Any] | None:
+        """Waits for the next order; None if there will be none."""
+        ...
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Answers the last order."""
+        ...
+
+
+def work(orders: Orders, post: Post) -> None:
+    """Takes part in an examination until its end."""
+    try:
+        here = own_address(post)
+        opened = open_udp(here, post.port, post.receive_buffer_bytes)
+    except (OSError, ValueError) as error:
+        orders.answer({"rank": post.rank, "host": socket.gethostname(), "failed": _why(error, post)})
+        return
+    with opened, _greeter(here) as tcp_port:
+        orders.answer(_card(post, here, opened, tcp_port))
+        begun = orders.receive()
+        if begun is None or begun["order"] != "begin":
+            return
+        cookie, world = bytes.fromhex(begun["cookie"]), int(begun["world"])
+        receiver = Receiver(opened, cookie, post.rank, world)
+        try:
+            _obey(orders, Prober(opened, receiver, cookie, post.rank, _mtu(here)), receiver, opened)
+        finally:
+            receiver.close()
+
+
+def _obey(orders: Orders, prober: Prober, receiver: Receiver, opened: socket.socket) -> None:
+    drops = 0
+    while (order := orders.receive()) is not None:
+        match order["order"]:
+            case "ask":
+                drops = dropped(opened)
+                orders.answer(prober.ask(Peer(**order["peer"]), float(order["seconds"])).to_json())
+            case "report":
+                peer, train = int(order["peer"]), receiver.train(int(order["peer"]), int(order["train"]))
+                orders.answer(
+                    {
+                        "heard": receiver.heard(peer),
+                        "lost": train.lost(int(order["sent"])),
+                        "duplicates": train.duplicates,
+                        "reordered": train.reordered,
+                        "overflowed": dropped(opened) - drops,
+                        "overflowed_steady": dropped(opened) - train.dropped_before if train.numbers else 0,
+                        "strangers": receiver.strangers,
+                    }
+                )
+            case _:
+                return
+
+
+def own_address(post: Post) -> str:
+    """Address that this rank uses, by what is most certain.
+
+    Raises:
+        ValueError: The interface does not exist or has no address.
+        OSError: The host to look towards is unknown.
+    """
+    named = post.interface or os.environ.get(INTERFACE_VARIABLE)
+    if named:
+        return local_address(named)
+    with contextlib.suppress(KeyError, IndexError):
+        return os.environ["SSH_CONNECTION"].split()[2]
+    if post.towards is None:
+        return local_address(None)
+    family, _, _, _, target = socket.getaddrinfo(post.towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as looking:
+        looking.connect(target)  # sends nothing
+        return str(looking.getsockname()[0])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what must be alike on all hosts, without importing torch, which takes seconds."""
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("stormtorch", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def cuda_version() -> str | None:
+    """Version of CUDA that torch was built for; None without torch or without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    with contextlib.suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        found = re.search(r"^cuda\b[^=]*= ['\"]([\d.]+)['\"]", text, re.M)
+        return found[1] if found else None
+    return None
+
+
+def _card(post: Post, here: str, opened: socket.socket, tcp_port: int) -> dict[str, Any]:
+    return {
+        "rank": post.rank,
+        "host": socket.gethostname(),
+        "address": here,
+        "port": opened.getsockname()[1],
+        "tcp_port": tcp_port,
+        "mtu": _mtu(here),
+        "asked_buffer": post.receive_buffer_bytes,
+        "receive_buffer": granted(opened).receive,
+        "versions": versions(),
+        "chosen_port": bool(post.port),
+        "pid": os.getpid(),
+        "time": time.time(),
+    }
+
+
+def _mtu(here: str) -> int:
+    """MTU of the interface with an address; loopback's is larger than any datagram, which then counts."""
+    return min(interface_mtu(here) or 1500, MOST_PAYLOAD + header_bytes(here))
+
+
+def _why(error: Exception, post: Post) -> str:
+    if isinstance(error, OSError) and post.port:
+        return f"cannot open UDP port {post.port}: {error.strerror or error}; choose another by --port"
+    return f"cannot open a UDP socket: {error}; name the interface by --interface"
+
+
+class _greeter:
+    """Greets whoever connects by TCP, so that a peer can tell a firewall for UDP from an unreachable host."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.socket(family_of(host), socket.SOCK_STREAM)
+        self._listener.bind(socket_address(host, 0))
+        self._listener.listen(64)
+
+    def __enter__(self) -> int:
+        threading.Thread(target=self._greet, name="doctor's greeter", daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _greet(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(1.0)
+                connection.sendall(GREETING)

@@ -1,0 +1,129 @@
+import itertools
+import json
+import queue
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormtorch.doctor.capture import write_links
+from stormtorch.doctor.channels import RankLost
+from stormtorch.doctor.director import Director, round_seconds, tournament
+from stormtorch.doctor.finding import Level
+from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.verdict import examine
+from stormtorch.doctor.worker import Post, work
+from stormtorch.network.link_file import read_links
+from stormtorch.network.loss import Bernoulli, Trace
+
+
+class Near:
+    """Both sides of the way to a rank that is a thread."""
+
+    def __init__(self) -> None:
+        self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def order(self, message: dict[str, Any]) -> None:
+        self._orders.put(json.loads(json.dumps(message)))
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._orders.get(timeout=60)
+
+    def answer(self, give_up_at: Any) -> Any:
+        if isinstance(give_up_at, dict):  # the rank's side
+            self._answers.put(json.loads(json.dumps(give_up_at)))
+            return None
+        try:
+            return self._answers.get(timeout=max(give_up_at - time.monotonic(), 0.01))
+        except queue.Empty:
+            raise RankLost("it does not answer") from None
+
+    def close(self) -> None:
+        self._orders.put(None)
+
+
+def examined(posts: list[Post], seconds: float, missing: int = 0) -> Examination:
+    ways = {post.rank: Near() for post in posts}
+    threads = [threading.Thread(target=work, args=(ways[post.rank], post), daemon=True) for post in posts]
+    for thread in threads:
+        thread.start()
+    director = Director({**ways, **{len(posts) + each: Near() for each in range(missing)}})
+    director.meet(1.0 if missing else 20.0)
+    found = director.examine(seconds, lambda _what, _done: None)
+    director.end()
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13])
+def test_every_pair_meets_once_and_no_rank_twice_in_a_round(ranks: int) -> None:
+    rounds = tournament([10 * each for each in range(ranks)])
+    for pairs in rounds:
+        players = [player for pair in pairs for player in pair]
+        assert len(players) == len(set(players))
+    met = sorted(pair for pairs in rounds for pair in pairs)
+    assert met == sorted(itertools.combinations([10 * each for each in range(ranks)], 2))
+    assert len(rounds) == ranks - 1 + ranks % 2
+
+
+@pytest.mark.pure
+def test_the_time_is_bounded_however_many_ranks_there_are() -> None:
+    assert 3 * round_seconds(4, None) < 20
+    assert 15 * round_seconds(16, None) <= 60
+    assert round_seconds(4, 6.0) == 2.0
+
+
+def test_ranks_on_loopback_measure_each_other_and_find_nothing_wrong() -> None:
+    found = examined([Post(rank=each, interface="127.0.0.1") for each in range(3)], 4.5)
+    assert sorted(found.links) == sorted(itertools.permutations(range(3), 2))
+    for link in found.links.values():
+        assert link.heard and link.tcp
+        assert link.loss == 0.0 and link.sent > 100
+        assert len(link.round_trips_s) > 30 and 0 < link.round_trips_s[0] < 1
+        assert link.path_bytes > 60_000
+        assert link.rate_bits > 1e6
+        assert link.clock_ahead_s is not None and abs(link.clock_ahead_s) < 0.2
+        assert link.seen == "127.0.0.1"
+    assert [each for each in examine(found) if each.level is Level.PROBLEM] == []
+
+
+def test_a_tiny_buffer_is_named_and_a_missing_rank_too() -> None:
+    posts = [Post(rank=0, interface="127.0.0.1"), Post(rank=1, interface="127.0.0.1", receive_buffer_bytes=4096)]
+    found = examined(posts, 1.5, missing=1)
+    problems = [(each.subject, each.ranks) for each in examine(found) if each.level is Level.PROBLEM]
+    assert ("missing rank", (2,)) in problems
+    assert ("receive buffer", (1,)) in problems
+    assert sorted(found.links) == [(0, 1), (1, 0)]
+
+
+def test_a_rank_whose_port_is_taken_says_so() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        way = Near()
+        work(way, Post(rank=0, interface="127.0.0.1", port=taken.getsockname()[1]))
+    found = Director({0: way}).meet(1.0)
+    assert "cannot open UDP port" in found.missing[0] and "--port" in found.missing[0]
+
+
+@pytest.mark.pure
+def test_a_capture_is_a_file_of_links_that_others_read(tmp_path: Path) -> None:
+    lost = "0" * 90 + "11" + "0" * 108
+    links = {
+        (0, 1): Link(source=0, target=1, heard=True, tcp=True, lost=lost, round_trips_s=(0.02, 0.02)),
+        (1, 0): Link(source=1, target=0, heard=True, tcp=True, lost="0" * 200),
+        (0, 2): Link(source=0, target=2, heard=False, tcp=True, lost="1" * 200),
+    }
+    path = tmp_path / "links.json"
+    write_links(Examination(world=3, ranks={}, links=links), path)
+    read = read_links(path, 3)
+    assert read.model(0, 1) == Trace(bits=lost)
+    assert read.model(1, 0) == Bernoulli(p=0.0)
+    assert read.model(0, 2) == Bernoulli(p=1.0)
+    assert json.loads(path.read_text())["links"][0]["delay"] == "10.000ms"
