@@ -179,7 +179,8 @@ def convergence(
       stormtorch bench convergence --rate 100mbit --loss 0.01 --backends gloo-cubic,storm,storm-drift --wire int8
     """
     with friendly_errors():
-        from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, run_convergence
+        from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings
+        from stormtorch.bench.learning import run_convergence
         from stormtorch.cli.plots.convergence import plot_convergence
         from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.steps import convergence_table
