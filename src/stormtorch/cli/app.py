@@ -6,8 +6,8 @@ import typer
 
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
-from stormtorch.cli.console import friendly_errors
-from stormtorch.cli.options import Loss, Ranks, Steps
+from stormtorch.cli.demo import demo
+from stormtorch.cli.report import report
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
 
@@ -17,12 +17,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
+app.command()(demo)
 app.add_typer(train.app, name="train", help="Train real models over networks that lose, policies side by side.")
 app.command()(simulate)
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
 app.command()(theory)
 app.add_typer(lab.app, name="lab", help="Virtual hosts whose network really loses, limits and delays packets.")
 app.command()(chaos)
+app.command()(report)
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def stormtorch(
 
     [bold]Examples[/bold]
 
-      stormtorch demo                                  see it work, in a minute
+      stormtorch demo                                  see what it is for, in a minute
 
       stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
@@ -69,6 +71,8 @@ def stormtorch(
       stormtorch lab run --loss 0.1 -- python train.py a bad network
 
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
+
+      stormtorch report out.json -o out.html           a page of what --json wrote
 
       stormtorch keygen                                a key that seals a job's datagrams
 
@@ -91,30 +95,6 @@ def keygen() -> None:
     from stormtorch.transport.keys import new_key
 
     typer.echo(new_key())
-
-
-@app.command()
-def demo(
-    ranks: Ranks = 4,
-    steps: Steps = 100,
-    loss: Loss = 0.1,
-) -> None:
-    """Train a small language model on this machine while a tenth of the datagrams is lost.
-
-    It trains three times from the same weights: every loss repaired, none repaired, and none repaired but corrected.
-    It takes about a minute on two cores, and needs no root, no network and no other machine.
-    `stormtorch train lm` is the same with all its options.
-
-    [bold]Examples[/bold]
-
-      stormtorch demo
-
-      stormtorch demo --loss 0.3 --steps 30
-    """
-    with friendly_errors():
-        from stormtorch.studies.settings import LmSettings
-
-        train.train(LmSettings(ranks=ranks, steps=steps, loss=loss, policies=("lossless", "plain", "lead")))
 
 
 if __name__ == "__main__":

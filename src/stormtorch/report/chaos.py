@@ -74,9 +74,7 @@ def _sections(data: dict[str, Any], ahead: str) -> list[Section]:
         series=[Series(name="step", colour="blue", x=[t for t, _ in curve], y=[step for _, step in curve])],
         note="Where the line is flat, training stands still.",
     )
-    lanes = Timeline(
-        title="What struck which host", lanes=[f"h{host}" for host in hosts], seconds=end, events=events
-    )
+    lanes = Timeline(title="What struck which host", lanes=[f"h{host}" for host in hosts], seconds=end, events=events)
     checks = Table(
         title="Invariants",
         headings=("", "", "problems"),

@@ -38,6 +38,15 @@ def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
     return text + ". This machine allows no lab, so TCP could not be made to lose packets.", "plain"
 
 
+def busy_sentence(data: dict[str, Any]) -> str:
+    """Warns where other work took the cores: waiting for a core hides what the network costs."""
+    machine = data["race"]["conditions"].get("machine") or {}
+    load, cores = machine.get("load_before"), machine.get("cores_usable")
+    if not load or not cores or load < 1.25 * cores:
+        return ""
+    return f"This machine was busy with other work (load {load:.0f} on {cores} cores), so the seconds say little."
+
+
 def accuracy_sentence(data: dict[str, Any]) -> str:
     """Says what loss costs accuracy; empty if that was not measured."""
     accuracy = data.get("accuracy")
@@ -55,10 +64,13 @@ def demo_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         learners = learners_of(race["results"]) if race else []
         made = race_sections(race["conditions"], learners) if learners else []
         if data.get("note"):
-            made.insert(0, Section(heading="What is compared", text=str(data["note"])))
+            text = f"{data['note']} {busy_sentence(data)}"
+            made.insert(0, Section(heading="What is compared", text=text))
         if data.get("accuracy"):
             costs = training_sections(trainings_of([("", data["accuracy"])]))
-            text = accuracy_sentence(data) + " The lead sends parameters a little ahead, which corrects what plain loses."
+            text = (
+                accuracy_sentence(data) + " The lead sends parameters a little ahead, which corrects what plain loses."
+            )
             made += [Section(heading="The same steps, with and without loss", text=text, parts=costs[0].parts)]
         if len(files) > 1:
             made = [Section(heading=f"{name}: {each.heading}", text=each.text, parts=each.parts) for each in made]

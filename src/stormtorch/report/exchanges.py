@@ -27,7 +27,7 @@ def allreduce_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     )
     return Page(
         title="All-reduce beside gloo",
-        subtitle=f"{ranks_of(conditions)} ranks, {where_text(conditions)}",
+        subtitle=_where(conditions),
         verdict=verdict,
         tone=tone,
         facts=_facts(results[: len(conditions["backends"])], conditions),
@@ -56,7 +56,7 @@ def ddp_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     )
     return Page(
         title="A training step beside gloo",
-        subtitle=f"{conditions['params'] / 1e6:.3g} M parameters, {ranks_of(conditions)} ranks, {where_text(conditions)}",
+        subtitle=f"{conditions['params'] / 1e6:.3g} M parameters on {_where(conditions)}",
         verdict=verdict,
         tone=tone,
         facts=_facts(results, conditions),
@@ -207,7 +207,9 @@ def _beside(results: Sequence[dict[str, Any]], what: str, conditions: dict[str, 
     if ratio >= 1:
         text += f"{peer['backend']} takes {bound}{time_text(peer['median_s'])} ({bound}{times(ratio)} as long)."
     else:
-        text += f"{peer['backend']} is faster, {time_text(peer['median_s'])}: stormtorch takes {times(1 / ratio)} as long."
+        text += (
+            f"{peer['backend']} is faster, {time_text(peer['median_s'])}: stormtorch takes {times(1 / ratio)} as long."
+        )
     return text, "good" if ratio > 1.05 else "bad" if ratio < 0.95 else "plain"
 
 
@@ -223,6 +225,10 @@ def _facts(results: Sequence[dict[str, Any]], conditions: dict[str, Any]) -> lis
     ]
     lost = conditions.get("loss_measured")
     return facts + ([Fact(figure=f"{100 * lost:.1f} %", text="of the packets lost, as measured")] if lost else [])
+
+
+def _where(conditions: dict[str, Any]) -> str:
+    return f"{ranks_of(conditions)} ranks, {where_text(conditions)}"
 
 
 def _conditions(conditions: dict[str, Any]) -> list[tuple[str, str]]:

@@ -84,9 +84,8 @@ def _word(text: str) -> str:
 def _section(section: Section, number: int) -> str:
     text = f"<p>{escape(section.text)}</p>" if section.text else ""
     parts = "".join(_part(part) for part in section.parts)
-    return (
-        f'<section aria-labelledby="s{number}"><h2 id="s{number}">{escape(section.heading)}</h2>{text}{parts}</section>\n'
-    )
+    heading = f'<h2 id="s{number}">{escape(section.heading)}</h2>'
+    return f'<section aria-labelledby="s{number}">{heading}{text}{parts}</section>\n'
 
 
 def _part(part: Part) -> str:
@@ -162,7 +161,9 @@ def _timeline(chart: Timeline) -> str:
             for each in chart.events
             if each.lane == lane
         )
-        rows.append(f'<div class="lane"><span class="name">{escape(lane)}</span><span class="track">{events}</span></div>')
+        rows.append(
+            f'<div class="lane"><span class="name">{escape(lane)}</span><span class="track">{events}</span></div>'
+        )
     return (
         f'<div class="timeline" role="img" aria-label="{escape(chart.title)}. The table below has the figures.">'
         f'{"".join(rows)}</div><p class="axis">0 to {span:.0f} seconds</p>'
@@ -176,7 +177,9 @@ def _table(table: Table, *, caption: bool = False) -> str:
         for row in table.rows[:_TABLE_ROWS]
     )
     left = len(table.rows) - _TABLE_ROWS
-    more = f'<tr><td colspan="{len(table.headings)}">{left} more rows: --csv writes them all</td></tr>' if left > 0 else ""
+    more = (
+        f'<tr><td colspan="{len(table.headings)}">{left} more rows: --csv writes them all</td></tr>' if left > 0 else ""
+    )
     title = f"<caption>{escape(table.title)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}{more}</tbody></table>"
 
@@ -201,8 +204,8 @@ def _grid(grid: Grid) -> str:
     rows = []
     for name, cells in grid.rows:
         shown = "".join(
-            f'<td class="number {"good" if tone >= 0 else "bad"}" style="--tone:{min(abs(tone), 1.0):.2f}">{escape(text)}'
-            "</td>"
+            f'<td class="number {"good" if tone >= 0 else "bad"}" style="--tone:{min(abs(tone), 1.0):.2f}">'
+            f"{escape(text)}</td>"
             for text, tone in cells
         )
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>')

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormtorch.report.parts import Fact, Lines, Mark, Page, Section, Series, Table, colours_of
-from stormtorch.report.text import called, listed, loss_words, machine_rows, percent, ranks_of, seconds, times, where_text
+from stormtorch.report.text import (
+    called,
+    listed,
+    loss_words,
+    machine_rows,
+    percent,
+    ranks_of,
+    seconds,
+    times,
+    where_text,
+)
 
 # Times that differ by less are called the same: a run repeated differs by as much.
 _SAME = 1.05
@@ -177,7 +187,7 @@ def race_facts(conditions: dict[str, Any], learners: Sequence[Learner]) -> list[
         facts.append(
             Fact(
                 figure=times(duel.ratio),
-                text=f"the time of stormtorch is what {duel.peer.label} took to the same loss",
+                text=f"as long as stormtorch: {duel.peer.label} to the same loss",
                 colour=colour,
             )
         )
@@ -193,8 +203,10 @@ def race_facts(conditions: dict[str, Any], learners: Sequence[Learner]) -> list[
 
 
 def _colour(learner: Learner, fallback: dict[str, str]) -> str:
-    return colours_of([learner.backend])[learner.backend] if learner.label == called(learner.backend) else (
-        fallback[learner.label]
+    return (
+        colours_of([learner.backend])[learner.backend]
+        if learner.label == called(learner.backend)
+        else (fallback[learner.label])
     )
 
 

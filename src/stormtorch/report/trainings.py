@@ -72,7 +72,9 @@ def cost_sentence(trainings: Sequence[Training], lost: float, steps: int) -> tup
         words.append(f"{each.name} {100 * mean(costs) * (1 if each.language else -1):+.1f}{error} {unit}")
     seeds = len(base.runs)
     sure = f"{seeds} seeds" if seeds > 1 else "one seed, so a percent or two is chance"
-    text = f"At {percent(lost)} loss, {steps} steps change {what} against the lossless run by: {listed(words)} ({sure})."
+    text = (
+        f"At {percent(lost)} loss, {steps} steps change {what} against the lossless run by: {listed(words)} ({sure})."
+    )
     lead = next((each for each in others if each.policy == "lead"), None)
     best = min(mean(each.against(base)) for each in ([lead] if lead else others))
     return text, "good" if best < 0.03 else "warn"
@@ -117,7 +119,9 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
             cost = 100 * mean(costs)
             unit = "%" if each.language else "points"
             dots = [100 * cost for cost in costs] if len(costs) > 1 else []
-            bars.append(Bar(name=each.name, value=cost, text=f"{cost:+.1f} {unit}", colour=colours[each.name], dots=dots))
+            bars.append(
+                Bar(name=each.name, value=cost, text=f"{cost:+.1f} {unit}", colour=colours[each.name], dots=dots)
+            )
     if bars:
         label = "perplexity above lossless, %" if trainings[0].language else "accuracy below lossless, points"
         parts.append(

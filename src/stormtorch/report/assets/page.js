@@ -85,7 +85,7 @@
     }
     ctx.save();
     ctx.font = "600 " + ratio * 12.5 + "px system-ui, sans-serif";
-    ctx.textBaseline = "middle";
+    ctx.textBaseline = "middle"; ctx.textAlign = "left";
     const edge = bbox.left + bbox.width + 12 * ratio;
     names.forEach((each) => {
       ctx.fillStyle = ctx.strokeStyle = each.ink;
@@ -145,7 +145,7 @@
     const alone = chart.series.length < 2;
     const room = narrow || alone ? 14 : 24 + Math.max(...chart.series.map((each) => probe.measureText(each.name).width));
     const [series, bands] = seriesOf(chart);
-    const axis = { stroke: colour("soft"), font: FONT, labelFont: FONT, labelSize: 18, grid: { stroke: colour("line"), width: 1 },
+    const axis = { stroke: colour("soft"), font: FONT, labelFont: FONT, labelSize: 16, labelGap: 0, gap: 4, grid: { stroke: colour("line"), width: 1 },
       ticks: { show: false } };
     const values = (_plot, list) => list.map((value) => short(value));
     const follow = tipOf(place, chart);
@@ -155,7 +155,7 @@
       legend: { show: false },
       cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
       scales: { x: { time: false, distr: chart.x_log ? 3 : 1 }, y: { distr: chart.y_log ? 3 : 1, range } },
-      axes: [{ ...axis, label: chart.x_label, values, space: 60 }, { ...axis, label: chart.y_label, values, size: 52 }],
+      axes: [{ ...axis, label: chart.x_label, values, space: 60, size: 24 }, { ...axis, label: chart.y_label, values, size: 52 }],
       hooks: {
         draw: [(plot) => { drawMarks(plot, chart); if (!narrow && !alone) drawNames(plot, chart); }],
         setCursor: [follow],
