@@ -165,7 +165,7 @@ def _settings(
     settings = ConvergenceSettings(backends=("storm-drift", "gloo"), faults=loss, **common)
     note = (
         f"No lab here ({reason}). Without one, nothing can make TCP lose packets: DDP on gloo runs on a perfect "
-        f"loopback, and {percent(loss)} of stormtorch's datagrams are lost by fault injection, without a limit of rate. "
+        f"loopback, and {percent(loss)} of stormtorch's datagrams are lost by fault injection, at no limit of rate. "
         f"The race shows what that costs stormtorch, not what loss does to TCP; with a lab it shows both. {_IN_TURNS}"
     )
     return settings, note
