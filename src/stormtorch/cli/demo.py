@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,7 +92,7 @@ def demo(
     interrupted = False
     with friendly_errors(), ending_signals():
         _check(seconds, loss, rate, ranks)
-        check_file("page", page)
+        page = _writable(page)
         check_file("json", json)
         from rich.console import Console
 
@@ -119,6 +120,17 @@ def _check(seconds: float, loss: float, rate: str, ranks: int) -> None:
     check_between("ranks", ranks, 2, 8)
     if rate == "unlimited":
         raise BadSetting("rate", "must be a rate such as 100mbit: without a limit there is no line to race on")
+
+
+def _writable(page: Path) -> Path:
+    """Moves the page to a folder of its own if nobody chose a place and this one takes no files."""
+    try:
+        check_file("page", page)
+    except BadSetting:
+        if page != _PAGE:
+            raise
+        return Path(tempfile.mkdtemp(prefix="stormtorch-")) / page
+    return page
 
 
 def _settings(
@@ -161,7 +173,7 @@ def _settings(
             how = with_bbr + (_IN_TURNS if len(peers) > 1 else "")
             return settings, f"Lab of {ranks} hosts by {access}: {line}, for TCP's packets too. {how.strip()}"
     except LabUnavailable as error:
-        reason = str(error).partition(" Without a lab,")[0]
+        reason = str(error).partition(" Without a lab,")[0].rstrip(".")
     settings = ConvergenceSettings(backends=("storm-drift", "gloo"), faults=loss, **common)
     note = (
         f"No lab here ({reason}). Without one, nothing can make TCP lose packets: DDP on gloo runs on a perfect "

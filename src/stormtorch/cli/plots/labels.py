@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Least distance of two names, as a fraction of the axis.
-_APART = 0.075
+# Height of a line of a name, and least space between two names, as fractions of the axis.
+_LINE, _SPACE = 0.055, 0.02
 
 
 def label_ends(axis: "Axes", *, fontsize: float = 8.5) -> None:
@@ -24,9 +24,10 @@ def label_ends(axis: "Axes", *, fontsize: float = 8.5) -> None:
         ends.append((min(max(float(at), 0.0), 1.0), line))
     ends.sort(key=lambda end: end[0])
     places = [at for at, _ in ends]
+    heights = [_LINE * (1 + str(line.get_label()).count("\n")) + _SPACE for _, line in ends]
     for _ in range(100):
         for index in range(1, len(places)):
-            lacking = _APART - (places[index] - places[index - 1])
+            lacking = (heights[index] + heights[index - 1]) / 2 - (places[index] - places[index - 1])
             if lacking > 0:
                 places[index] += lacking / 2
                 places[index - 1] -= lacking / 2

@@ -38,7 +38,7 @@ def plot_training(report: TrainReport, path: Path) -> None:
     draw_validation(report.results, colours, by_step, against)
     for label in report.settings.labels:
         curves = [result.val_curve for result in report.of(label)]
-        seconds = [mean([second for _, second, _ in column]) for column in zip(*curves, strict=True)]
+        seconds = [mean([second for _, second, _ in column]) for column in zip(*curves, strict=False)]
         _draw_band(by_second, seconds, [[loss for _, _, loss in curve] for curve in curves], colours[label], label)
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
     by_second.spines[["top", "right"]].set_visible(False)
@@ -83,7 +83,8 @@ def draw_validation(results: Sequence[TrainResult], colours: dict[str, str], by_
 
 def _draw_band(axis: Any, x: Sequence[float], curves: Sequence[Sequence[float]], colour: str, label: str) -> None:
     """Draws the mean of some seeds as a line, and a band from the lowest to the highest of them."""
-    columns = list(zip(*curves, strict=True))
+    columns = list(zip(*curves, strict=False))
+    x = x[: len(columns)]
     axis.plot(x, [mean(column) for column in columns], color=colour, marker=".", linewidth=1.2, label=label)
     if len(curves) > 1:
         low, high = [min(column) for column in columns], [max(column) for column in columns]
