@@ -49,7 +49,8 @@ def draw_lines(
                 cells[row, column] = ord(line.name[:1] or "*"), line.style
         if dots:
             labels[_free(dots[-1][1] // down, labels, height)] = (line.name, line.style)
-    text = Text(f"{y_label}\n", style="dim")
+    text = Text()
+    text.append(f"{y_label}\n", style="dim")
     for row in range(height):
         number = high - (row + 0.5) / height * (high - low)
         text.append(f"{number:5.2f} " if row % 3 == 0 else " " * axis, style="dim")

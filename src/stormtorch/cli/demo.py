@@ -56,8 +56,8 @@ def demo(
         ),
     ] = "100mbit",
     delay: Annotated[
-        str, typer.Option(help="Delay from host to host, one way: 10ms is a round trip of 20 ms.")
-    ] = "10ms",
+        str, typer.Option(help="Delay from host to host, one way: 20ms is a round trip of 40 ms.")
+    ] = "20ms",
     ranks: Annotated[int, typer.Option(help="Hosts that train together: 2 to 8.")] = 4,
     lab: Annotated[
         bool, typer.Option(help="Make a lab if this machine can; --no-lab shows what it shows if it cannot.")
@@ -72,7 +72,7 @@ def demo(
 ) -> None:
     """See in a minute what stormtorch is for: the same training beside DDP on gloo, over a line that loses packets.
 
-    Virtual hosts train a small language model over lines of 100 Mbit/s with a round trip of 20 ms that really lose a
+    Virtual hosts train a small language model over lines of 100 Mbit/s with a round trip of 40 ms that really lose a
     tenth of all packets, stormtorch's and TCP's alike. Two curves race over the seconds.
     Then the same steps are trained with and without loss: what does loss cost accuracy?
     It ends with a verdict and one HTML page. It takes less than three minutes on two cores.

@@ -100,7 +100,7 @@ class Race:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         for heading in ("", "tokens/s", "steps", "seconds", "loss"):
-            table.add_column(heading, justify="left" if not heading else "right")
+            table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
         for name, points in self.points.items():
             last, speed = points[-1], self.tokens_per_s(name)
             shown = "given up" if last.gave_up else "-" if speed is None else f"{speed:,.0f}"

@@ -34,7 +34,7 @@ def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
         return f"stormtorch trained while {lost} of its datagrams were lost.", "plain"
     own, other = tokens_per_s(ours, conditions), tokens_per_s(peer, conditions)
     text = f"With {lost} of its datagrams lost, stormtorch trained at {own:,.0f} tokens/s; DDP on gloo, which lost "
-    text += f"nothing, at {other:,.0f} ({times(other / own)})" if other > own else f"nothing, at {other:,.0f}"
+    text += f"nothing, at {other:,.0f} ({times(other / own)} as many)" if other > own else f"nothing, at {other:,.0f}"
     return text + ". This machine allows no lab, so TCP could not be made to lose packets.", "plain"
 
 
@@ -64,8 +64,7 @@ def demo_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         learners = learners_of(race["results"]) if race else []
         made = race_sections(race["conditions"], learners) if learners else []
         if data.get("note"):
-            text = f"{data['note']} {busy_sentence(data)}"
-            made.insert(0, Section(heading="What is compared", text=text))
+            made.insert(0, Section(heading="What is compared", text=f"{data['note']} {busy_sentence(data)}".strip()))
         if data.get("accuracy"):
             costs = training_sections(trainings_of([("", data["accuracy"])]))
             text = (

@@ -215,16 +215,22 @@ def _beside(results: Sequence[dict[str, Any]], what: str, conditions: dict[str, 
 
 def _facts(results: Sequence[dict[str, Any]], conditions: dict[str, Any]) -> list[Fact]:
     colours = colours_of([result["backend"] for result in results])
+    ours = sorted((each for each in results if not each["backend"].startswith("gloo")), key=_median)
+    peers = [each for each in results if each["backend"].startswith("gloo")]
     facts = [
         Fact(
             figure=("> " if _bound(result) else "") + time_text(result["median_s"]),
             text=f"{result['backend']}, median",
             colour=colours[result["backend"]],
         )
-        for result in results[:4]
+        for result in [*ours[:1], *peers, *ours[1:]][:4]
     ]
     lost = conditions.get("loss_measured")
     return facts + ([Fact(figure=f"{100 * lost:.1f} %", text="of the packets lost, as measured")] if lost else [])
+
+
+def _median(result: dict[str, Any]) -> float:
+    return float(result["median_s"])
 
 
 def _where(conditions: dict[str, Any]) -> str:
@@ -234,4 +240,5 @@ def _where(conditions: dict[str, Any]) -> str:
 def _conditions(conditions: dict[str, Any]) -> list[tuple[str, str]]:
     keys = ("times", "barrier", "order", "ideal", "model", "step", "dtype", "chunk_bytes", "patience_s")
     rows = [(key.replace("_", " "), str(conditions[key])) for key in keys if conditions.get(key) is not None]
-    return [("network", where_text(conditions)), *rows, *machine_rows(conditions)]
+    network = [("network", where_text(conditions))] if "network" in conditions else []
+    return [*network, *rows, *machine_rows(conditions)]

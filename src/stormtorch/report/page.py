@@ -119,9 +119,11 @@ def _lines(chart: Lines) -> str:
 def _bars(chart: Bars) -> str:
     values = [bar.value for bar in chart.bars]
     marks = [mark.x for mark in chart.marks if mark.x is not None]
-    # One long bar must not make the others invisible: dots beyond the longest bar are drawn at its end.
-    high = max([*values, *marks, 0.0])
-    low = min([*values, 0.0])
+    most = max([*values, *marks, 0.0])
+    dotted = [dot for bar in chart.bars for dot in bar.dots if math.isfinite(dot)]
+    # One wild round must not make all bars short: dots far beyond the longest are drawn at the end.
+    high = max([most, *(dot for dot in dotted if dot <= 1.5 * most)])
+    low = min([*values, *dotted, 0.0])
     span = (high - low) or 1.0
 
     def at(value: float) -> float:
@@ -153,11 +155,13 @@ def _bars(chart: Bars) -> str:
 def _timeline(chart: Timeline) -> str:
     span = chart.seconds or 1.0
     rows = []
+    kinds = {each.text: each.colour for each in chart.events}
+    keys = "".join(f'<li class="c-{_word(ink)}"><span>{escape(text)}</span></li>' for text, ink in kinds.items())
     for lane in chart.lanes:
         events = "".join(
             f'<b class="c-{_word(each.colour)}" style="left:{100 * each.begin / span:.2f}%;'
             f'width:{max(100 * (each.end - each.begin) / span, 0.6):.2f}%" title="{escape(each.text)}, '
-            f'{each.begin:.1f} to {each.end:.1f} s"><span>{escape(each.text)}</span></b>'
+            f'{each.begin:.1f} to {each.end:.1f} s">{_inside(each.text, (each.end - each.begin) / span)}</b>'
             for each in chart.events
             if each.lane == lane
         )
@@ -165,9 +169,15 @@ def _timeline(chart: Timeline) -> str:
             f'<div class="lane"><span class="name">{escape(lane)}</span><span class="track">{events}</span></div>'
         )
     return (
+        f'<ul class="keys">{keys}</ul>'
         f'<div class="timeline" role="img" aria-label="{escape(chart.title)}. The table below has the figures.">'
         f'{"".join(rows)}</div><p class="axis">0 to {span:.0f} seconds</p>'
     )
+
+
+def _inside(text: str, share: float) -> str:
+    """The word on an event, where it has room."""
+    return f"<span>{escape(text)}</span>" if share > 0.01 * (len(text) + 2) else ""
 
 
 def _table(table: Table, *, caption: bool = False) -> str:

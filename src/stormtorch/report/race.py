@@ -182,7 +182,9 @@ def subtitle(conditions: dict[str, Any], results: Sequence[dict[str, Any]]) -> s
 def race_facts(conditions: dict[str, Any], learners: Sequence[Learner]) -> list[Fact]:
     """The figures in large print."""
     facts = []
-    for duel in duels_of(learners)[:1]:
+    # Where faults strike ours alone, there is no race to the same loss: only speeds say something.
+    fair = not conditions.get("faults")
+    for duel in duels_of(learners)[:1] if fair else ():
         colour = "blue" if duel.ratio > _SAME else "vermilion" if duel.ratio < 1 / _SAME else "ink"
         facts.append(
             Fact(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.report.parts import Bar, Bars, Fact, Lines, Page, Part, Section, Series, Table, colours_of
+from stormtorch.report.parts import Bar, Bars, Fact, Lines, Mark, Page, Part, Section, Series, Table, colours_of
 from stormtorch.report.text import listed, machine_rows, percent
 from stormtorch.results.statistics import mean, spread
 
@@ -132,6 +132,18 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
                 note="Zero is no cost; dots are seeds.",
             )
         )
+    if base is not None and bars:
+        series = [_above(each, base, colours[each.name]) for each in trainings if each is not base and each.ended]
+        parts.append(
+            Lines(
+                title="Validation loss above the lossless run of the same seed",
+                x_label="steps",
+                y_label="nats above lossless",
+                series=[each for each in series if each is not None],
+                marks=[Mark(y=0.0, text="lossless")],
+                note="The curves below hide each other; this is what they differ by. Bands reach over the seeds.",
+            )
+        )
     parts.append(
         Lines(
             title="Validation loss against steps",
@@ -189,6 +201,27 @@ def _band(training: Training, colour: str, first: int) -> Series:
         low=[min(column) for column in columns] if len(curves) > 1 else None,
         high=[max(column) for column in columns] if len(curves) > 1 else None,
         dashed=training.policy == "lossless",
+    )
+
+
+def _above(training: Training, base: Training, colour: str) -> Series | None:
+    """Differences from lossless, seed by seed: the curves themselves are too steep to show them."""
+    before = {run["seed"]: {row[0]: float(row[2]) for row in run["val_curve"]} for run in base.ended}
+    runs = [run for run in training.ended if run["seed"] in before]
+    if not runs:
+        return None
+    steps = [row[0] for row in runs[0]["val_curve"]]
+    steps = [step for step in steps if all(step in before[run["seed"]] for run in runs)]
+    found = [{row[0]: float(row[2]) - before[run["seed"]].get(row[0], 0.0) for row in run["val_curve"]} for run in runs]
+    columns = [[each[step] for each in found if step in each] for step in steps]
+    several = len(runs) > 1
+    return Series(
+        name=training.name,
+        colour=colour,
+        x=[float(step) for step in steps],
+        y=[mean(column) for column in columns],
+        low=[min(column) for column in columns] if several else None,
+        high=[max(column) for column in columns] if several else None,
     )
 
 
