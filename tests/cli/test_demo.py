@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commands import ENVIRONMENT, STORMTORCH, ranks_left
+from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch.cli import demo
 from stormtorch.cli.chart import Line, draw_lines
@@ -144,21 +144,20 @@ def test_a_page_that_nobody_placed_finds_a_folder_that_takes_it(
     moved.parent.rmdir()
 
 
-def run_demo(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], str]:
+def run_demo(folder: Path, *options: str) -> tuple[str, dict[str, Any], str]:
     page, figures = folder / "demo.html", folder / "demo.json"
-    command = [*STORMTORCH, "demo", "--ranks", "2", "--page", str(page), "--json", str(figures), *options]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text = call("demo", "--ranks", "2", "--page", str(page), "--json", str(figures), *options)
+    assert code == 0, text
     assert ranks_left() == []
-    return done, json.loads(figures.read_text()), page.read_text()
+    return text, json.loads(figures.read_text()), page.read_text()
 
 
 def test_without_a_lab_the_demo_says_so_and_ends_with_verdict_and_page(tmp_path: Path) -> None:
-    done, data, page = run_demo(tmp_path, "--no-lab", "--seconds", "1")
-    assert "No lab here (--no-lab was given)" in done.stdout
-    assert "DDP on gloo runs on a perfect loopback" in done.stdout.replace("\n", " ")
-    assert "verdict" in done.stdout
-    assert (tmp_path / "demo.html").as_uri() in done.stdout
+    text, data, page = run_demo(tmp_path, "--no-lab", "--seconds", "1")
+    assert "No lab here (--no-lab was given)" in text
+    assert "DDP on gloo runs on a perfect loopback" in text
+    assert "verdict" in text
+    assert (tmp_path / "demo.html").as_uri() in text
     storm, gloo = data["race"]["results"]
     assert (storm["backend"], gloo["backend"]) == ("storm-drift", "gloo")
     assert storm["losses"][0] == gloo["losses"][0]
@@ -172,8 +171,8 @@ def test_without_a_lab_the_demo_says_so_and_ends_with_verdict_and_page(tmp_path:
 @pytest.mark.lab
 def test_in_a_lab_all_contenders_meet_the_same_loss(tmp_path: Path) -> None:
     lab_or_skip()
-    done, data, page = run_demo(tmp_path, "--seconds", "2", "--delay", "0ms", "--loss", "0.05")
-    assert "Lab of 2 hosts" in done.stdout
+    text, data, page = run_demo(tmp_path, "--seconds", "2", "--delay", "0ms", "--loss", "0.05")
+    assert "Lab of 2 hosts" in text
     conditions, results = data["race"]["conditions"], data["race"]["results"]
     assert conditions["loss_measured"] == pytest.approx(0.05, abs=0.02)
     assert results[0]["backend"] == "storm-drift"

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from stormtorch.cli import choices, screen
 from stormtorch.cli.completion import offer, offer_list
+from stormtorch.cli.lab import _silence_broken
+from stormtorch.lab.running import Line
 
 
 def test_work_that_is_piped_says_where_it_is_again_and_again(
@@ -51,3 +53,18 @@ def test_the_shell_offers_values_also_within_a_list() -> None:
     assert several("lossless,lead,p") == ["lossless,lead,plain"]
     assert several("") == choices.POLICIES.split(",")
     assert offer_list("a,b", "b,c")("") == ["a", "b", "c"]
+
+
+def test_a_silent_command_in_a_lab_is_said_to_run_and_a_talking_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "EVERY_S", 0.1)
+    console = Console(file=io.StringIO(), width=80)
+    heard: list[str] = []
+    with _silence_broken(console, lambda line: heard.append(line.text)) as write:
+        for _ in range(12):
+            write(Line(0, 0, False, "busy"))
+            time.sleep(0.025)
+        busy = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+        time.sleep(0.35)
+    assert heard == ["busy"] * 12
+    assert busy == ""
+    assert "still running after 0 s, silent for 0 s" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def draw_lines(
         dots = [
             (
                 min(int(x / (x_most or 1.0) * (columns * across - 1)), columns * across - 1),
-                int((high - y) / (high - low) * (height * down - 1)),
+                round((high - y) / (high - low) * (height * down - 1)),
             )
             for x, y in line.points
         ]

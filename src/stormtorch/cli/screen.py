@@ -75,12 +75,15 @@ def _progress_lines(total: int, start: str, unit: str, console: Console) -> Iter
 
 @contextlib.contextmanager
 def spoken(line: Callable[[], str], console: Console) -> Iterator[None]:
-    """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars."""
+    """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars. An empty line is left
+    out.
+    """
     done = threading.Event()
 
     def speak() -> None:
         while not done.wait(EVERY_S):
-            console.print(line(), markup=False, highlight=False, soft_wrap=True)
+            if text := line():
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     speaker = threading.Thread(target=speak, name="progress", daemon=True)
     speaker.start()
