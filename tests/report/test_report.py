@@ -31,7 +31,7 @@ EVIL = "</script><img src=x onerror=alert(1)>\"'&"
 
 
 def simulated() -> dict[str, Any]:
-    data = json.loads((KEPT / FILES["train"]).read_text())
+    data: dict[str, Any] = json.loads((KEPT / FILES["train"]).read_text())
     del data["settings"]["ranks"]
     data["settings"]["workers"] = 8
     for result in data["results"]:
