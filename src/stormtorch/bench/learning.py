@@ -2,13 +2,15 @@
 
 import contextlib
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 
 import torch
 
-from stormtorch.bench.backends import congestion_controls
+from stormtorch.bench.backends import chosen_tcp, congestion_controls
 from stormtorch.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch.bench.replicas import (
     GlooReplica,
@@ -21,6 +23,7 @@ from stormtorch.bench.replicas import (
 )
 from stormtorch.jobs.control import Cue, Stage
 from stormtorch.jobs.counters import Delivery
+from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
@@ -32,6 +35,8 @@ Watch = Callable[[Point], None]
 """Function that is called with each evaluation."""
 # Sequences held out, over all ranks.
 _VALIDATION_SEQUENCES = 64
+# Seconds in which a turn whose connections were cut must have ended.
+_CUT_S = 5.0
 # Payload of a datagram where faults are injected: loss then strikes chunks of the size that it would on a network.
 _ETHERNET_BYTES = 1472
 
@@ -52,9 +57,11 @@ def run_convergence(
     """
     names = settings.contenders
     clocks_s = dict.fromkeys(names, 0.0)
+    heard: dict[str, list[Point]] = {name: [] for name in names}
 
     def hear(point: object) -> None:
         assert isinstance(point, Point)
+        heard[point.backend].append(point)
         clocks_s[point.backend] = settings.seconds if point.gave_up else min(point.clock_s, settings.seconds)
         advance(f"{point.backend}, loss {point.loss:.2f} on {settings.ranks} ranks", round(sum(clocks_s.values())))
         if watch is not None:
@@ -72,12 +79,23 @@ def run_convergence(
                     _rank_learns, settings.ranks, args, timeout_s=limit_s, advance=advance, hear=hear
                 )
             else:
-                ranks, where = run_in_lab(
-                    _rank_learns, lab, network, settings.ranks, args, timeout_s=limit_s, advance=advance, hear=hear
-                )
+                try:
+                    ranks, where = run_in_lab(
+                        _rank_learns, lab, network, settings.ranks, args, timeout_s=limit_s, advance=advance, hear=hear
+                    )
+                except RankFailed:
+                    if not heard[group[-1]] or not heard[group[-1]][-1].gave_up:
+                        raise
+                    yield Curve.of(heard[group[-1]], params=_params(settings), tcp=chosen_tcp(group[-1]))
+                    continue
             for curves in zip(*ranks, strict=True):
                 arrived = sum(curve.arrived for curve in curves) / len(curves)
                 yield Curve(**asdict(curves[0]) | {"arrived": arrived, "measured": where.get("measured")})
+
+
+def _params(settings: ConvergenceSettings) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Llama(settings.size).parameters())
 
 
 # --- on every rank -------------------------------------------------------------------------------------------------
@@ -143,12 +161,38 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
                 tell(learner.begin(_evaluate(stage, learner.replica, held_out)))
             # All ranks have the same clocks, and so choose the same learner.
             while active := [each for each in learners if _goes_on(each, settings.seconds)]:
-                tell(min(active, key=lambda each: each.clock_s).learn(stage, settings, held_out))
+                learner = min(active, key=lambda each: each.clock_s)
+                with _ending(member, learner, patience_s):
+                    point = learner.learn(stage, settings, held_out)
+                tell(point)
             stage.barrier()  # a rank that is done first must not spare the others a part of the loss
         stage.cue(Cue.READ)
     close_groups()
     params = sum(parameter.numel() for parameter in task.model.parameters())
     return [Curve.of(each.points, params=params, tcp=_tcp(each.replica)) for each in learners]
+
+
+@contextlib.contextmanager
+def _ending(member: Member, learner: _Learner, patience_s: float | None) -> Iterator[None]:
+    """Ends this process if its turn goes on long after the patience: of ranks whose connections are cut, some wait in
+    DistributedDataParallel for ever. Rank 0 is first, and says that the learner is given up.
+    """
+    if patience_s is None:
+        yield
+        return
+
+    def end() -> None:
+        if member.rank == 0:
+            member.tell(Point(**asdict(learner.points[-1]) | {"gave_up": True}))
+        os._exit(1)
+
+    last_resort = threading.Timer(patience_s + _CUT_S * (1 if member.rank == 0 else 2), end)
+    last_resort.daemon = True
+    last_resort.start()
+    try:
+        yield
+    finally:
+        last_resort.cancel()
 
 
 def _goes_on(learner: _Learner, seconds: float) -> bool:

@@ -175,8 +175,9 @@ def race_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
 
 def subtitle(conditions: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """What was trained, and where."""
-    params = f"{results[0]['params'] / 1e6:.2g} M parameters" if results else "a small model"
-    return f"A language model of {params} on {ranks_of(conditions)} ranks, {where_text(conditions)}"
+    params = max((int(each["params"]) for each in results), default=0)
+    size = f" of {params / 1e6:.2g} M parameters" if params else ""
+    return f"A language model{size} on {ranks_of(conditions)} ranks, {where_text(conditions)}"
 
 
 def race_facts(conditions: dict[str, Any], learners: Sequence[Learner]) -> list[Fact]:
@@ -249,9 +250,9 @@ def race_sections(conditions: dict[str, Any], learners: Sequence[Learner]) -> li
         (
             each.label,
             each.steps[-1],
-            f"{tokens_per_s(each, conditions):,.0f}",
+            f"{tokens_per_s(each, conditions):,.0f}" if each.trained else "-",
             f"{each.losses[-1]:.3f}",
-            percent(each.arrived),
+            percent(each.arrived) if each.trained else "-",
             "given up" if each.gave_up else "",
         )
         for each in learners

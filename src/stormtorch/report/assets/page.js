@@ -58,7 +58,7 @@
         ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
         const wide = ctx.measureText(mark.text).width;
         let top = bbox.top + 4 * ratio;
-        used.forEach((other) => { if (Math.abs(other - x) < wide + 14 * ratio) top += 16 * ratio; });
+        used.forEach((other) => { if (Math.abs(other - x) < 2 * wide + 14 * ratio) top += 16 * ratio; });
         used.push(x);
         const right = x + wide + 8 * ratio < bbox.left + bbox.width;
         ctx.textAlign = right ? "left" : "right"; ctx.textBaseline = "top";
@@ -149,7 +149,9 @@
       ticks: { show: false } };
     const values = (_plot, list) => list.map((value) => short(value));
     const follow = tipOf(place, chart);
-    const range = chart.from_zero ? (_plot, low, high) => [Math.min(0, low), high * 1.05] : undefined;
+    const marked = chart.marks.map((mark) => mark.y).concat(chart.from_zero ? [0] : []).filter((y) => y !== null);
+    const range = chart.y_log ? undefined
+      : (_plot, low, high) => uPlot.rangeNum(Math.min(low, ...marked), Math.max(high, ...marked), 0.08, true);
     new uPlot({
       width: wide, height: narrow ? 270 : 340, padding: [12, room, 0, 0], series, bands,
       legend: { show: false },
