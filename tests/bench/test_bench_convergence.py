@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from commands import ranks_left, text_of
-from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, run_convergence
+from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve
+from stormtorch.bench.learning import run_convergence
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.convergence import plot_convergence
 from stormtorch.cli.tables.steps import convergence_table

@@ -41,7 +41,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "bench.allreduce.run_allreduce",
         "bench.ddp.run_ddp",
-        "bench.convergence.run_convergence",
+        "bench.learning.run_convergence",
         "bench.sweep.run_sweep",
         "bench.latency.run_latency",
         "bench.manners.run_manners",

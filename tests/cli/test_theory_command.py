@@ -30,6 +30,16 @@ def test_every_number_is_shown_with_its_kind_and_a_sentence() -> None:
     assert "fetched" not in text  # without a bound, nothing is
 
 
+@pytest.mark.parametrize("loss", ["0", "0.1", "0.4"])
+def test_the_answer_comes_first_and_is_that_of_the_tables(loss: str) -> None:
+    code, text = call("theory", "--ranks", "16", "--loss", loss)
+    assert code == 0
+    found = predict(16, float(loss))
+    first = text.splitlines()[0]
+    assert (f"{found.lead_steps:,.0f} steps at {100 * found.p:g} % loss" in first) == (found.p > 0)
+    assert found.p > 0 or first.startswith("Without loss")
+
+
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
 

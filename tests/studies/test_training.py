@@ -235,11 +235,3 @@ def test_the_command_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
     assert "10 % loss injected on loopback" in text
     assert [each["policy"] for each in json.loads(out.read_text())["results"]] == ["lead"]
     assert "<svg" in picture.read_text()
-
-
-def test_the_demo_trains_three_times_and_says_what_it_saw() -> None:
-    code, text = call("demo", "--ranks", "2", "--steps", "2")
-    assert code == 0
-    for policy in ("lossless", "plain", "lead"):
-        assert f"- {policy} " in text
-    assert ranks_left() == []

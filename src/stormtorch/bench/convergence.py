@@ -1,52 +1,32 @@
-"""Speed at which a language model learns, in seconds and not in steps: validation loss against the clock.
+"""Speed at which a language model learns, in seconds and not in steps: what is asked for, and what came of it.
 
 report = ConvergenceReport.begin(settings)
-for curve in run_convergence(settings):
+for curve in run_convergence(settings):         # of bench/learning.py
     report.curves.append(curve)
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from stormtorch.bench.backends import check_backends, congestion_controls
-from stormtorch.bench.replicas import (
-    BACKENDS,
-    GlooReplica,
-    Replica,
-    Task,
-    close_groups,
-    contenders,
-    next_token_loss,
-    open_groups,
-    open_replica,
-)
-from stormtorch.checks import check_between, check_subset
-from stormtorch.jobs.control import Cue, Stage
-from stormtorch.jobs.counters import Delivery
-from stormtorch.jobs.places import open_lab, run_here, run_in_lab
-from stormtorch.jobs.ranks import Member
+from stormtorch.bench.backends import check_backends
+from stormtorch.bench.replicas import BACKENDS, contenders
+from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
 from stormtorch.policies.presets import WIRES
-from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.report import write_json
 from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
-from stormtorch.tasks.models.llama import Llama, LlamaSize
+from stormtorch.tasks.models.llama import LlamaSize
 
 CLOCK = (
     "seconds of training by the slowest rank: steps, the arrival of the last parameters before an evaluation, and, "
     "where replicas may differ, owners sending theirs to all for it; evaluations themselves are not on the clock"
 )
 STEP = "zero_grad, forward, backward and AdamW at a constant rate, betas 0.9 and 0.95; one torch thread per rank"
-# Sequences held out, over all ranks.
-_VALIDATION_SEQUENCES = 64
+TURNS = "after each evaluation, whoever has trained for the shortest time goes on; all wait in the same processes"
+ONE_BY_ONE = "one after the other, each in processes of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +54,12 @@ class ConvergenceSettings:
     """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
     network: Conditions | None = None
     """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
+    faults: float = 0.0
+    """Fraction of storm's datagrams lost by fault injection, on loopback; TCP does not lose any."""
+    turns: bool = False
+    """Whether backends take turns, so that whatever else the machine does meets all alike; or train one by one."""
     patience_s: float = 60.0
-    """Seconds without an evaluation after which a backend over TCP is given up, in a lab."""
+    """Seconds without an evaluation after which a backend over TCP is given up, in a lab and not in turns."""
     timeout_s: float = 600.0
     """Seconds after which a backend must have ended."""
 
@@ -88,6 +72,9 @@ class ConvergenceSettings:
         check_between("lr", self.lr, 1e-9, 10)
         check_backends(self.backends, self.network, BACKENDS)
         check_subset("wire", self.wires, tuple(WIRES))
+        check_between("faults", self.faults, 0.0, 0.9)
+        if self.faults and self.network is not None:
+            raise BadSetting("faults", "are for loopback; in a lab, loss is real")
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
         _ = self.size
@@ -101,6 +88,23 @@ class ConvergenceSettings:
     def size(self) -> LlamaSize:
         """Size of the model."""
         return LlamaSize(layers=self.layers, width=self.width, heads=max(self.width // 64, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One evaluation of one backend's training, sent as soon as it is there."""
+
+    backend: str
+    clock_s: float
+    """Seconds of training until then."""
+    steps: int
+    """Steps until then."""
+    loss: float
+    """Mean cross-entropy of the next byte over what is held out, in nats."""
+    arrived: float = 1.0
+    """Fraction of the chunks that arrived since the last evaluation."""
+    gave_up: bool = False
+    """Whether no evaluation came within the patience; the rest is that of the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,22 @@ class Curve:
     """Congestion control of its connections, as the kernel reports it; None without TCP."""
     measured: dict[str, Any] | None = None
     """Counts of the network itself during this training, in a lab."""
+
+    @classmethod
+    def of(cls, points: Sequence[Point], *, params: int, tcp: str | None = None) -> "Curve":
+        """Makes a curve of one backend's evaluations, at least one."""
+        real = [point for point in points if not point.gave_up]
+        after = [point.arrived for point in real[1:]]
+        return cls(
+            backend=real[0].backend,
+            clock_s=[point.clock_s for point in real],
+            steps=[point.steps for point in real],
+            losses=[point.loss for point in real],
+            params=params,
+            arrived=sum(after) / len(after) if after else 1.0,
+            gave_up=points[-1].gave_up,
+            tcp=tcp,
+        )
 
     @property
     def best(self) -> float:
@@ -165,6 +185,7 @@ class ConvergenceReport:
         if settings.network is not None:
             asked["requested"] = settings.network.to_json()
         asked["backends"] = list(settings.contenders)
+        asked["order"] = TURNS if settings.turns else ONE_BY_ONE
         return cls(asked | {"clock": CLOCK, "step": STEP, "corpus": open_corpus().to_json()} | surroundings())
 
     @property
@@ -199,126 +220,3 @@ class ConvergenceReport:
     def write(self, path: Path) -> None:
         """Writes JSON; makes missing folders."""
         write_json(path, self.to_json())
-
-
-def run_convergence(settings: ConvergenceSettings, advance: Advance = ignore_progress) -> Iterator[Curve]:
-    """Trains with one backend after the other, each in processes of its own; the same lab serves all.
-
-    Raises:
-        stormtorch.jobs.failed.RankFailed: A rank failed or did not end in time.
-        stormtorch.lab.LabError: The lab failed, or none can be made here.
-    """
-    with contextlib.ExitStack() as places:
-        network, lab = settings.network, None
-        if network is not None:
-            lab = places.enter_context(open_lab(settings.ranks, network, congestion_controls(settings.backends)))
-        for index, name in enumerate(settings.contenders):
-            told = partial(_progress, advance, round(index * settings.seconds))
-            advance(name, round(index * settings.seconds))
-            args, limit_s = (settings, name), settings.timeout_s
-            if lab is None or network is None:
-                curves, where = run_here(_rank_learns, settings.ranks, args, timeout_s=limit_s, advance=told)
-            else:
-                curves, where = run_in_lab(
-                    _rank_learns, lab, network, settings.ranks, args, timeout_s=limit_s, advance=told
-                )
-            arrived = sum(curve.arrived for curve in curves) / len(curves)
-            yield Curve(**asdict(curves[0]) | {"arrived": arrived, "measured": where.get("measured")})
-
-
-def _progress(advance: Advance, before: int, what: str, _evaluations: int) -> None:
-    """Shows progress: messages of ranks end with the seconds on their clock."""
-    text, _, seconds = what.partition(" after ")
-    advance(text, before + round(float(seconds.split()[0])))
-
-
-# --- on every rank -------------------------------------------------------------------------------------------------
-
-
-def _rank_learns(member: Member, settings: ConvergenceSettings, name: str) -> Curve:
-    open_groups(member)
-    task, held_out = _task(settings, member.rank, member.world)
-    replica = open_replica(name, task, member)
-    lab = settings.network is not None
-    patience_s = settings.patience_s if lab else None
-    clock_s, steps, losses, arrived = [0.0], [0], list[float](), list[float]()
-    gave_up = False
-    with Stage(member, [replica], patience_s=patience_s, lab=lab) as stage:
-        stage.cue(Cue.LOSE)
-        stage.cue(Cue.COUNT)
-        losses.append(_evaluate(stage, replica, held_out))
-        count = 1
-        while clock_s[-1] < settings.seconds:
-            sample = stage.timed(replica, partial(_learn, replica, count), 0, len(losses))
-            if sample.gave_up:
-                gave_up = True
-                break
-            seconds = _slowest(stage, sample.seconds)
-            clock_s.append(clock_s[-1] + seconds)
-            steps.append(steps[-1] + count)
-            arrived.append(sample.arrived)
-            losses.append(_evaluate(stage, replica, held_out))
-            # The first steps have to make memory and connections: they say little about those to come.
-            ahead_s = min(settings.every_s, max(settings.seconds - clock_s[-1], 0.0))
-            count = min(max(math.ceil(ahead_s * count / seconds), 1), 8 * count)
-            if member.rank == 0:
-                member.tell(f"{name}, loss {losses[-1]:.2f} after {clock_s[-1]:.1f} s")
-        stage.cue(Cue.READ)
-    close_groups()
-    return Curve(
-        backend=name,
-        clock_s=clock_s,
-        steps=steps,
-        losses=losses,
-        params=sum(parameter.numel() for parameter in task.model.parameters()),
-        arrived=sum(arrived) / len(arrived) if arrived else 1.0,
-        gave_up=gave_up,
-        tcp=replica.connections.congestion_control if isinstance(replica, GlooReplica) else None,
-    )
-
-
-def _learn(replica: Replica, steps: int) -> Delivery:
-    delivery = replica.turn(steps)
-    replica.synchronise()
-    return delivery
-
-
-def _slowest(stage: Stage[Replica], seconds: float) -> float:
-    """Largest time of all ranks, the same number on each."""
-    times_R = torch.zeros(stage.member.world, dtype=torch.float64)
-    times_R[stage.member.rank] = seconds
-    stage.control.allreduce([times_R]).wait()
-    return float(times_R.max())
-
-
-@torch.no_grad()
-def _evaluate(stage: Stage[Replica], replica: Replica, held_out: torch.Tensor) -> float:
-    """The mean over all ranks' parts of what is held out, the same number on each."""
-    # Of DistributedDataParallel, the module itself: a forward under it may look at its group.
-    model = getattr(replica.model, "module", replica.model)
-    loss = next_token_loss(model(held_out[:, :-1]), held_out) if len(held_out) else torch.zeros(())
-    sums = torch.tensor([float(loss) * len(held_out), len(held_out)], dtype=torch.float64)
-    stage.control.allreduce([sums]).wait()
-    return float(sums[0] / sums[1])
-
-
-def _task(settings: ConvergenceSettings, rank: int, world: int) -> tuple[Task, torch.Tensor]:
-    corpus = open_corpus()
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(settings.seed)
-        model = Llama(settings.size)
-
-    def batch(step: int) -> torch.Tensor:
-        # A step's sequences are drawn together and dealt out, so that ranks never draw the same numbers.
-        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
-        return _windows(corpus.training, settings.batch * world, settings.context, generator)[rank::world]
-
-    held_out = _windows(corpus.validation, _VALIDATION_SEQUENCES, settings.context, torch.Generator().manual_seed(0))
-    task = Task(model, lambda each: torch.optim.AdamW(each.parameters(), lr=settings.lr, betas=(0.9, 0.95)), batch)
-    return task, held_out[rank::world]
-
-
-def _windows(text: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Sequences of `context` bytes and the one behind them, from anywhere in the text."""
-    first = torch.randint(len(text) - context, (count, 1), generator=generator)
-    return text[first + torch.arange(context + 1)].long()

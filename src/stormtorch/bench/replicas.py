@@ -175,8 +175,8 @@ class StormReplica(Replica):
 class DdpReplica(StormReplica):
     """Replica under DistributedDataParallel: exact, or lossy by its hook."""
 
-    def __init__(self, name: str, task: Task, member: Member) -> None:
-        group = _storm(member)
+    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+        group = _storm(member, datagram_bytes)
         model, optimizer = _data_parallel(task, group)
         super().__init__(name, model, optimizer, task, group)
         self._state = LossyGradients(group=group, wire=WIRES[self.wire])
@@ -194,8 +194,8 @@ class DdpReplica(StormReplica):
 class DriftReplica(StormReplica):
     """Replica prepared for `BoundedDrift`: parameters of a step may still arrive when the next one begins."""
 
-    def __init__(self, name: str, task: Task, member: Member) -> None:
-        group = _storm(member)
+    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+        group = _storm(member, datagram_bytes)
         model = copy.deepcopy(task.model)
         self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
         policy = BoundedDrift(wire=WIRES[DRIFT[name]], standby=int(name not in _ALONE))
@@ -313,12 +313,21 @@ def open_groups(member: Member) -> None:
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
 
 
-def open_replica(name: str, task: Task, member: Member) -> Replica:
-    """Makes a replica: a copy of the task's model on a group of its own."""
+def open_replica(name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> Replica:
+    """Makes a replica: a copy of the task's model on a group of its own.
+
+    Args:
+        name: Name of the backend.
+        task: What it learns.
+        member: This rank.
+        datagram_bytes: Payload of a datagram of storm's; None lets it choose.
+    """
     if name == NO_SYNC:
         return LocalReplica(name, task)
-    kind = GlooReplica if name.startswith("gloo") else DriftReplica if name in DRIFT else DdpReplica
-    return kind(name, task, member)
+    if name.startswith("gloo"):
+        return GlooReplica(name, task, member)
+    kind = DriftReplica if name in DRIFT else DdpReplica
+    return kind(name, task, member, datagram_bytes)
 
 
 def close_groups() -> None:
@@ -334,8 +343,9 @@ def _data_parallel(task: Task, group: ProcessGroup | None) -> tuple[DistributedD
     return model, task.optimizer(model)
 
 
-def _storm(member: Member) -> StormProcessGroup:
-    group = dist.new_group(backend="storm", pg_options=Options(interface=member.interface))
+def _storm(member: Member, datagram_bytes: int | None) -> StormProcessGroup:
+    options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
+    group = dist.new_group(backend="storm", pg_options=options)
     assert isinstance(group, StormProcessGroup)
     return group
 

@@ -6,11 +6,11 @@ import typer
 
 from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
-from stormtorch.cli.console import friendly_errors
+from stormtorch.cli.demo import demo
 from stormtorch.cli.doctor import doctor
 from stormtorch.cli.ledger import ledger
-from stormtorch.cli.options import Loss, Ranks, Steps
 from stormtorch.cli.postmortem import postmortem
+from stormtorch.cli.report import report
 from stormtorch.cli.simulate import simulate
 from stormtorch.cli.theory import theory
 from stormtorch.cli.watch import watch
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
+app.command()(demo)
 app.add_typer(train.app, name="train", help="Train real models over networks that lose, policies side by side.")
 app.command()(simulate)
 app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.")
@@ -31,6 +32,7 @@ app.command()(watch)
 app.command()(ledger)
 app.command()(postmortem)
 app.command()(doctor)
+app.command()(report)
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def stormtorch(
 
     [bold]Examples[/bold]
 
-      stormtorch demo                                  see it work, in a minute
+      stormtorch demo                                  see what it is for, in a minute
 
       stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
@@ -83,7 +85,10 @@ def stormtorch(
       stormtorch ledger runs/today                     what arrived, and what waiting cost
 
       stormtorch postmortem /tmp                       which rank did something else first
+
       stormtorch doctor                                what is wrong with a machine or network
+
+      stormtorch report out.json -o out.html           a page of what --json wrote
 
       stormtorch keygen                                a key that seals a job's datagrams
 
@@ -106,30 +111,6 @@ def keygen() -> None:
     from stormtorch.transport.keys import new_key
 
     typer.echo(new_key())
-
-
-@app.command()
-def demo(
-    ranks: Ranks = 4,
-    steps: Steps = 100,
-    loss: Loss = 0.1,
-) -> None:
-    """Train a small language model on this machine while a tenth of the datagrams is lost.
-
-    It trains three times from the same weights: every loss repaired, none repaired, and none repaired but corrected.
-    It takes about a minute on two cores, and needs no root, no network and no other machine.
-    `stormtorch train lm` is the same with all its options.
-
-    [bold]Examples[/bold]
-
-      stormtorch demo
-
-      stormtorch demo --loss 0.3 --steps 30
-    """
-    with friendly_errors():
-        from stormtorch.studies.settings import LmSettings
-
-        train.train(LmSettings(ranks=ranks, steps=steps, loss=loss, policies=("lossless", "plain", "lead")))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from stormtorch.cli import bench_steps
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
+from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
 from stormtorch.cli.networks import lab_network
 from stormtorch.cli.options import (
@@ -224,12 +225,17 @@ def latency(
 
 @app.command()
 def manners(
-    only: Annotated[str, typer.Option(help="What to look at, separated by commas.")] = MANNERS,
+    only: Annotated[
+        str, typer.Option(help="What to look at, separated by commas.", autocompletion=offer_list(MANNERS))
+    ] = MANNERS,
     rate: Annotated[str, typer.Option(help="Rate of each host's line; the engine is not told.")] = "200mbit",
     queue: Annotated[str, typer.Option(help="Bytes that may wait at each end of a line.")] = "256kb",
     delay: Annotated[str, typer.Option(help="Delay from host to host, one way.")] = "0ms",
     ranks: Annotated[int, typer.Option(help="Ranks for all-to-all and incast; step has twice as many: 3 to 16.")] = 4,
-    tcp: Annotated[str, typer.Option(help="Congestion controls of the flow beside it.")] = "cubic,bbr",
+    tcp: Annotated[
+        str,
+        typer.Option(help="Congestion controls of the flow beside it.", autocompletion=offer_list("cubic,bbr,reno")),
+    ] = "cubic,bbr",
     json: Json = None,
     timeout_s: Annotated[float, typer.Option(help="Give up one of them after so many seconds.")] = 300.0,
 ) -> None:

@@ -15,6 +15,7 @@ from stormtorch.cli.choices import (
     PARAMS_M,
     WARMUP,
 )
+from stormtorch.cli.completion import offer
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.networks import lab_network
 from stormtorch.cli.options import (
@@ -63,7 +64,10 @@ def ddp(
     backends: BackendsAnywhere = None,
     wire: Wires = "float32",
     device: Annotated[
-        str, typer.Option(help="Device of the model: cpu, or cuda, where all ranks share a GPU.")
+        str,
+        typer.Option(
+            help="Device of the model: cpu, or cuda, where all ranks share a GPU.", autocompletion=offer("cpu,cuda")
+        ),
     ] = "cpu",
     seed: Seed = 0,
     json: Json = None,
@@ -179,7 +183,8 @@ def convergence(
       stormtorch bench convergence --rate 100mbit --loss 0.01 --backends gloo-cubic,storm,storm-drift --wire int8
     """
     with friendly_errors():
-        from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, run_convergence
+        from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings
+        from stormtorch.bench.learning import run_convergence
         from stormtorch.cli.plots.convergence import plot_convergence
         from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.steps import convergence_table

@@ -10,6 +10,7 @@ import typer
 
 from stormtorch.checks import BadSetting
 from stormtorch.cli.choices import FAULTS, POLICIES, spaced
+from stormtorch.cli.completion import offer, offer_list
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, save
 from stormtorch.cli.options import Delay, Json, Loss, Plot, Rate
 
@@ -24,11 +25,20 @@ def chaos(
     rate: Rate = None,
     delay: Delay = None,
     faults: Annotated[
-        str, typer.Option(help="Kinds of faults to draw from, separated by commas.", show_default="all kinds")
+        str,
+        typer.Option(
+            help="Kinds of faults to draw from, separated by commas.",
+            show_default="all kinds",
+            autocompletion=offer_list(FAULTS),
+        ),
     ] = FAULTS,
     spares: Annotated[int, typer.Option(help="Further hosts, which join and leave.")] = 1,
     policy: Annotated[
-        str, typer.Option(help=f"Policy of the training: {spaced(POLICIES)}; or a class in a file, as my.py:MyPolicy.")
+        str,
+        typer.Option(
+            help=f"Policy of the training: {spaced(POLICIES)}; or a class in a file, as my.py:MyPolicy.",
+            autocompletion=offer(POLICIES),
+        ),
     ] = "lead",
     silence_s: Annotated[float, typer.Option(help="Silence after which ranks go on without a peer.")] = 2.0,
     pace_s: Annotated[float, typer.Option(help="Shortest time of a step: processes share this machine's cores.")] = 0.1,

@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +106,8 @@ def run(
             from stormtorch.cli.tables.lab import after_text, before_text
 
             console.print(before_text(lab), soft_wrap=True)
-            statuses = lab.run(command, per_node=per_node, timeout_s=timeout_s, write=_writer(per_node))
+            with _silence_broken(console, _writer(per_node)) as write:
+                statuses = lab.run(command, per_node=per_node, timeout_s=timeout_s, write=write)
             measured = lab.measured()
         console.print(after_text(measured, statuses), soft_wrap=True)
         save(lambda path: _write(path, conditions, measured.to_json(), statuses, command, lab), json)
@@ -236,7 +238,28 @@ def _read_trace(text: str) -> Any:
         raise BadCondition("trace", f"cannot be read: {error}") from error
 
 
-def _writer(per_node: int) -> Any:
+@contextlib.contextmanager
+def _silence_broken(console: Console, write: Callable[["Line"], None]) -> Iterator[Callable[["Line"], None]]:
+    """Says every ten seconds that the command still runs, on the standard error, while it writes nothing itself."""
+    from stormtorch.cli.screen import EVERY_S, spoken
+
+    begun_s = last_s = time.monotonic()
+
+    def noted(line: "Line") -> None:
+        nonlocal last_s
+        last_s = time.monotonic()
+        write(line)
+
+    def text() -> str:
+        now_s = time.monotonic()
+        quiet = now_s - last_s >= 0.9 * EVERY_S
+        return f"still running after {now_s - begun_s:.0f} s, silent for {now_s - last_s:.0f} s" if quiet else ""
+
+    with spoken(text, console):
+        yield noted
+
+
+def _writer(per_node: int) -> Callable[["Line"], None]:
     """Writes lines with their origin in front, in the host's colour; standard error stays standard error."""
     styled = {error: (sys.stderr if error else sys.stdout).isatty() for error in (False, True)}
 

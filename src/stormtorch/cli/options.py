@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from stormtorch.cli.choices import (
+    DDP_BACKENDS,
+    LAB_BACKENDS,
+    LAB_DDP_BACKENDS,
     LAB_WARMUP,
     MODELS,
     POLICIES,
@@ -19,6 +22,7 @@ from stormtorch.cli.choices import (
     Wire,
     spaced,
 )
+from stormtorch.cli.completion import offer, offer_list
 
 _NETWORK, _LAB, _POLICY = "The network", "A lab's network", "Policies"
 _MODEL, _SPEED = "The model", "How it is computed"
@@ -67,6 +71,7 @@ PolicyNames = Annotated[
     typer.Option(
         "--policy",
         help=f"Policies to compare, {_LIST}: {spaced(POLICIES)}; or classes in files, as my.py:MyPolicy.",
+        autocompletion=offer_list(POLICIES),
         rich_help_panel=_POLICY,
     ),
 ]
@@ -177,7 +182,11 @@ InLab = Annotated[
 ]
 Rate = Annotated[
     str | None,
-    typer.Option(help="Rate of each host's line, both ways: 400mbit, 1gbit, unlimited.", rich_help_panel=_LAB),
+    typer.Option(
+        help="Rate of each host's line, both ways: 400mbit, 1gbit, unlimited.",
+        autocompletion=offer("20mbit,100mbit,400mbit,1gbit,unlimited"),
+        rich_help_panel=_LAB,
+    ),
 ]
 LabLoss = Annotated[
     float | None,
@@ -209,6 +218,7 @@ Tcp = Annotated[
     str | None,
     typer.Option(
         help="Congestion control of TCP on the hosts: bbr, cubic, ...",
+        autocompletion=offer("bbr,cubic,reno"),
         show_default="this machine's",
         rich_help_panel=_LAB,
     ),
@@ -217,7 +227,12 @@ LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if 
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
-Model = Annotated[str, typer.Option(help=f"Model to train: one of {spaced(MODELS)}.", rich_help_panel=_MODEL)]
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"Model to train: one of {spaced(MODELS)}.", autocompletion=offer(MODELS), rich_help_panel=_MODEL
+    ),
+]
 _DATA_HELP = "File or folder to learn from"
 TextData = Annotated[
     Path | None,
@@ -299,13 +314,14 @@ Fuse = Annotated[
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 _BACKENDS_HELP = f"Backends to compare, {_LIST}"
-Backends = Annotated[str, typer.Option(help=f"{_BACKENDS_HELP}.")]
+Backends = Annotated[str, typer.Option(help=f"{_BACKENDS_HELP}.", autocompletion=offer_list(LAB_BACKENDS, "gloo"))]
 BackendsAnywhere = Annotated[
     str | None,
     typer.Option(
         "--backends",
         help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control.",
         show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
+        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),
 ]
 Learners = Annotated[
@@ -314,6 +330,7 @@ Learners = Annotated[
         "--backends",
         help=f"{_BACKENDS_HELP}: any of `bench ddp`.",
         show_default="gloo (in a lab gloo-bbr) and storm-drift",
+        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),
 ]
 Wires = Annotated[
@@ -321,6 +338,7 @@ Wires = Annotated[
     typer.Option(
         "--wire",
         help=f"Number formats that storm-lossy and storm-drift send, {_LIST}: {spaced(WIRES)}; each is measured.",
+        autocompletion=offer_list(WIRES),
     ),
 ]
 Iters = Annotated[int, typer.Option(help="Timed rounds, of each size and of each network.")]

@@ -1,7 +1,9 @@
-"""Tables and progress bars in a terminal."""
+"""Tables and progress in a terminal; where there is none, a line every ten seconds."""
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 from rich import box
 from rich.console import Console
@@ -18,11 +20,20 @@ from rich.table import Table
 
 from stormtorch.results.progress import Advance
 
+EVERY_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
 
 @contextlib.contextmanager
 def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Advance]:
-    """Shows a bar on the standard error, so that tables can be piped; nothing where that is no terminal."""
+    """Shows a bar on the standard error, so that tables can be piped; where that is no terminal, a line every ten
+    seconds.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with _progress_lines(total, start, unit, console) as advance:
+            yield advance
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -34,8 +45,7 @@ def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Ad
         TimeRemainingColumn(),
     )
     # Few refreshes: the bar shares the cores with what is measured.
-    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
-    with bar:
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task(start, total=total)
 
         def advance(what: str, done: int) -> None:
@@ -54,6 +64,46 @@ def spoken_progress(start: str) -> Iterator[Advance]:
     else:
         console.print(start, markup=False, soft_wrap=True)
         yield lambda what, _done: console.print(what, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _progress_lines(total: int, start: str, unit: str, console: Console) -> Iterator[Advance]:
+    begun_s = time.monotonic()
+    now = (start, 0)
+
+    def advance(what: str, done: int) -> None:
+        nonlocal now
+        now = (what, done)
+
+    def line() -> str:
+        what, done = now
+        passed_s = time.monotonic() - begun_s
+        left = f", about {passed_s * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        return f"{what}: {done} of {total} {unit} after {passed_s:.0f} s{left}"
+
+    with spoken(line, console):
+        yield advance
+
+
+@contextlib.contextmanager
+def spoken(line: Callable[[], str], console: Console) -> Iterator[None]:
+    """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars. An empty line is left
+    out.
+    """
+    done = threading.Event()
+
+    def speak() -> None:
+        while not done.wait(EVERY_S):
+            if text := line():
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    speaker = threading.Thread(target=speak, name="progress", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        speaker.join(1.0)
 
 
 def new_table(title: str, caption: str | None = None) -> Table:

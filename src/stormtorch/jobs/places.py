@@ -28,12 +28,19 @@ def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
 
 
 def run_here(
-    work: Callable[..., Result], hosts: int, args: tuple[Any, ...], *, timeout_s: float, advance: Advance
+    work: Callable[..., Result],
+    hosts: int,
+    args: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    advance: Advance,
+    hear: Callable[[object], None] | None = None,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
-    send what it measured.
+    send what it measured: it goes to `hear`, or else becomes a text for `advance`.
     """
-    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=_rounds(advance, f"{hosts} ranks"))
+    told = _rounds(advance, f"{hosts} ranks", hear)
+    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told)
     return results, {"network": "loopback"}
 
 
@@ -46,13 +53,14 @@ def run_in_lab(
     *,
     timeout_s: float,
     advance: Advance,
+    hear: Callable[[object], None] | None = None,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Runs ranks in a lab whose conditions are as asked for; its loss follows the cues of the ranks. Returns what
     `run_here` returns.
     """
     lab.set(loss=0.0)
     counts: list[Measured] = []
-    told = _rounds(advance, f"{hosts} hosts")
+    told = _rounds(advance, f"{hosts} hosts", hear)
 
     def listen(rank: int, what: object) -> None:
         if what is Cue.LOSE:
@@ -80,11 +88,14 @@ def run_in_lab(
     return results, conditions
 
 
-def _rounds(advance: Advance, where: str) -> Callable[[int, object], None]:
+def _rounds(advance: Advance, where: str, hear: Callable[[object], None] | None) -> Callable[[int, object], None]:
     done = 0
 
     def told(_rank: int, what: object) -> None:
         nonlocal done
+        if hear is not None:
+            hear(what)
+            return
         done += 1
         advance(f"{what} on {where}", done)
 

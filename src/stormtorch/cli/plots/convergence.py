@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormtorch.cli.plots.bench import COLOURS
+from stormtorch.cli.plots.labels import label_ends
 from stormtorch.results.text import condition_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     axis.set_xlabel("seconds of training")
     axis.set_ylabel("validation loss, nats per byte")
     axis.set_xlim(left=0)
-    axis.legend(frameon=False)
+    label_ends(axis)
     axis.spines[["top", "right"]].set_visible(False)
     where = condition_text(conditions["requested"]) if "requested" in conditions else "loopback"
     figure.suptitle(f"time to the same loss, {conditions['ranks']} ranks, {where}", fontsize=11)

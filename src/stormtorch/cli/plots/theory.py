@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormtorch import theory
+from stormtorch.cli.plots.labels import label_ends
 from stormtorch.theory import Prediction
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def plot_prediction(found: Prediction, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(13, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    figure = Figure(figsize=(16, 8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     panels = figure.subplots(2, 3)
     _drift(panels[0, 0], found)
     _lags(panels[0, 1], found)
@@ -32,7 +33,10 @@ def plot_prediction(found: Prediction, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e9ecef", linewidth=0.7)
         axis.set_axisbelow(True)
-        axis.legend(fontsize=9, framealpha=1.0, edgecolor="none")  # opaque: the marks run behind it
+        if axis.patches:  # bars have no ends to name
+            axis.legend(fontsize=9, framealpha=1.0, edgecolor="none")  # opaque: the marks run behind it
+        else:
+            label_ends(axis)
     bound = "" if found.max_lag is None else f", no copy older than {found.max_lag} steps"
     figure.suptitle(f"What theory expects of {found.n} ranks at {100 * found.p:g} % loss{bound}", fontsize=13)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,16 +61,16 @@ def _over_loss(axis: "Axes", found: Prediction, marks: list[tuple[float, str]]) 
 def _drift(axis: "Axes", found: Prediction) -> None:
     losses = _losses(found)
     percent = [100 * p for p in losses]
-    axis.plot(percent, [theory.pair_drift(p) for p in losses], color=_BLUE, label="two replicas, exact")
+    axis.plot(percent, [theory.pair_drift(p) for p in losses], color=_BLUE, label="two replicas,\nexact")
     axis.plot(
         percent,
         [theory.pair_drift_published(p) for p in losses],
         color=_ORANGE,
         linestyle=_DASHED,
-        label="two replicas, as published",
+        label="two replicas,\nas published",
     )
     axis.plot(
-        percent, [theory.owner_drift(p) for p in losses], color=_VIOLET, linestyle=_DOTTED, label="owner and replica"
+        percent, [theory.owner_drift(p) for p in losses], color=_VIOLET, linestyle=_DOTTED, label="owner and\nreplica"
     )
     marks = [(theory.pair_drift(found.p), _BLUE), (theory.owner_drift(found.p), _VIOLET)]
     if found.max_lag is not None:
@@ -74,7 +78,7 @@ def _drift(axis: "Axes", found: Prediction) -> None:
             percent,
             [theory.pair_drift(p, max_lag=found.max_lag) for p in losses],
             color=_RED,
-            label=f"two replicas, lag at most {found.max_lag}",
+            label=f"two replicas,\nlag at most {found.max_lag}",
         )
         marks.append((found.pair_drift, _RED))
     _over_loss(axis, found, [*marks, (found.pair_drift_published, _ORANGE)])
@@ -100,7 +104,7 @@ def _lags(axis: "Axes", found: Prediction) -> None:
 def _lead(axis: "Axes", found: Prediction) -> None:
     losses = _losses(found)
     percent = [100 * p for p in losses]
-    axis.plot(percent, [theory.lead(p) for p in losses], color=_RED, label="no bound on the lag")
+    axis.plot(percent, [theory.lead(p) for p in losses], color=_RED, label="no bound\non the lag")
     marks = [(theory.lead(found.p), _RED)]
     for most, style in ((1, _DOTTED), (found.max_lag or 4, _DASHED)):
         if most == 1 and found.max_lag == 1:
@@ -117,10 +121,10 @@ def _variance(axis: "Axes", found: Prediction) -> None:
     losses = _losses(found)
     percent = [100 * p for p in losses]
     n = found.n
-    axis.plot(percent, [theory.variance_inflation(p, n) for p in losses], color=_BLUE, label="mean of what arrived")
+    axis.plot(percent, [theory.variance_inflation(p, n) for p in losses], color=_BLUE, label="mean of what\narrived")
     for mean_squared, name, style in ((0.0, "$g = 0$", _DASHED), (1.0, "$|g|^2 = s^2$", _DOTTED)):
         curve = [theory.horvitz_thompson_inflation(p, n, mean_squared) for p in losses]
-        axis.plot(percent, curve, color=_ORANGE, linestyle=style, label=f"Horvitz-Thompson, {name}")
+        axis.plot(percent, curve, color=_ORANGE, linestyle=style, label=f"Horvitz-\nThompson,\n{name}")
     _over_loss(axis, found, [(found.variance_inflation, _BLUE)])
     axis.set_ylim(bottom=0.9)
     axis.set(title=f"Variance of a gradient over {n} ranks", ylabel="times that without loss")
@@ -146,8 +150,8 @@ def _over_ranks(axis: "Axes", found: Prediction, marks: list[tuple[float, str]])
 def _mixing(axis: "Axes", found: Prediction) -> None:
     ranks = _ranks(found)
     a1, a2 = zip(*(theory.mixing(found.p, n) for n in ranks), strict=True)
-    axis.plot(ranks, a1, color=_BLUE, label="$a_1$: differences left, tends to $p$")
-    axis.plot(ranks, a2, color=_ORANGE, linestyle=_DASHED, label="$a_2$: mean disturbed, tends to 0")
+    axis.plot(ranks, a1, color=_BLUE, label="$a_1$: differences\nleft, tends to $p$")
+    axis.plot(ranks, a2, color=_ORANGE, linestyle=_DASHED, label="$a_2$: mean disturbed,\ntends to 0")
     _over_ranks(axis, found, [(found.a1, _BLUE), (found.a2, _ORANGE)])
     axis.set_ylim(0, max(1.45 * max(a1), 1e-3))
     axis.set(title=f"Model averaging at {100 * found.p:g} % loss: mixing", ylabel="0 is perfect averaging")

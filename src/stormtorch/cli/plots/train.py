@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stormtorch.cli.plots.labels import label_ends
 from stormtorch.cli.tables.train import where_text
+from stormtorch.results.statistics import mean
 from stormtorch.studies.results import TrainReport, TrainResult
 
 COLOURS = {
@@ -27,18 +29,20 @@ def colours_of(labels: Sequence[str]) -> dict[str, str]:
 
 
 def plot_training(report: TrainReport, path: Path) -> None:
-    """Draws validation curves and what they differ by into `path`; its ending is the format. Seeds share a colour."""
+    """Draws validation curves and what they differ by into `path`; its ending is the format. Seeds become a band."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(14, 4.4), layout="constrained")
     by_step, against, by_second = figure.subplots(1, 3)
     colours = colours_of(report.settings.labels)
     draw_validation(report.results, colours, by_step, against)
-    for result in report.results:
-        _, seconds, val_losses = zip(*result.val_curve, strict=True)
-        by_second.plot(seconds, val_losses, color=colours[result.policy], marker=".", linewidth=1)
+    for label in report.settings.labels:
+        curves = [result.val_curve for result in report.of(label)]
+        seconds = [mean([second for _, second, _ in column]) for column in zip(*curves, strict=False)]
+        _draw_band(by_second, seconds, [[loss for _, _, loss in curve] for curve in curves], colours[label], label)
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
     by_second.spines[["top", "right"]].set_visible(False)
+    label_ends(by_second)
     data, settings = report.asked["data"]["name"], report.settings
     figure.suptitle(
         f"{report.asked['params'] / 1e6:.2g} M parameters, {data}, {settings.ranks} ranks, {where_text(report)}\n"
@@ -52,22 +56,39 @@ def plot_training(report: TrainReport, path: Path) -> None:
 def draw_validation(results: Sequence[TrainResult], colours: dict[str, str], by_step: Any, against: Any) -> None:
     """Draws validation loss into one panel, and how much it is above lossless of the same seed into another."""
     lossless = {result.seed: result for result in results if result.policy == "lossless"}
-    for result in results:
-        colour = colours[result.policy]
-        label = result.policy if result.seed == results[0].seed else None
-        if result.seed in lossless:
-            steps, more = zip(*_difference(result.val_curve, lossless[result.seed].val_curve), strict=True)
-            against.plot(steps, more, color=colour, marker=".", linewidth=1)
-        validated, _, val_losses = zip(*result.val_curve, strict=True)
-        by_step.plot(validated, val_losses, color=colour, marker=".", linewidth=1, label=label)
+    for policy in dict.fromkeys(result.policy for result in results):
+        own = [result for result in results if result.policy == policy]
+        steps = [float(step) for step, _, _ in own[0].val_curve]
+        _draw_band(
+            by_step, steps, [[loss for _, _, loss in result.val_curve] for result in own], colours[policy], policy
+        )
+        paired = [result for result in own if result.seed in lossless]
+        if paired:
+            more = [
+                [above for _, above in _difference(result.val_curve, lossless[result.seed].val_curve)]
+                for result in paired
+            ]
+            _draw_band(against, steps, more, colours[policy], policy)
     by_step.set(xlabel="step", ylabel="validation loss")
     against.set(xlabel="step", ylabel="validation loss above lossless, same seed")
     for axis in (by_step, against):
         axis.spines[["top", "right"]].set_visible(False)
-    by_step.legend(frameon=False)
-    if not lossless:
+    label_ends(by_step)
+    if lossless:
+        label_ends(against)
+    else:
         against.set_axis_off()
         against.text(0.5, 0.5, "lossless was not trained", ha="center", va="center", transform=against.transAxes)
+
+
+def _draw_band(axis: Any, x: Sequence[float], curves: Sequence[Sequence[float]], colour: str, label: str) -> None:
+    """Draws the mean of some seeds as a line, and a band from the lowest to the highest of them."""
+    columns = list(zip(*curves, strict=False))
+    x = x[: len(columns)]
+    axis.plot(x, [mean(column) for column in columns], color=colour, marker=".", linewidth=1.2, label=label)
+    if len(curves) > 1:
+        low, high = [min(column) for column in columns], [max(column) for column in columns]
+        axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
 def _difference(

@@ -6,8 +6,23 @@ from stormtorch.cli.screen import new_table
 from stormtorch.theory import KINDS, Prediction
 
 
+def answer(found: Prediction) -> str:
+    """Says in plain words what the loss costs, before any table."""
+    if found.p == 0.0:
+        return "Without loss nothing is lost: every policy trains as it would on a perfect network."
+    more = found.lead_steps / found.steps - 1
+    return (
+        f"With the lead, {found.lead_steps:,.0f} steps at {100 * found.p:g} % loss come as far as {found.steps:,} "
+        f"without: at most {100 * more:.2g} % more, as averaged gradients are as noisy as those of a batch of "
+        f"{100 / found.variance_inflation:.0f} %. Copies of parameters are {_number(found.mean_lag)} steps old on "
+        "average, and the lead makes up for that."
+    )
+
+
 def show_prediction(prediction: Prediction, console: Console) -> None:
-    """Prints a table for each part of a prediction, with a sentence for each number."""
+    """Prints the answer, then a table for each part of a prediction, with a sentence for each number."""
+    console.print(answer(prediction), style="bold", highlight=False)
+    console.print()
     bound = "" if prediction.max_lag is None else f", no copy older than {prediction.max_lag} steps"
     console.print(f"{prediction.n} ranks, {100 * prediction.p:g} % loss{bound}", style="bold", highlight=False)
     for title, rows in table_rows(prediction).items():

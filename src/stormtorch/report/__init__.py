@@ -1,0 +1,1 @@
+"""Reports: one self-contained HTML page from the JSON that commands write."""
