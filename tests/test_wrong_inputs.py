@@ -172,7 +172,10 @@ RANKS: dict[str, tuple[str, str]] = {
     "different_optimizers": ("rank 1 has prepared another optimizer than rank 0",) * 2,
     "different_policies": ("rank 1 has prepared another policy than rank 0",) * 2,
     "different_rates": ("lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1",) * 2,
-    "different_keys": ("rank 0 and rank 1 have different keys", "STORM_KEY in the environment, must be the same"),
+    "different_keys": (
+        "rank 0 and rank 1 have different keys",
+        "the same on every rank, in Options or in STORM_KEY",
+    ),
     "key_on_one_rank": ("rank 0 and rank 1 have different keys", "rank 1 and rank 0 have different keys"),
     "short_key": ("rank 1 could not join the job: ValueError: key must have", "key must have at least 16 bytes, got 6"),
     "unknown_interface": ("rank 1 could not join the job", "interface 'nosuch0' does not exist or has no address"),

@@ -73,7 +73,7 @@ def refusals() -> None:
     attempt("on gloo", lambda: stormtorch.prepare(model, optimizer))
     dist.destroy_process_group()
     enter()
-    attempt("wrong order", lambda: stormtorch.prepare(optimizer, model))  # type: ignore[type-var]
+    attempt("wrong order", lambda: stormtorch.prepare(optimizer, model))
     attempt("optimizer of another model", lambda: stormtorch.prepare(new_model(), sgd(new_model())))
     attempt("policy by name", lambda: stormtorch.prepare(new_model(), optimizer, policy="lead"))  # type: ignore[arg-type]
     double = new_model().double()
@@ -181,7 +181,7 @@ def another_version() -> None:
     from stormtorch.transport import rendezvous
 
     if RANK == 1:
-        rendezvous.version = lambda _package: "9.9.9"
+        rendezvous.version = lambda distribution_name: "9.9.9"
     attempt("another version", enter)
 
 

@@ -198,10 +198,11 @@ def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
             f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {start['world']}: give all ranks "
             "the same world size"
         )
-    if start["version"] != version("stormtorch"):
+    own = version("stormtorch")
+    if start["version"] != own:
         raise ValueError(
-            f"rank {rank} runs stormtorch {version('stormtorch')}, but rank 0 runs {start['version']}: install the same "
-            "version on all hosts"
+            f"rank {rank} runs stormtorch {own}, but rank 0 runs {start['version']}: install the same version on all "
+            "hosts"
         )
 
 
@@ -209,8 +210,8 @@ def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
     for peer, other in enumerate(cards):
         if other.fingerprint != card.fingerprint:
             raise ValueError(
-                f"rank {rank} and rank {peer} have different keys: `key`, or {KEY_VARIABLE} in the environment, must "
-                "be the same on every rank"
+                f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank, in Options or "
+                f"in {KEY_VARIABLE}"
             )
 
 
