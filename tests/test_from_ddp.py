@@ -27,14 +27,14 @@ def run(script: str, folder: Path, *arguments: str) -> str:
     """Runs a script on two ranks, and returns what rank 0 prints."""
     (port,) = free_ports(1)
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [str(FOLDER / script), *arguments]
+    command = [str(Path(__file__).parent / "helpers" / "one_thread.py"), str(FOLDER / script), *arguments]
     ranks, logs = [], [folder / f"{script}-{rank}.log" for rank in range(2)]
     for number, log in enumerate(logs):
         with log.open("wb") as file:
             own = environment | {"RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"}
             ranks.append(warm_scripts.start(command, env=own, stdout=file, stderr=file))
     try:
-        codes = [rank.wait(100.0) for rank in ranks]
+        codes = [rank.wait(50.0) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
