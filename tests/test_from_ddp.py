@@ -4,11 +4,12 @@ import difflib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import warm_scripts
-from backend_job import free_ports
+from backend_job import Job, free_ports
 from example_runs import EXAMPLES
 
 pytestmark = pytest.mark.pure
@@ -34,7 +35,7 @@ def run(script: str, folder: Path, *arguments: str) -> str:
             own = environment | {"RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"}
             ranks.append(warm_scripts.start(command, env=own, stdout=file, stderr=file))
     try:
-        codes = [rank.wait(50.0) for rank in ranks]
+        codes = [rank.wait(100.0) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -88,3 +89,33 @@ def test_a_llama_is_fine_tuned_the_same_by_prepare(tmp_path: Path) -> None:
         found.append(float(after))
     assert found[1] == pytest.approx(found[0], rel=0.1)
     assert (tmp_path / "storm.pt").stat().st_size > 100_000
+
+
+def told_by(scenario: str) -> list[dict[str, Any]]:
+    with Job("from_ddp_entries.py", scenario, 2, free_ports(3)) as job:
+        ranks = job.end(110.0)
+    assert all(each["exit"] == 0 for each in ranks), [each["stderr"] for each in ranks]
+    return ranks
+
+
+def test_a_rank_with_fewer_batches_ends_and_the_other_goes_on() -> None:
+    first, second = told_by("uneven")
+    assert (first["uneven"], first["members"]) == (6, 1)
+    assert second["uneven"] == 3
+
+
+@pytest.mark.slow
+def test_what_the_page_about_ddp_says_holds(tmp_path: Path) -> None:
+    for rank in told_by(str(tmp_path)):
+        right = ["rank 0's parameters", "names of the file", "goes on", "torch.distributed.checkpoint", "average moves"]
+        right += ["copies", "drifts", "exact", "exact buffers", "compiled before", "compiled after", "mean loss"]
+        assert {name: rank[name] for name in right} == dict.fromkeys(right, True)
+        assert rank["unused"] == [True, False, True, True]
+        assert rank["accumulation"] == [True, True, True]
+        assert rank["scaler"] == [512.0, True, 3]  # one step of four was left out, on both ranks
+        assert rank["masters"] == "torch.float32"
+        assert rank["norm"] == [True, False]  # of all gradients, the same everywhere; of each by hand, this rank's own
+        assert "join_hook" in rank["join"] and "'join'" in rank["model.join"]
+        assert "register_comm_hook" in rank["comm hook"]
+        assert "prepare() shards the optimizer itself" in rank["zero"]
+        assert "SyncBatchNorm expected input tensor to be on GPU" in rank["SyncBatchNorm on a CPU"]

@@ -66,6 +66,10 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         raise ValueError("a parameter of this optimizer is prepared already, with another optimizer")
     if "session" in optimizer.__dict__:
         raise ValueError("the optimizer is prepared already")
+    if any(
+        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
+    ):  # importing it takes a while
+        raise ValueError("prepare() shards the optimizer itself: give it the optimizer within ZeroRedundancyOptimizer")
     ranks = _group(group)
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
