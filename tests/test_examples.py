@@ -82,6 +82,10 @@ def test_any_model_is_simulated(tmp_path: Path) -> None:
         ("lightning", PYTHON, "lightning_ddp.py"),
         ("accelerate", TORCHRUN, "accelerate_ddp.py"),
         ("ray", PYTHON, "ray_train.py"),
+        ("lightning", PYTHON, "lightning_prepare.py"),
+        ("accelerate", TORCHRUN, "accelerate_prepare.py"),
+        ("transformers", TORCHRUN, "trainer_prepare.py"),
+        ("ray", PYTHON, "ray_prepare.py"),
     ],
 )
 def test_framework_runs_on_storm(package: str, launcher: tuple[str, ...], script: str, tmp_path: Path) -> None:

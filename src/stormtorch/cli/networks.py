@@ -75,7 +75,9 @@ class SimulatedNetwork:
             self._alone("trace", per_link=self.per_link, loss=self.loss, burst=self._burst, shared=self.shared)
             try:
                 return PerLink.traces(self.trace, self.workers, self.first_seed)
-            except (OSError, ValueError) as error:
+            except OSError as error:
+                raise BadSetting("trace", f"cannot be read: {self.trace}: {error.strerror}") from error
+            except ValueError as error:
                 raise BadSetting("trace", f"cannot be used: {error}") from error
         if self.per_link is not None:
             self._alone("per_link", shared=self.shared)

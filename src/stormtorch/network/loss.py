@@ -136,6 +136,8 @@ class Trace:
                     if not isinstance(row, dict) or field not in row:
                         raise ValueError(f"field {field!r} is missing")
                     yield cls(bits=row[field])
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number}: must be JSON, got {text.strip()!r:.40}") from error
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
 

@@ -67,6 +67,10 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         raise ValueError("a parameter of this optimizer is prepared already, with another optimizer")
     if "session" in optimizer.__dict__:
         raise ValueError("the optimizer is prepared already")
+    if any(
+        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
+    ):  # importing it takes a while
+        raise ValueError("prepare() shards the optimizer itself: give it the optimizer within ZeroRedundancyOptimizer")
     ranks = _group(group)
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
@@ -124,9 +128,14 @@ def _sessions_of(model: nn.Module) -> list[Session]:
 def _group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
+    if group is None and not dist.is_initialized():
+        raise ValueError('prepare() comes after dist.init_process_group("storm"), or takes a group as `group`')
     given = dist.distributed_c10d._get_default_group() if group is None else group
     from stormtorch.backend.process_group import StormProcessGroup
 
     if not isinstance(given, StormProcessGroup):
-        raise TypeError('prepare needs a group of the backend "storm": dist.init_process_group("storm")')
+        name = dist.get_backend(given) if isinstance(given, dist.ProcessGroup) else type(given).__name__
+        raise TypeError(
+            f'prepare needs a group of the backend "storm", got {name}: call dist.init_process_group("storm")'
+        )
     return given.group

@@ -108,4 +108,7 @@ class Attendance:
         )
 
 
-_ADVICE = "Are they running, with the same store and the same world size? Look at the first error that they logged."
+_ADVICE = (
+    "Are they running, with the same store and the same world size, and was no rank started twice? Look at the first "
+    "error that they logged."
+)

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import ipaddress
+import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 
 from torch.distributed.distributed_c10d import Store
 
@@ -104,8 +106,11 @@ def _meet(
         listener, card = receive_newcomers(card, options, not_yet)
     if rank == 0 and not (meanwhile and store.check([f"{prefix}/cookie"])):
         # A rank 0 that died here may have left a cookie to which the others keep.
+        store.set(f"{prefix}/start", json.dumps({"world": world, "version": version("stormtorch")}))
         store.set(f"{prefix}/cookie", secrets.token_hex(8))
     attendance.wait({0: f"{prefix}/cookie"})
+    with attendance.or_note():
+        _check_start(store, prefix, rank, world)
     cookie = store.get(f"{prefix}/cookie")
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     publish(store, prefix, rank, card)
@@ -185,10 +190,29 @@ def _check_rank(rank: int, world: int) -> None:
         raise ValueError(f"rank must lie in [0, world), got rank {rank} of {world}")
 
 
+def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
+    """Raises a ValueError if rank 0 was started for another number of ranks, or runs another version of stormtorch."""
+    start = json.loads(store.get(f"{prefix}/start"))
+    if start["world"] != world:
+        raise ValueError(
+            f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {start['world']}: give all ranks "
+            "the same world size"
+        )
+    own = version("stormtorch")
+    if start["version"] != own:
+        raise ValueError(
+            f"rank {rank} runs stormtorch {own}, but rank 0 runs {start['version']}: install the same version on all "
+            "hosts"
+        )
+
+
 def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
     for peer, other in enumerate(cards):
         if other.fingerprint != card.fingerprint:
-            raise ValueError(f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank")
+            raise ValueError(
+                f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank, in Options or "
+                f"in {KEY_VARIABLE}"
+            )
 
 
 def _meets_strangers(card: Card) -> bool:

@@ -25,14 +25,21 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
     """Opens a socket, and makes the card of this process, still without the fingerprint and the reception."""
     host = local_address(options.interface)
     loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    endpoint = _engine.Endpoint(
-        host,
-        options.port,
-        receive_buffer=options.receive_buffer_bytes,
-        low_priority=options.rate == "low",
-        segmentation=options.segmentation,
-        coalescing=options.coalescing,
-    )
+    try:
+        endpoint = _engine.Endpoint(
+            host,
+            options.port,
+            receive_buffer=options.receive_buffer_bytes,
+            low_priority=options.rate == "low",
+            segmentation=options.segmentation,
+            coalescing=options.coalescing,
+        )
+    except RuntimeError as error:
+        if not options.port:
+            raise
+        raise RuntimeError(
+            f"{error}, at {host}: does another rank run here? Set another `port` in Options, or 0 to take any"
+        ) from error
     mtu = _engine.interface_mtu(host) or 1500
     return endpoint, Card(
         host=host,

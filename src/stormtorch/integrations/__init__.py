@@ -1,0 +1,1 @@
+"""`prepare` inside training frameworks: one file per framework, which imports the framework when it is imported."""

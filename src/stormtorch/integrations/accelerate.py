@@ -1,0 +1,81 @@
+"""`prepare` for a loop written for Accelerate: takes and returns what `accelerator.prepare` takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.policies.policy import Policy
+from stormtorch.runtime import prepare as runtime
+from stormtorch.runtime.session import sessions_of
+
+
+def prepare(accelerator: Any, *objects: Any, policy: Policy | None = None) -> Any:
+    """Prepares models with their optimizers by `stormtorch.prepare`, and all other objects by Accelerate.
+
+    Write it in place of `accelerator.prepare(model, optimizer, loader, scheduler)`; the rest of the loop stays as it
+    is. Create the group before the accelerator: `dist.init_process_group("storm")`.
+
+    Args:
+        accelerator: An `accelerate.Accelerator`.
+        objects: Models, optimizers, data loaders and schedulers, in any order.
+        policy: How ranks train together; None is `BoundedDrift()`.
+
+    Returns:
+        The objects, in the same order; a single one by itself.
+
+    Raises:
+        ValueError: An optimizer comes without its model, or cannot be prepared.
+    """
+    return prepare_by(accelerator.prepare, accelerator, objects, policy)
+
+
+def prepare_by(
+    others: Callable[..., Any], accelerator: Any, objects: tuple[Any, ...], policy: Policy | None, **settings: Any
+) -> Any:
+    """Does the same, with the function that prepares all that is not a model."""
+    # evaluation_mode: place the model and apply mixed precision, but do not wrap it in DDP.
+    models = {
+        place: accelerator.prepare_model(each, evaluation_mode=True)
+        for place, each in enumerate(objects)
+        if isinstance(each, nn.Module)
+    }
+    places = [place for place in range(len(objects)) if place not in models]
+    if places:
+        rest = others(*(objects[place] for place in places), **settings)
+        models |= dict(zip(places, rest if len(places) > 1 else (rest,), strict=True))
+    prepared = tuple(models[place] for place in range(len(objects)))
+    for each in prepared:
+        if isinstance(each, torch.optim.Optimizer):
+            _prepare(prepared, getattr(each, "optimizer", each), policy)
+    return prepared if len(prepared) > 1 else prepared[0]
+
+
+def _prepare(objects: tuple[Any, ...], optimizer: torch.optim.Optimizer, policy: Policy | None) -> None:
+    if "session" in optimizer.__dict__:
+        return  # a second call, as the Trainer makes for a second training
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in objects:
+        if isinstance(model, nn.Module) and any(id(each) in trained for each in model.parameters()):
+            new = not sessions_of(model)
+            runtime.prepare(model, optimizer, policy=policy)
+            if new:
+                # Parameters lie in buckets. Accelerate takes tensors of one storage for one tensor, and would save only
+                # the first of them.
+                model.register_state_dict_post_hook(_separate)  # type: ignore[no-untyped-call]  # torch's
+            return
+    raise ValueError(
+        f"{type(optimizer).__name__} comes without its model: give prepare() the model and its optimizer in one call"
+    )
+
+
+def _separate(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Gives each tensor of a state dict its own memory, except that tied ones stay tied."""
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor):
+            own = copies.setdefault((value.data_ptr(), value.shape), value)
+            state[name] = copies[value.data_ptr(), value.shape] = own.clone() if own is value else own
