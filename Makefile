@@ -110,7 +110,7 @@ wheel: setup .venv/.extra-release  ## build a wheel into dist/ and try it where 
 	@rm -rf build/wheels
 	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/wheel \
 		--wheel-dir build/wheels .
-	@$(BIN)/auditwheel -q repair --wheel-dir dist build/wheels/*.whl
+	@$(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
 	@$(BIN)/python tests/helpers/check_wheel.py dist
 
 # --- check it --------------------------------------------------------------------------------------------------------

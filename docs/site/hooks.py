@@ -114,7 +114,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f'<figure class="drawing" role="img" aria-label="{found[1]}">{svg}</figure>'
 
     parts = FENCED.split(markdown)
-    return "".join(part if index % 2 else LINK.sub(link, DRAWING.sub(drawing, part)) for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else LINK.sub(link, DRAWING.sub(drawing, part)) for index, part in enumerate(parts)
+    )
 
 
 # --- links that leave docs/ ------------------------------------------------------------------------------------------

@@ -87,7 +87,9 @@ def _describe(command: Any, name: str, lines: list[str]) -> None:
 
 def _row(parameter: Any) -> str:
     option = parameter.param_type_name == "option"
-    spelled = "/".join([*parameter.opts, *parameter.secondary_opts]) if option else (parameter.metavar or parameter.name)
+    spelled = (
+        "/".join([*parameter.opts, *parameter.secondary_opts]) if option else (parameter.metavar or parameter.name)
+    )
     default = getattr(parameter.default, "value", parameter.default)  # an Enum's is its text
     shown = f"`{default}`" if isinstance(default, str | int | float) and not isinstance(default, bool) else ""
     words = re.sub(r"\s+", " ", getattr(parameter, "help", None) or "").replace("|", "\\|")

@@ -34,7 +34,8 @@ def check_content(wheel: Path) -> None:
     }
     missing = sorted(expected - names)
     assert not missing, f"{wheel.name} lacks {', '.join(missing)}"
-    foreign = sorted(name for name in names - expected - {*modules, *relays} if ".dist-info/" not in name)
+    others = {name for name in names - expected - {*modules, *relays} if not name.endswith("/")}
+    foreign = sorted(name for name in others if ".dist-info/" not in name)
     assert not foreign, f"{wheel.name} has {', '.join(foreign)}, which nobody asked for"
 
 
