@@ -18,7 +18,7 @@ BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -92,6 +92,26 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
+
+# Installs an extra of pyproject.toml alone, without building stormtorch again.
+.venv/.extra-%: .venv/.installed
+	@echo "installing what '$*' needs"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' \
+		| $(BIN)/python -m pip install -qq --requirement /dev/stdin
+	@touch $@
+
+# Strict: a broken link or an anchor that is gone is an error.
+docs: setup .venv/.extra-docs  ## build the docs site into build/site; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+# For this machine's architecture and Python. auditwheel gives it the lowest manylinux tag that its symbols allow.
+wheel: setup .venv/.extra-release  ## build a wheel into dist/ and try it where there is no compiler
+	@rm -rf build/wheels
+	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/wheel \
+		--wheel-dir build/wheels .
+	@$(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	@$(BIN)/python tests/helpers/check_wheel.py dist
 
 # --- check it --------------------------------------------------------------------------------------------------------
 
