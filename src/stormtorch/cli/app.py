@@ -58,13 +58,13 @@ def stormtorch(
 
     [bold]Examples[/bold]
 
-      stormtorch demo                                  see what it is for, in a minute
+      stormtorch demo                                  what it is for
 
       stormtorch train lm --loss 0.1 --seeds 3         a language model under loss
 
       stormtorch train image                           ResNet-20, the same
 
-      stormtorch simulate --workers 64 --loss 0.1      many workers, in one process
+      stormtorch simulate --workers 64 --loss 0.1      many workers, one process
 
       stormtorch theory --ranks 64 --loss 0.1          what to expect of it
 
@@ -80,17 +80,17 @@ def stormtorch(
 
       stormtorch chaos --hosts 5 --minutes 3           hosts and links that fail
 
-      stormtorch watch run --web                       what the network costs a job
+      stormtorch watch run --web                       what the network costs
 
-      stormtorch ledger runs/today                     what arrived, and what waiting cost
+      stormtorch ledger runs/today                     what arrived, what waited
 
-      stormtorch postmortem /tmp                       which rank did something else first
+      stormtorch postmortem /tmp                       who diverged first
 
-      stormtorch doctor                                what is wrong with a machine or network
+      stormtorch doctor                                is this machine fit?
 
-      stormtorch report out.json -o out.html           a page of what --json wrote
+      stormtorch report out.json -o out.html           a page of results
 
-      stormtorch keygen                                a key that seals a job's datagrams
+      stormtorch keygen                                seals a job's datagrams
 
     `stormtorch COMMAND --help` explains each of them.
     """
