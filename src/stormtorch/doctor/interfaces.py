@@ -109,7 +109,7 @@ def _drops(name: str) -> tuple[int, int]:
 
 def _runs(name: str) -> bool:
     (flags,) = struct.unpack_from("=H", _ask(name, _GET_FLAGS), 16)
-    return flags & (_UP | _RUNNING) == _UP | _RUNNING
+    return bool(flags & _UP and flags & _RUNNING)
 
 
 def _mtu(name: str) -> int:
