@@ -101,6 +101,9 @@ def test_a_tiny_buffer_is_named_and_a_missing_rank_too() -> None:
     assert ("missing rank", (2,)) in problems
     assert ("receive buffer", (1,)) in problems
     assert sorted(found.links) == [(0, 1), (1, 0)]
+    # Trains sent at once overflow it; only what is dropped of the steady train is taken off that train's loss.
+    assert 0 <= found.links[0, 1].overflowed_steady < found.links[0, 1].overflowed
+    assert found.links[1, 0].overflowed == 0
 
 
 def test_a_rank_whose_port_is_taken_says_so() -> None:

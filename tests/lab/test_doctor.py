@@ -1,6 +1,7 @@
 """The doctor in labs whose faults are known: it must name them all, and nothing where nothing is wrong."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -8,7 +9,7 @@ from statistics import mean
 import pytest
 
 from commands import call
-from doctor_lab import block_udp, examine, narrow_link, reach, slow_link, translate
+from doctor_lab import DOCTOR, block_udp, examine, narrow_link, reach, slow_link, translate
 from stormtorch.lab import Conditions, Lab, read_per_link
 from stormtorch.network.link_file import read_links
 from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace
@@ -29,7 +30,7 @@ def names(hosts: int) -> list[str]:
 
 def test_a_healthy_lab_has_no_problem(lab: Callable[..., Lab], tmp_path: Path) -> None:
     network = lab(hosts=3, rate="100mbit", probe=False)
-    found = examine(reach(network, tmp_path), names(3), "--seconds", "6")
+    found = examine(reach(network, tmp_path), names(3), "--seconds", "4.5")
     assert (found.code, found.problems()) == (0, []), found.text
     links = found.told["measured"]["links"]
     assert len(links) == 6
@@ -39,10 +40,19 @@ def test_a_healthy_lab_has_no_problem(lab: Callable[..., Lab], tmp_path: Path) -
         assert link["path_mtu"] == 1500
 
 
+def test_a_machine_tells_of_its_own_interface(lab: Callable[..., Lab]) -> None:
+    network = lab(hosts=2, probe=False)
+    network.holders[1].run(["ip", "link", "set", "eth0", "mtu", "1200"])
+    done = network.start(1, [*DOCTOR], stdout=subprocess.PIPE, text=True)
+    text, _ = done.communicate(timeout=60)
+    assert done.returncode == 0
+    assert "MTU 1200, 10 Gbit/s, full duplex: the MTU is small" in text
+
+
 def test_a_bad_host_is_named_and_its_losses_are_kept_for_replay(lab: Callable[..., Lab], tmp_path: Path) -> None:
     network = lab(hosts=3, rate="100mbit", loss=bad_host(2, 3, 0.2), seed=3, probe=False)
     kept = tmp_path / "links.json"
-    found = examine(reach(network, tmp_path), names(3), "--seconds", "9", "--capture", str(kept))
+    found = examine(reach(network, tmp_path), names(3), "--seconds", "6", "--capture", str(kept))
     assert (found.code, found.problems()) == (1, [("loss", (2,))]), found.text
     assert "the fault is at h2" in found.text
     # The lab says what it lost on purpose, of these packets and of few others.

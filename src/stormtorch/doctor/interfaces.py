@@ -1,14 +1,26 @@
-"""Checks of this machine's network interfaces."""
+"""Checks of this machine's network interfaces.
 
+The kernel is asked by ioctl and /proc, which tell of the network namespace that this process is in; /sys may be that of
+another one.
+"""
+
+import array
 import contextlib
+import fcntl
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.results.text import loss_text, rate_text
 
-_CLASS = Path("/sys/class/net")
-_ROUTES = Path("/proc/net/route")
+_ROUTES, _COUNTERS = Path("/proc/net/route"), Path("/proc/net/dev")
+_GET_FLAGS, _GET_MTU, _ETHTOOL = 0x8913, 0x8921, 0x8946
+_UP, _RUNNING = 0x1, 0x40
+_GET_SETTINGS = 1  # of ethtool
+_SETTINGS_BYTES, _SPEED_AT, _DUPLEX_AT, _SPEED_HIGH_AT = 44, 12, 14, 28
+_UNKNOWN_MBITS = (0, 0xFFFF, 0xFFFFFFFF)
 _MANY_DROPS = 0.001
 _FEW_DROPS = 100
 _SLOW_BITS = 100e6
@@ -18,7 +30,7 @@ _MOST_LISTED = 8
 def check_interfaces() -> Iterator[Finding]:
     """A finding for each interface that is up, and one if none leads out."""
     default = default_interface()
-    names = [name for name in _names() if name != "lo" and _text(name, "operstate") in ("up", "unknown")]
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and _runs(name)]
     # The one that leads out first; a machine with containers may have hundreds.
     names.sort(key=lambda name: (name != default, name))
     for name in names[:_MOST_LISTED]:
@@ -46,13 +58,12 @@ def default_interface() -> str | None:
 
 def _check_interface(name: str, default: bool) -> Finding:
     words = ["default"] if default else []
-    mtu = _number(name, "mtu")
+    mtu = _mtu(name)
     words.append(f"MTU {mtu}")
-    speed = _number(name, "speed")
-    if speed is not None and speed > 0:
-        words.append(rate_text(speed * 1e6))
-    duplex = _text(name, "duplex")
-    if duplex in ("full", "half"):
+    bits, duplex = _negotiated(name)
+    if bits:
+        words.append(rate_text(bits))
+    if duplex:
         words.append(f"{duplex} duplex")
     lost, passed = _drops(name)
     if lost:
@@ -72,9 +83,9 @@ def _check_interface(name: str, default: bool) -> Finding:
             text=f"{text}, which is {loss_text(lost / max(passed, 1))}",
             remedy=f"ethtool -S {name} | grep -i -E 'drop|err|miss'; a larger ring may help: ethtool -G {name} rx 4096",
         )
-    if mtu is not None and mtu < 1280:
+    if 0 < mtu < 1280:
         return Finding(subject=subject, level=Level.NOTE, text=f"{text}: the MTU is small", remedy="Is it a tunnel?")
-    if default and speed is not None and 0 < speed * 1e6 < _SLOW_BITS:
+    if default and 0.0 < bits < _SLOW_BITS:
         return Finding(
             subject=subject,
             level=Level.NOTE,
@@ -85,27 +96,45 @@ def _check_interface(name: str, default: bool) -> Finding:
 
 
 def _drops(name: str) -> tuple[int, int]:
-    counters = {
-        each: _number(name, f"statistics/{each}") or 0
-        for each in ("rx_dropped", "tx_dropped", "rx_errors", "tx_errors", "rx_packets", "tx_packets")
-    }
-    lost = sum(value for key, value in counters.items() if not key.endswith("packets"))
-    return lost, counters["rx_packets"] + counters["tx_packets"]
+    """Packets dropped or damaged, and packets in all, in both directions."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _COUNTERS.read_text().splitlines():
+            device, _, numbers = line.partition(":")
+            if device.strip() == name:
+                values = [int(each) for each in numbers.split()]
+                # Eight columns for each direction: bytes, packets, errors, drops and others.
+                return sum(values[at] for at in (2, 3, 10, 11)), values[1] + values[9]
+    return 0, 0
 
 
-def _names() -> list[str]:
-    with contextlib.suppress(OSError):
-        return sorted(each.name for each in _CLASS.iterdir() if each.is_dir())
-    return []
+def _runs(name: str) -> bool:
+    (flags,) = struct.unpack_from("=H", _ask(name, _GET_FLAGS), 16)
+    return bool(flags & _UP and flags & _RUNNING)
 
 
-def _text(name: str, what: str) -> str:
-    with contextlib.suppress(OSError):
-        return (_CLASS / name / what).read_text().strip()
-    return ""
+def _mtu(name: str) -> int:
+    return int(struct.unpack_from("=i", _ask(name, _GET_MTU), 16)[0])
 
 
-def _number(name: str, what: str) -> int | None:
-    with contextlib.suppress(ValueError):
-        return int(_text(name, what))
-    return None
+def _negotiated(name: str) -> tuple[float, str]:
+    """Bits per second, 0 if the driver does not tell, and duplex."""
+    settings = array.array("B", struct.pack("=I", _GET_SETTINGS).ljust(_SETTINGS_BYTES, b"\0"))
+    address, _ = settings.buffer_info()
+    request = struct.pack("16sP", name.encode()[:15], address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            fcntl.ioctl(asking, _ETHTOOL, request.ljust(40, b"\0"))
+    except OSError:
+        return 0.0, ""
+    low, high = (struct.unpack_from("=H", settings, at)[0] for at in (_SPEED_AT, _SPEED_HIGH_AT))
+    mbits = high << 16 | low
+    duplex = {0: "half", 1: "full"}.get(settings[_DUPLEX_AT], "")
+    return (0.0, "") if mbits in _UNKNOWN_MBITS else (mbits * 1e6, duplex)
+
+
+def _ask(name: str, what: int) -> bytes:
+    """Answer to an ioctl about an interface; zeros if there is none."""
+    request = struct.pack("16s24x", name.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return fcntl.ioctl(asking, what, request)
+    return bytes(len(request))
