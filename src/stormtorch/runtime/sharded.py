@@ -374,7 +374,7 @@ class ShardedSession(Session):
         members = membership.members_of(latest)
         try:
             hello = greet(group, held, self.steps, self.given())
-            before = self.cut_for(hello.there[hello.root]["members"])
+            before = self.cut_for(hello.members_before)
             after = self.cut_for(members)
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
             if group.transport.rank not in members:
@@ -406,7 +406,7 @@ class ShardedSession(Session):
         newcomers = hello.newcomers(members)
         if newcomers:
             group = self.channel("handover", interruptible=True)
-            root, new = members.index(hello.root), group.transport.rank in newcomers
+            root, new = members.index(hello.giver(members)), group.transport.rank in newcomers
             self.hand_rest(group, self.buckets, root, take=new)
             self._rounds.hyperparameters.take(group, root, new=new)
         self._buffers.remember()

@@ -45,9 +45,16 @@ class Hello:
     """What each rank has told, by rank."""
 
     @property
-    def root(self) -> int:
-        """The lowest rank that holds a part: newcomers get settings and buffers from it."""
-        return min(self.there)
+    def members_before(self) -> list[int]:
+        """Members of the view that all come from."""
+        return list(self.there[min(self.there)]["members"])
+
+    def giver(self, members: Sequence[int]) -> int:
+        """Returns the member that gives newcomers settings and buffers: the lowest one that holds a part.
+
+        Where only ranks that leave hold one, newcomers keep their own, and the lowest member's settings count.
+        """
+        return min((rank for rank in members if rank in self.there), default=members[0])
 
     @property
     def steps(self) -> int:

@@ -1,0 +1,52 @@
+"""A rank leaves while another one comes back: whoever stays hands on what newcomers need."""
+
+from typing import Any
+
+import pytest
+
+from training import adamw
+from views import Member, all_same, with_members
+
+pytestmark = pytest.mark.pure
+
+WORLD, AT, STEPS = 4, 4, 120
+PAUSE_S = 0.25
+
+
+def together(after_s: float) -> tuple[list[Any], set[str]]:
+    """Rank 0 leaves some time after rank 3 is heard again. Returns what those who stay have, and the ledger's words."""
+
+    def work(member: Member) -> Any:
+        member.train(AT)
+        began = member.network.now_s
+        if member.rank == 1:
+            member.session.wait()
+            member.network.set_dark(3, True)
+        healed_s = began + 8.0
+        leaves_s = healed_s + after_s
+        healed = False
+        while member.network.now_s < healed_s + 6.0:
+            now_s = member.network.now_s
+            if member.rank == 1 and now_s >= healed_s and not healed:
+                member.network.set_dark(3, False)
+                healed = True
+            if member.rank == 0 and now_s >= leaves_s:
+                member.session.wait()
+                member.transport.ask_out()
+                member.session.hand_over()
+                return None
+            member.step(member.session.steps)
+            member.transport.wait_view(1 << 62, PAUSE_S)
+        member.train(STEPS)
+        return member.values(), member.events()
+
+    found = [each for each in with_members(work, world=WORLD, make=adamw) if each is not None]
+    return [values for values, _ in found], {event for _, events in found for event in events}
+
+
+@pytest.mark.parametrize(("after_s", "at_once"), [(0.0, True), (0.3, False)])
+def test_a_newcomer_gets_all_where_the_lowest_rank_leaves(after_s: float, at_once: bool) -> None:
+    values, events = together(after_s)
+    assert len(values) == WORLD - 1
+    assert all_same(values)
+    assert at_once == any("rank 0 is gone; rank 3 is new" in each for each in events), events
