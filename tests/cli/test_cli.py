@@ -32,6 +32,7 @@ def test_version_and_help_answer() -> None:
         ("theory",),
         ("train", "lm"),
         ("train", "image"),
+        ("watch",),
         ("bench", "allreduce"),
         ("bench", "ddp"),
         ("bench", "convergence"),
