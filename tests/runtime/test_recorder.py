@@ -307,6 +307,7 @@ def test_the_status_names_the_worst_link_and_the_wait() -> None:
         },
     }
     text = status_text(latest, 101.0)
+    assert text.startswith("rank 0 of 8, incarnation 1, job j, pid 5 on h, BoundedDrift\n")
     assert "step 9, 2.5 steps/s, the last 1.00 s ago, 90.00 % of the chunks arrived" in text
     assert "view 2 since step 3, members 0-2, 4" in text
     assert "worst link: with rank 2, loses 10.0 %" in text
