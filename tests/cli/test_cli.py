@@ -28,6 +28,8 @@ def test_version_and_help_answer() -> None:
         ("chaos",),
         ("demo",),
         ("keygen",),
+        ("ledger",),
+        ("postmortem",),
         ("simulate",),
         ("theory",),
         ("train", "lm"),
