@@ -179,6 +179,25 @@ def test_ranks_that_really_differ_leave_records_that_name_the_culprit(tmp_path: 
     assert [first.collectives[number].state for number in range(1, 5)] == ["done", "done", "done", "failed"]
 
 
+@pytest.mark.pure
+def test_the_analyser_of_torch_finds_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace", reason="this torch has no analyser")
+    names = ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "barrier", "all_reduce"]
+    for rank in range(3):
+        did = []
+        for number, name in enumerate(names, 1):
+            given, results = 3 if name == "reduce_scatter" else 1, 3 if name == "all_gather" else 1
+            called = operation(number, "broadcast" if (rank, number) == (1, 6) else name)
+            did.append({**called, "shapes": [[10]] * given, "result_shapes": [[10]] * results})
+        write(tmp_path, rank, did, world=3)
+    assert call("postmortem", str(tmp_path), "--torch", str(tmp_path / "traces"))[0] == 0
+    with caplog.at_level("INFO"):
+        fr_trace.main([str(tmp_path / "traces" / "0-world"), "--prefix", "storm_rank_"])
+    assert caplog.text.count("has errors") == 1
+    assert "Collective sequence number: 6 has errors" in caplog.text
+    assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in caplog.text
+
+
 def failing_job(member: Member, folder: str) -> None:
     os.environ["STORM_FLIGHT_DIR"] = folder
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world)
@@ -192,6 +211,7 @@ def failing_job(member: Member, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_by_itself_leaves_a_record_too(tmp_path: Path) -> None:
     run_ranks(failing_job, 2, (str(tmp_path),), timeout_s=60)
     (finding,) = find(read_flights([tmp_path]))

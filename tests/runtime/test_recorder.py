@@ -25,6 +25,7 @@ from stormtorch.results.records import Record, Who
 from stormtorch.runtime import record_making, recorder
 from stormtorch.runtime.record_file import RecordFile
 from stormtorch.runtime.status import status_text
+from stormtorch.transport import leaving
 from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
 
@@ -126,6 +127,30 @@ def test_records_tell_how_the_network_looks_while_no_step_ends() -> None:
     assert waits["call"] == "backward()"
     assert waits["peers"] == [0]
     assert waits["seconds"] > 0.0
+
+
+def test_a_rank_that_leaves_says_so_and_the_others_tell_of_the_view_without_it(tmp_path: Path) -> None:
+    def work(transport: UdpTransport) -> None:
+        optimizer = train(transport, BoundedDrift(), 3)
+        optimizer.session.record(tmp_path)
+        if transport.rank == 2:
+            leaving._ask_out(transport)
+            leaving.hand_all_over(transport)
+            return
+        while len(optimizer.session.view.members) == 3 or optimizer.session.steps < 8:
+            optimizer.session.model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    local_world(3, work)
+    run = {who.rank: records for who, records in read_run(tmp_path).items()}
+    assert run[2][-1]["why"] == "left"
+    for rank in (0, 1):
+        views = of_kind(run[rank], "view")
+        assert [each["members"] for each in views] == [[0, 1, 2], [0, 1]]
+        assert (views[1]["left"], views[1]["came"]) == ([2], [])
+        assert any("rank 2 is gone" in each["text"] for each in of_kind(run[rank], "event"))
+        assert list(of_kind(run[rank], "links")[-1]["links"]) == [str(1 - rank)]
 
 
 def test_an_answer_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +307,7 @@ def test_the_status_names_the_worst_link_and_the_wait() -> None:
         },
     }
     text = status_text(latest, 101.0)
+    assert text.startswith("rank 0 of 8, incarnation 1, job j, pid 5 on h, BoundedDrift\n")
     assert "step 9, 2.5 steps/s, the last 1.00 s ago, 90.00 % of the chunks arrived" in text
     assert "view 2 since step 3, members 0-2, 4" in text
     assert "worst link: with rank 2, loses 10.0 %" in text

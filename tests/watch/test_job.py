@@ -102,7 +102,7 @@ def test_ranks_are_named_in_short() -> None:
     assert named([]) == "nobody"
 
 
-NONSENSE = [
+NONSENSE: list[object] = [
     None, True, -1, 1e400, float("nan"), 10**400, "x" * 10_000, "\x1b[2J", [], [[]] * 5000, {}, {"x": {"y": []}},
     {"-1": 1}, {str(key): None for key in range(5000)}, "<script>",
 ]  # fmt: skip

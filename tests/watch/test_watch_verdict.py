@@ -111,6 +111,12 @@ def test_waiting_for_the_network_is_said_with_how_much_of_the_line_is_used() -> 
     assert found.text == "75 % of a step is waiting for the network, which is used at 1.7 % of its rate"
 
 
+def test_on_one_machine_it_is_the_cores_that_ranks_wait_for() -> None:
+    found = first(wait_s=0.3, host=lambda rank: "a", rate=lambda s, r: 0.0)
+    assert found.text == "75 % of a step is waiting for other ranks on the same machine"
+    assert "OMP_NUM_THREADS" in found.remedy
+
+
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [

@@ -9,7 +9,7 @@ from stormtorch.cli.console import check_outputs, friendly_errors, save
 from stormtorch.cli.options import Json
 
 if TYPE_CHECKING:
-    from stormtorch.results.postmortem import Finding
+    from stormtorch.results.postmortem import Finding, Flight
 
 
 def postmortem(
@@ -22,6 +22,10 @@ def postmortem(
         ),
     ],
     json: Json = None,
+    torch: Annotated[
+        Path | None,
+        typer.Option(help="Write the records into this folder as torch's analyser of flight records reads them."),
+    ] = None,
 ) -> None:
     """Tell which rank did something else first, from the flight records that ranks write when they fail.
 
@@ -35,6 +39,8 @@ def postmortem(
       stormtorch postmortem /tmp
 
       stormtorch postmortem flights/storm-flight-*.json --json found.json
+
+      stormtorch postmortem flights --torch traces     for torch.distributed.flight_recorder.fr_trace
     """
     with friendly_errors():
         from rich.console import Console
@@ -45,11 +51,25 @@ def postmortem(
 
         check_outputs(json)
         try:
-            findings = find(read_flights(files))
+            flights = read_flights(files)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
+        findings = find(flights)
         save(lambda path: write_json(path, {"findings": [_plain(each) for each in findings]}), json)
+        if torch is not None:
+            _write_for_torch(flights, torch)
         show_findings(findings, Console())
+
+
+def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:
+    from stormtorch.results.torch_flights import PREFIX, write_for_torch
+
+    def write(path: Path) -> None:
+        for inside in write_for_torch(flights, path):
+            command = f"python -m torch.distributed.flight_recorder.fr_trace {inside} --prefix {PREFIX}"
+            typer.echo(f"torch reads them by: {command}", err=True)
+
+    save(write, folder)
 
 
 def _plain(finding: "Finding") -> dict[str, object]:

@@ -26,13 +26,20 @@ class Operation:
     name: str
     collective: int | None
     """Number of the collective in its group, from 1; None for sends and receives."""
-    shapes: str
-    """Shapes of what was given, as people write them."""
+    given: list[list[int]]
+    """Shapes of the tensors that were given, of a long list the first ones."""
+    results: list[list[int]]
+    """Shapes of the tensors that hold the results."""
     dtype: str
     size_bytes: int
     started: float
     ended: float | None
     error: str
+
+    @property
+    def shapes(self) -> str:
+        """Shapes of what was given, as people write them."""
+        return ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.given)
 
     @property
     def text(self) -> str:
@@ -131,18 +138,22 @@ def _flight(path: Path) -> Flight:
 
 def _operation(said: dict[str, Any]) -> Operation:
     ended, number = said.get("ended"), said.get("collective")
-    shapes = [[_whole(size) for size in shape] for shape in said.get("shapes", [])]
     return Operation(
         sequence=_whole(said["sequence"]),
         name=_text(said["operation"])[:60],
         collective=None if number is None else _whole(number),
-        shapes=", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes),
+        given=_shapes(said.get("shapes", [])),
+        results=_shapes(said.get("result_shapes", [])),
         dtype=_text(said.get("dtype", ""))[:20],
         size_bytes=_whole(said["bytes"]),
         started=_number(said["started"]),
         ended=None if ended is None else _number(ended),
         error=_text(said.get("error", "")),
     )
+
+
+def _shapes(value: list[list[object]]) -> list[list[int]]:
+    return [[_whole(size) for size in shape] for shape in value]
 
 
 def _whole(value: object) -> int:

@@ -21,10 +21,9 @@ def status_text(latest: Mapping[str, Record], now: float) -> str:
     own, steps, links = latest.get("rank"), latest.get("steps"), latest.get("links")
     lines = []
     if own is not None:
-        lines.append(
-            f"rank {own['rank']} of {own['world']}, process {own['incarnation']} of this rank, job {own['job']}, "
-            f"pid {own['pid']} on {own['host']}, {own['policy']}"
-        )
+        again = f", incarnation {own['incarnation']}" if own["incarnation"] else ""
+        who = f"rank {own['rank']} of {own['world']}{again}, job {own['job']}"
+        lines.append(f"{who}, pid {own['pid']} on {own['host']}, {own['policy']}")
     if steps is None:
         lines.append("step 0, none is complete yet")
     else:

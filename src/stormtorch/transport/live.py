@@ -54,6 +54,7 @@ class LiveJob:
     def __init__(self, where: str, *, key: bytes | None = None) -> None:
         self._where = addresses(where)
         self._key = key
+        self._version = version("stormtorch")  # reads a file, and every question names it
         self._ranks: dict[int, _Rank] = {}
         self._pool = ThreadPoolExecutor(_MOST_TALKS, "watch")
 
@@ -120,7 +121,7 @@ class LiveJob:
             )
 
     def _ask(self, address: Address, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return frames.ask(address, question, key=self._key, version=version("stormtorch"), timeout_s=timeout_s)
+        return frames.ask(address, question, key=self._key, version=self._version, timeout_s=timeout_s)
 
     def _ask_directly(self, rank: _Rank, now: float) -> dict[Who, list[Record]]:
         if now < rank.direct_at:

@@ -120,19 +120,22 @@ class Job:
             while len(self.views) > _MOST_NOTES:
                 self.views.popitem(last=False)
         told = [f"without {named(left)}"] * bool(left) + [f"with {named(came)}"] * bool(came)
-        # Who tells of a view is no news: its members do.
-        self._note(time, "view", count(record, "step"), f"View {number}: {', '.join([named(members), *told])}", process)
+        words = f"View {number}: {', '.join([named(members), *told])}"
+        # All members tell of a view, each at its step; whoever is new in it does not know who came or left.
+        note = self._keep(("view", number), Note(time, "view", count(record, "step"), words, set()))
+        if told:
+            note.text = words
 
     def _note(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
-        # Ranks begin a view at about the same step, and not always at the same.
-        key = (kind, words) if kind == "view" else (kind, step, words)
-        note = self.notes.get(key)
-        if note is None:
-            note = self.notes[key] = Note(time, kind, step, clean(words), set())
-            while len(self.notes) > _MOST_NOTES:
-                self.notes.popitem(last=False)
-        if process.rank is not None and kind != "view":
+        note = self._keep((kind, step, words), Note(time, kind, step, clean(words), set()))
+        if process.rank is not None:
             note.ranks.add(process.rank)
+
+    def _keep(self, key: tuple[Any, ...], new: Note) -> Note:
+        note = self.notes.setdefault(key, new)
+        while len(self.notes) > _MOST_NOTES:
+            self.notes.popitem(last=False)
+        return note
 
     # --- who is there ---------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def judge(moment: Moment) -> list[Finding]:
     found = [*_ends(moment), *_silence(moment), *_hangs(moment), *_versions(moment)]
     found += [*losses(moment), *_slow_rank(moment), *lines(moment)]
     cost = cost_of(moment)
-    found += [*_network(cost), *_drift(moment), *_guard(moment), *_behind(moment)]
+    found += [*_network(moment, cost), *_drift(moment), *_guard(moment), *_behind(moment)]
     order = {Level.BAD: 0, Level.WARN: 1, Level.GOOD: 2, Level.IDLE: 3}
     found.sort(key=lambda each: (order[each.level], -each.weight))
     return found or [_well(moment, cost)]
@@ -171,13 +171,17 @@ def _slow_rank(moment: Moment) -> list[Finding]:
     ]
 
 
-def _network(cost: Cost) -> list[Finding]:
+def _network(moment: Moment, cost: Cost) -> list[Finding]:
     if cost.network_share < _NETWORK:
         return []
     words = f"{percent(cost.network_share)} of a step is waiting for the network"
     if cost.line_share is not None:
         words += f", which is used at {percent(min(1.0, cost.line_share))} of its rate"
     remedy = 'send less (wire="bfloat16" or "int8"), take larger batches, or a faster line'
+    if len({process.host for process in moment.live.values()}) == 1 and len(moment.live) > 1:
+        # No line is slower than memory: processes of one machine wait for its cores.
+        words = f"{percent(cost.network_share)} of a step is waiting for other ranks on the same machine"
+        remedy = "they share its cores, so start fewer ranks or give each fewer threads (OMP_NUM_THREADS)"
     level = Level.BAD if cost.network_share >= _NETWORK_MOST else Level.WARN
     return [Finding(level=level, kind="network", text=words, remedy=remedy, weight=0.5 * cost.network_share)]
 

@@ -18,7 +18,7 @@ def plot_watch(data: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout="constrained")
-    grid = figure.subplots(3, 2)
+    grid = figure.subplots(3, 2, gridspec_kw={"height_ratios": (1.35, 1, 1)})
     first = data["verdict"][0]
     remedy = f"\n{textwrap.fill(first['remedy'], 120)}" if first["remedy"] else ""
     title = _plain(f"{textwrap.fill(first['text'], 100)}{remedy}")
@@ -27,7 +27,7 @@ def plot_watch(data: dict[str, Any], path: Path) -> None:
     _split(grid[0, 1], data)
     columns = data["series"]["columns"]
     _over_time(grid[1, 0], columns, "time of a step, s", [("step", _BLUE, "step"), ("wait", _RED, "waiting")])
-    lost = [("worst_loss", _RED, "worst link of a rank"), ("lost", _BLUE, "missing after repair")]
+    lost = [("worst_loss_high", _RED, "worst link"), ("link_loss", _BLUE, "mean"), ("lost", _GREEN, "after repair")]
     _over_time(grid[1, 1], columns, "lost, %", lost, scale=100)
     _over_time(grid[2, 0], columns, "drift between replicas", [("drift", _BLUE, "drift"), ("bound", _RED, "bound")])
     has_loss = any(value is not None for value in columns.get("train_loss", []))
@@ -50,9 +50,10 @@ def _matrix(axis: "Axes", data: dict[str, Any]) -> None:
         axis.axis("off")
         return
     values = [[float("nan") if value is None else 100 * value for value in row] for row in matrix["loss"]]
-    axis.imshow(
-        values, cmap="Oranges", vmin=0, vmax=max(5.0, *(each for row in values for each in row if each == each))
-    )
+    known = [value for row in values for value in row if value == value]
+    # Half of the colours is enough: numbers must stay readable in the darkest cell.
+    axis.imshow(values, cmap="Oranges", vmin=0, vmax=2 * max([5.0, *known]), aspect="auto")
+    axis.spines[:].set_visible(False)
     ranks = matrix["ranks"]
     if len(ranks) <= _MOST_NUMBERS:
         axis.set_xticks(range(len(ranks)), ranks)
@@ -60,7 +61,8 @@ def _matrix(axis: "Axes", data: dict[str, Any]) -> None:
         for row, cells in enumerate(values):
             for column, value in enumerate(cells):
                 if value == value:
-                    axis.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+                    shown = f"{value:.0f}" if value >= 9.95 or value < 0.05 else f"{value:.1f}"
+                    axis.text(column, row, shown, ha="center", va="center", fontsize=8)
 
 
 def _split(axis: "Axes", data: dict[str, Any]) -> None:
@@ -75,7 +77,7 @@ def _split(axis: "Axes", data: dict[str, Any]) -> None:
             axis.barh([str(each["rank"]) for each in known], lengths, left=start, color=colour, label=name)
         start = [a + b for a, b in zip(start, lengths, strict=True)]
     if known:
-        axis.legend(fontsize=8, loc="lower right")
+        axis.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, -0.32), ncols=4, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -95,11 +97,13 @@ def _over_time(
         begin = columns["time"][0] or 0.0
         places = [place for place, value in enumerate(columns[name]) if value is not None]
         seconds = [(columns["time"][place] or 0.0) - begin for place in places]
-        mean, low, high = (
-            [scale * (columns[key][place] or 0.0) for place in places] for key in (name, f"{name}_low", f"{name}_high")
-        )
+        mean = [scale * (columns[name][place] or 0.0) for place in places]
         axis.plot(seconds, mean, color=colour, label=words)
-        axis.fill_between(seconds, low, high, color=colour, alpha=0.18, linewidth=0)
+        if len(lines) < 3 and f"{name}_low" in columns:  # bands of three lines would hide each other
+            low, high = ([scale * (columns[name + end][place] or 0.0) for place in places] for end in ("_low", "_high"))
+            axis.fill_between(seconds, low, high, color=colour, alpha=0.18, linewidth=0)
     axis.set_xlabel("seconds", fontsize=9)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8)
+    if lines[0][0] != "train_loss":
+        axis.set_ylim(bottom=0)
+    if len(axis.get_legend_handles_labels()[0]) > 1:
+        axis.legend(fontsize=8, frameon=False)

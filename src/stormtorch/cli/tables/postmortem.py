@@ -25,7 +25,8 @@ def show_findings(findings: "Sequence[Finding]", console: Console) -> None:
         console.print()
         console.print(operations_table(finding))
         for flight in finding.flights[:_MOST_RANKS]:
-            console.print(f"rank {flight.rank}: {flight.error}", style="dim", markup=False, highlight=False)
+            error = flight.error.removeprefix(f"rank {flight.rank}: ")
+            console.print(f"rank {flight.rank}: {error}", style="dim", markup=False, highlight=False)
         console.print()
 
 
