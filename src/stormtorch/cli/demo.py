@@ -58,7 +58,7 @@ def demo(
     delay: Annotated[
         str, typer.Option(help="Delay from host to host, one way: 20ms is a round trip of 40 ms.")
     ] = "20ms",
-    ranks: Annotated[int, typer.Option(help="Hosts that train together: 2 to 8.")] = 4,
+    ranks: Annotated[int, typer.Option(help="Hosts that train together, on these cores: 2 to 8.")] = 2,
     lab: Annotated[
         bool, typer.Option(help="Make a lab if this machine can; --no-lab shows what it shows if it cannot.")
     ] = True,
