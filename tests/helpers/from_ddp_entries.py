@@ -199,7 +199,7 @@ def compiled() -> None:
         if order:
             model = torch.compile(model, backend="aot_eager")
         model, optimizer = prepared(model)
-        run = model if order else torch.compile(model, backend="aot_eager")
+        run: Any = model if order else torch.compile(model, backend="aot_eager")
         before = flat(model).clone()
         train(run, optimizer, 2)
         FOUND[f"compiled {name}"] = not torch.equal(flat(model), before) and same(flat(model))
