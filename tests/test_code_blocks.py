@@ -27,19 +27,19 @@ def run(program: Program, folder: Path) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = []
+    started = []
     with output.open("w") as file:
         for rank in range(program.ranks):
             environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(program.ranks)}
-            ranks.append(warm_scripts.start([str(script)], env=environment, stdout=file, stderr=file))
+            started.append(warm_scripts.start([str(script)], env=environment, stdout=file, stderr=file))
         try:
-            statuses = [rank.wait(100) for rank in ranks]
+            statuses = [process.wait(100) for process in started]
         except subprocess.TimeoutExpired:
             statuses = [-1]
         finally:
-            for rank in ranks:
-                rank.kill()
+            for process in started:
+                process.kill()
     text = output.read_text()
     assert not any(statuses), f"{program.place} ended with {statuses}:\n{text}"
     return text

@@ -200,6 +200,8 @@ def check_command(line: str) -> str | None:
     if tool in ("python", "torchrun", "sbatch"):
         if "stormtorch.cli" in arguments:
             return _check_stormtorch(arguments[arguments.index("stormtorch.cli") + 1 :])
+        if arguments[:2] == ["-m", "build"]:
+            return None
         scripts = [index for index, word in enumerate(arguments) if word.endswith((".py", ".sbatch"))]
         return _check_script(arguments[scripts[0]], arguments[scripts[0] + 1 :]) if scripts else "runs no script"
     return None if tool in FREE_WORDS else f"{tool} is no command that is known here"
