@@ -211,7 +211,6 @@ def failing_job(member: Member, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_a_rank_that_failed_by_itself_leaves_a_record_too(tmp_path: Path) -> None:
     run_ranks(failing_job, 2, (str(tmp_path),), timeout_s=60)
     (finding,) = find(read_flights([tmp_path]))
