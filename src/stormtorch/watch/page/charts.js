@@ -4,7 +4,7 @@ import { clock, colour, digits, el, percent, rate, seconds, setText } from "./fo
 const EVERY_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 const CHARTS = [
   { title: "Time of a step", lines: [["step", "--storm", "step"], ["wait", "--network", "waiting"]], text: seconds },
-  { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "repaired", "line"]], text: percent, least: 0.01 },
+  { title: "Lost on links", lines: [["worst_loss_high", "--network", "worst", "line"], ["link_loss", "--storm", "mean", "line"], ["lost", "--good", "missing", "line"]], text: percent, least: 0.01 },
   { title: "Sent by a rank", lines: [["sent", "--storm", "sent"]], text: rate },
   { title: "Drift between replicas", lines: [["drift", "--storm", "drift"], ["bound", "--network", "bound", "dash"]], text: (value) => (value === null ? "–" : value === 0 ? "0" : value < 1e-3 ? value.toExponential(1) : digits(value)) },
   { title: "Loss of the training", lines: [["train_loss", "--storm", "loss"]], text: (value) => (value === null ? "–" : digits(value)), free: true },

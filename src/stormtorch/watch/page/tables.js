@@ -98,7 +98,7 @@ export function showSplit(data) {
       for (const [place, [name]] of PARTS.entries()) {
         if (!(each.split[place] > 0)) continue;
         const share = each.split[place] / longest;
-        const part = el("span", { class: name }, share > 0.11 ? seconds(each.split[place]) : "");
+        const part = el("span", { class: name }, share > (innerWidth < 600 ? 0.3 : 0.11) ? seconds(each.split[place]) : "");
         part.style.width = `${100 * share}%`;
         part.style.background = `var(--${name})`;
         if (share <= 0.02) part.style.padding = "0";
