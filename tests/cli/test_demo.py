@@ -169,6 +169,7 @@ def test_without_a_lab_the_demo_says_so_and_ends_with_verdict_and_page(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.lab
+@pytest.mark.timeout(300)
 def test_in_a_lab_all_contenders_meet_the_same_loss(tmp_path: Path) -> None:
     lab_or_skip()
     text, data, page = run_demo(tmp_path, "--seconds", "2", "--delay", "0ms", "--loss", "0.05")
