@@ -100,9 +100,9 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 		| $(BIN)/python -m pip install -qq --requirement /dev/stdin
 	@touch $@
 
-# Strict: a broken link or an anchor that is gone is an error.
+# Strict: a broken link or an anchor that is gone is an error. (Not --quiet, which hides warnings from strict, too.)
 docs: setup .venv/.extra-docs  ## build the docs site into build/site; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 # For this machine's architecture and Python. auditwheel gives it the lowest manylinux tag that its symbols allow.

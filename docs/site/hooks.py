@@ -92,7 +92,8 @@ def on_files(files: Files, config: Any) -> Files:
             if name.endswith("/files.md"):
                 files.append(File.generated(config, name, content=_folder_page(target)))
                 for each in _files_of(target):
-                    files.append(File.generated(config, _site_name(each), abs_src_path=str(ROOT / each)))
+                    if files.get_file_from_path(_site_name(each)) is None:
+                        files.append(File.generated(config, _site_name(each), abs_src_path=str(ROOT / each)))
             else:
                 files.append(File.generated(config, name, abs_src_path=str(ROOT / target)))
     return files
