@@ -59,13 +59,15 @@ def test_commands_are_those_that_exist(page: str) -> None:
     typed = [(block.place, line) for block in BLOCKS[page] if not block.reason for line in commands(block)]
     typed += [(page, line) for line in inline(TEXTS[page])]
     wrong = [f"{place}: {line}\n    {problem}" for place, line in typed if (problem := check_command(line))]
+    # In a sentence, a command may be named without all its words.
+    wrong = [each for each in wrong if not (each.startswith(f"{page}: ") and "Missing argument" in each)]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_run_or_says_why_not(page: str) -> None:
     for block in BLOCKS[page]:
-        assert block.language in LANGUAGES, f"{block.place}: nothing here runs {block.language}"
+        assert block.language in LANGUAGES or block.reason, f"{block.place}: nothing here runs {block.language}"
         if block.language == "json" and not block.reason:
             json.loads(block.code)
     marked = TEXTS[page].count("<!-- not run:") + TEXTS[page].count("<!-- run:")

@@ -198,8 +198,9 @@ def check_command(line: str) -> str | None:
         unknown = [word for word in arguments if "=" not in word and word not in targets]
         return f"make has no target {unknown[0]}" if unknown else None
     if tool in ("python", "torchrun", "sbatch"):
-        if "stormtorch.cli" in arguments:
-            return _check_stormtorch(arguments[arguments.index("stormtorch.cli") + 1 :])
+        for module in ("stormtorch", "stormtorch.cli"):
+            if module in arguments and arguments[arguments.index(module) - 1] == "-m":
+                return _check_stormtorch(arguments[arguments.index(module) + 1 :])
         if arguments[:2] == ["-m", "build"]:
             return None
         scripts = [index for index, word in enumerate(arguments) if word.endswith((".py", ".sbatch"))]
@@ -213,7 +214,7 @@ def _is_command(line: str) -> bool:
 
 
 def _words(line: str) -> list[str]:
-    line = re.sub(r"\$\((.*?)\)", r"\1", line)
+    line = re.sub(r"\$\((.*?)\)", r"\1", line).partition(" | ")[0]
     try:
         return shlex.split(line, comments=True)
     except ValueError:  # an apostrophe in a comment
