@@ -125,6 +125,36 @@ def test_records_that_hold_anything_change_nothing_worse() -> None:
     assert "\\u001b" not in text
 
 
+def test_a_process_that_trains_again_after_its_end_runs() -> None:
+    job = job_of(told(2))
+    origin = next(iter(job.processes))
+    job.add(origin, {"kind": "end", "time": START + 21, "why": "RuntimeError: x"})
+    assert Moment(job, START + 22).states[0] is State.FAILED
+    job.add(origin, {"kind": "steps", "time": START + 23, "step": 1, "steps": 2, "seconds": 0.2})
+    assert Moment(job, START + 24).states[0] is State.RUNNING
+
+
+def test_an_earlier_run_in_the_same_folder_does_not_hide_the_one_that_runs() -> None:
+    job = Job()
+    for each in told(1, rank_incarnation=2)[0]:
+        job.add("earlier", each)
+    job.add("earlier", {"kind": "end", "time": START + 30, "why": "RuntimeError: x"})
+    for each in told(1)[0]:
+        job.add("now", each | {"time": each["time"] + 1000, **({"started": START + 1000} if "started" in each else {})})
+    assert job.current[0].why is None
+
+
+@pytest.mark.parametrize(
+    "odd", [{"seconds": 1e-320, "bytes_sent": 10**18}, {"pair_drift": 1e308, "pair_bound": 1e-308}]
+)
+def test_numbers_beyond_all_bounds_still_make_plain_data(odd: dict[str, float]) -> None:
+    job = job_of(told(2, rank_settings={"max_lag": 0}))
+    job.add(
+        next(iter(job.processes)), {"kind": "steps", "time": START + 21, "step": 90, "steps": 1, "seconds": 1.0} | odd
+    )
+    json.dumps(snapshot(job, START + 22, "here"), allow_nan=False)
+
+
 def test_a_flood_of_processes_views_and_events_takes_bounded_memory() -> None:
     job = Job()
     for number in range(10_000):

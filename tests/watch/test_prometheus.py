@@ -93,9 +93,10 @@ def test_labels_are_escaped() -> None:
 
 def test_the_latest_process_of_a_rank_counts_and_sums_go_on() -> None:
     job = JobMetrics()
-    job.take({Who(0, 0, 1): records(), Who(0, 2, 9): records()[:3]})
+    later = [each | {"time": each["time"] + 1000.0} for each in records()]
+    job.take({Who(0, 2, 9): records(), Who(0, 0, 1): later[:3]})
     assert values(job.text())['stormtorch_steps_total{rank="0"}'] == 5
-    job.take({Who(0, 2, 9): records()[3:4]})
+    job.take({Who(0, 0, 1): later[3:4]})
     assert values(job.text())['stormtorch_steps_total{rank="0"}'] == 10
 
 

@@ -203,7 +203,13 @@ def _follow_by_lines(watcher: "Watcher") -> None:
         until = time.monotonic() + _LINE_EVERY_S
         while time.monotonic() < until:
             time.sleep(_EVERY_S)
-            watcher.read()
+            _read(watcher)
+
+
+def _read(watcher: "Watcher") -> None:
+    """Reads what is new. A rank that answers nonsense, or nobody, must not end the watch of a job that was there."""
+    with contextlib.suppress(OSError, RuntimeError):
+        watcher.read()
 
 
 def _follow_on_screen(watcher: "Watcher") -> None:
@@ -215,7 +221,7 @@ def _follow_on_screen(watcher: "Watcher") -> None:
     console = Console()
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            watcher.read()
+            _read(watcher)
             live.update(screen(watcher.snapshot(), keys=True), refresh=True)
             if pressed(_EVERY_S) in ("q", "Q", "\x04"):
                 break

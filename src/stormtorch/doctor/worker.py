@@ -114,9 +114,10 @@ def own_address(post: Post) -> str:
     named = post.interface or os.environ.get(INTERFACE_VARIABLE)
     if named:
         return local_address(named)
-    with contextlib.suppress(KeyError, IndexError):
-        return os.environ["SSH_CONNECTION"].split()[2]
     if post.towards is None:
+        # Ranks that are told where the others are may have inherited this from a login by another network.
+        with contextlib.suppress(KeyError, IndexError):
+            return os.environ["SSH_CONNECTION"].split()[2]
         return local_address(None)
     family, _, _, _, target = socket.getaddrinfo(post.towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as looking:

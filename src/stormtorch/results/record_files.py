@@ -69,15 +69,19 @@ class Folder:
         self.path = Path(path)
         self._tails: dict[Who, Tail] = {}
 
-    def read(self) -> dict[Who, list[Record]]:
-        """Returns the records that have come since the last call, by process; leaves out those without new ones."""
+    def read(self, most_bytes: int | None = None) -> dict[Who, list[Record]]:
+        """Returns the records that have come since the last call, by process; leaves out those without new ones.
+
+        Args:
+            most_bytes: Bytes to read of each file at most; the next call goes on from there.
+        """
         try:
             found = [(who, path) for path in self.path.iterdir() if (who := who_wrote(path)) is not None]
         except OSError:
             found = []
         for who, path in found:
             self._tails.setdefault(who, Tail(path))
-        read = {who: tail.read() for who, tail in sorted(self._tails.items())}
+        read = {who: tail.read(most_bytes) for who, tail in sorted(self._tails.items())}
         return {who: records for who, records in read.items() if records}
 
     @property

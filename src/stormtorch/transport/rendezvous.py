@@ -192,6 +192,8 @@ def _check_rank(rank: int, world: int) -> None:
 
 def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
     """Raises a ValueError if rank 0 was started for another number of ranks, or runs another version of stormtorch."""
+    if not store.check([f"{prefix}/start"]):  # written before the cookie, which is there
+        raise ValueError(f"rank 0 runs an older version of stormtorch than rank {rank}: install the same on all hosts")
     start = json.loads(store.get(f"{prefix}/start"))
     if start["world"] != world:
         raise ValueError(

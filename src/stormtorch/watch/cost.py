@@ -74,5 +74,6 @@ def _more_steps(moment: Moment, lost: float) -> float | None:
         return theory.averaging_steps(p, ranks, steps) / steps - 1.0
     if process.policy == "BoundedDrift" and not any(each.latest.get("lead") for each in moment.live.values()):
         max_lag = process.settings.get("max_lag", "")
-        return theory.plain_steps(p, ranks, steps, int(max_lag) if max_lag.isdecimal() else None) / steps - 1.0
+        bounded = int(max_lag) if max_lag.isdecimal() and int(max_lag) > 0 else None
+        return theory.plain_steps(p, ranks, steps, bounded) / steps - 1.0
     return theory.lead_steps(p, ranks, steps) / steps - 1.0

@@ -51,7 +51,7 @@ class Guard:
         if not self._meant(host):
             return "The request asks for another host."
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _place(origin) != host.lower():
             return "The request comes from another page."
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
             return "The request comes from another page."
@@ -83,3 +83,11 @@ def bearer(headers: Mapping[str, str]) -> str | None:
     """The token in a header `Authorization: Bearer TOKEN`, as Prometheus sends it."""
     kind, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" and token else None
+
+
+def _place(origin: str) -> str:
+    """Host and port of an origin; nothing if it is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

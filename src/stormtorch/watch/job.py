@@ -63,6 +63,8 @@ class Job:
             process = self.processes[origin] = Process(origin)
         process.told, self.told = max(process.told, time), max(self.told, time)
         self.records += 1
+        if kind != "end" and process.why is not None and time > process.ended:
+            process.begin_again()
         if kind == "rank":
             process.introduce(record)
             if process.incarnation:
@@ -88,7 +90,7 @@ class Job:
         elif kind == "event":
             self._note(time, "event", count(record, "step"), text(record, "text"), process)
         elif kind == "end":
-            process.why = text(record, "why") or "done"
+            process.why, process.ended = text(record, "why") or "done", time
             ended = {"done": "Done", "left": "Handed over and left"}.get(process.why, f"Failed: {process.why}")
             self._note(time, "end", count(record, "step"), ended, process)
 
@@ -172,4 +174,5 @@ def named(members: tuple[int, ...] | list[int]) -> str:
 
 
 def _age(process: Process) -> tuple[float, float]:
-    return process.incarnation, process.started or process.told
+    # By their start first: in a folder that several runs share, an earlier one may have higher incarnations.
+    return process.started or process.told, process.incarnation

@@ -98,6 +98,8 @@ class Process:
     step: int | None = None
     why: str | None = None
     """Reason of its end: "done", "left" or an error; None while it runs."""
+    ended: float = 0.0
+    """Time of its end."""
     recent: deque[tuple[float, Spell]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     whole: Spell = field(default_factory=Spell)
     latest: dict[str, float | None] = field(default_factory=dict)
@@ -115,6 +117,12 @@ class Process:
     busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Times, and the processor seconds used until then."""
     _link_losses: dict[int, list[float]] = field(default_factory=dict)
+
+    def begin_again(self) -> None:
+        """Forgets an end: a program may train twice, and containers give the same process id to every start."""
+        self.why, self.ended, self.whole = None, 0.0, Spell()
+        self.recent.clear()
+        self.busy.clear()
 
     def introduce(self, record: dict[str, Any]) -> None:
         """Takes the record in which the process says who it is."""

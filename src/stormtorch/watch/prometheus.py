@@ -26,9 +26,9 @@ class JobMetrics:
 
     def text(self) -> str:
         """Returns all metrics in the text format of Prometheus."""
-        ranks: dict[int, tuple[tuple[int, float], RankMetrics]] = {}
+        ranks: dict[int, tuple[tuple[float, int], RankMetrics]] = {}
         for who, metrics in self._processes.items():
-            age = (who.incarnation, metrics.time)
+            age = (metrics.time, who.incarnation)
             if who.rank not in ranks or age > ranks[who.rank][0]:
                 ranks[who.rank] = age, metrics
         lines: list[str] = []

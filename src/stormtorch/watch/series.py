@@ -1,5 +1,6 @@
 """Time series of a job in bounded memory: however long it runs, it has at most `MOST_BINS` bins."""
 
+import math
 from dataclasses import dataclass, field
 
 MOST_BINS = 600
@@ -52,7 +53,7 @@ class Series:
         self._last = max(self._last, place)
         cells = self.bins.setdefault(place, {})
         for name, value in values.items():
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 cells.setdefault(name, Cell()).add(value)
 
     def _begin_earlier(self, time: float) -> None:

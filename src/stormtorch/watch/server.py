@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from stormtorch.watch.guard import HEADERS, Guard, bearer
 from stormtorch.watch.prometheus import CONTENT_TYPE
 from stormtorch.watch.watcher import Watcher
 
+_log = logging.getLogger("stormtorch")
 # The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.
 _EVERY_S, _UNSEEN_EVERY_S = 2.0, 10.0
 _UNSEEN_AFTER_S = 15.0
@@ -53,14 +55,14 @@ class Guarded:
             return PlainTextResponse("This server only shows.\n", 405)
         given = request.query_params.get("token")
         if self._guard.knows(request.cookies.get(self._guard.cookie)) or self._guard.knows(bearer(request.headers)):
-            return None
+            return RedirectResponse("/", 303) if given is not None and request.url.path == "/" else None
         if not self._guard.knows(given):
             return PlainTextResponse(f"{_HELP}\n", 401)
         if request.url.path != "/":
             return None
         # From now on the cookie is enough: the token disappears from the address line, where it could be copied from.
         found = RedirectResponse("/", 303)
-        found.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
+        found.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="lax", path="/")
         return found
 
 
@@ -93,8 +95,10 @@ def new_app(watcher: Watcher, guard: Guard) -> Starlette:
 
     async def collect() -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 await asyncio.to_thread(watcher.read)
+            except Exception as error:  # whatever ranks answer, the page goes on and the next question may succeed
+                _log.warning("cannot read %s: %s", watcher.source.name, error)
             begun = time.monotonic()
             while time.monotonic() - begun < (
                 _EVERY_S if time.monotonic() - seen < _UNSEEN_AFTER_S else _UNSEEN_EVERY_S

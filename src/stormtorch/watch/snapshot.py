@@ -1,5 +1,6 @@
 """The state of a job as plain data: what the page, the report and the terminal show."""
 
+import math
 from typing import Any
 
 from stormtorch.watch.cost import Cost, cost_of
@@ -164,4 +165,4 @@ def _link(link: LinkState) -> dict[str, Any]:
 
 def _short(value: float | None) -> float | None:
     """Four digits: nobody reads more, and they travel as a third of the bytes."""
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

@@ -10,6 +10,8 @@ from stormtorch.results.records import Record, Who
 from stormtorch.transport.live import LiveJob
 
 _KEY_VARIABLE = "STORM_KEY"
+# Of each file at a time: a run of days has gigabytes, which would not fit into memory at once.
+_MOST_BYTES = 1 << 20
 
 
 class Source(Protocol):
@@ -17,6 +19,8 @@ class Source(Protocol):
 
     name: str
     """What it is, in words."""
+    in_parts: bool
+    """Whether a read returns only a part of what is new, so that the next one may follow at once."""
 
     def read(self) -> dict[Who, list[Record]]:
         """Returns the records that are new, by process."""
@@ -33,12 +37,12 @@ class FolderSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
+        self.name, self.in_parts = str(path), True
         self._folder = Folder(path)
 
     def read(self) -> dict[Who, list[Record]]:
         """Returns what stands on lines that are new."""
-        return self._folder.read()
+        return self._folder.read(_MOST_BYTES)
 
     def close(self) -> None:
         """Does nothing: files are open only while they are read."""
@@ -53,7 +57,7 @@ class LiveSource:
     """
 
     def __init__(self, where: str, key: bytes | None) -> None:
-        self.name = where
+        self.name, self.in_parts = where, False
         self._live = LiveJob(where, key=key)
 
     def read(self) -> dict[Who, list[Record]]:

@@ -10,6 +10,9 @@ from stormtorch.watch.prometheus import JobMetrics
 from stormtorch.watch.snapshot import snapshot
 from stormtorch.watch.sources import Source
 
+# A long run is read in parts; whoever watches sees the first ones soon, and the rest with the next calls.
+_LONGEST_READ_S = 10.0
+
 
 class Watcher:
     """Reads a source into a job, and says what state it is in. Any thread may call it, one of them `read`.
@@ -27,13 +30,18 @@ class Watcher:
 
     def read(self) -> bool:
         """Adds what is new; returns whether there was anything."""
-        found = self.source.read()  # may take seconds: nobody else waits meanwhile
-        with self._lock:
-            for who, records in found.items():
-                for record in records:
-                    self.job.add(who.file_name, record)
-            self._metrics.take(found)
-        return bool(found)
+        any_new = False
+        until = time.monotonic() + _LONGEST_READ_S
+        while found := self.source.read():  # may take seconds: nobody else waits meanwhile
+            any_new = True
+            with self._lock:
+                for who, records in found.items():
+                    for record in records:
+                        self.job.add(who.file_name, record)
+                self._metrics.take(found)
+            if not self.source.in_parts or time.monotonic() > until:
+                break
+        return any_new
 
     def snapshot(self, since: int = 0, width_s: float | None = None) -> dict[str, Any]:
         """Returns the state as plain data."""
