@@ -269,6 +269,40 @@ def test_two_optimizers_of_a_model_count_their_steps_once(tmp_path: Path) -> Non
         assert of_kind(records, "rank")[-1]["parameters"] == 8 * 300 + 300 + 300 * 6 + 6
 
 
+def test_a_folder_that_is_named_twice_gets_every_record_once(tmp_path: Path) -> None:
+    def work(transport: UdpTransport) -> None:
+        session = train(transport, BoundedDrift(), 3).session
+        assert session.record(tmp_path) == session.record(str(tmp_path) + "/.")
+
+    local_world(2, work)
+    for records in Folder(tmp_path).read().values():
+        assert [each["n"] for each in records] == list(range(len(records)))
+
+
+def test_an_optimizer_that_steps_alone_from_now_on_is_still_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_LEADER_S", 0.2)
+
+    def work(transport: UdpTransport) -> None:
+        model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 6))
+        halves = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+        for each in halves:
+            prepare(model, each, group=Group(transport))
+        small = halves[1]
+        small.session.record(tmp_path)  # type: ignore[attr-defined]
+        for _ in range(5):
+            model(torch.randn(4, 8)).square().mean().backward()
+            small.step()
+            for each in halves:
+                each.zero_grad()
+        time.sleep(0.5)
+
+    local_world(2, work)
+    for records in Folder(tmp_path).read().values():
+        assert sum(each["steps"] for each in of_kind(records, "steps")) == 5
+
+
 @pytest.mark.pure
 def test_rows_are_summed_up() -> None:
     rows = [

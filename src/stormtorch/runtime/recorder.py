@@ -44,6 +44,8 @@ _MOST_BYTES = 8 << 20
 _TOLD_BYTES = 256 << 10
 # Rows of steps that no record sums up yet: a second has fewer.
 _MOST_ROWS = 20_000
+# A leader that has made no step for so long may never make one again, as with an optimizer that is used no more.
+_LEADER_S = 5.0
 # Longest time for which the end of a training waits for a disk.
 _END_S = 2.0
 
@@ -94,6 +96,8 @@ class Recorder:
         self._skips_links = True
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
+        self._retired: list[RecordFile] = []
+        """Files that others have replaced. The thread closes them: it may be writing to them."""
         self.metrics: MetricsServer | None = None
         """Serves metrics of this rank, where the environment asks for it."""
         self._over = threading.Event()
@@ -138,17 +142,20 @@ class Recorder:
 
     def write_to(self, folder: str | Path, every_s: float | None = None) -> Path:
         """Appends all records from now on to a file in a folder, after those that are kept. Returns its path."""
+        if every_s is not None:
+            self.every_s = every_s
+        now = self._file
+        if now is not None and now.path.parent.resolve() == Path(folder).resolve():
+            return now.path  # it gets all of them already
         file = RecordFile(folder, self.who)
         with self._lock:
             if self._file is not None:
-                self._file.close()
+                self._retired.append(self._file)
             self._unwritten.clear()
             first = self._next - len(self._kept)
             self._unwritten.extend(line for number, line in self._lasting.values() if number < first)
             self._unwritten.extend(self._kept)
             self._file = file
-        if every_s is not None:
-            self.every_s = every_s
         return file.path
 
     # --- what others ask ---------------------------------------------------------------------------------------------
@@ -207,11 +214,11 @@ class Recorder:
     def _sum_up(self) -> None:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
         leaders = [each[0] for each in rows if each[0].leader is each[0]]
-        if not leaders:
+        if not rows or (not leaders and time.perf_counter() - rows[0][2] < _LEADER_S):
             self._rows.extendleft(reversed(rows))  # they wait for the row of their leader
             return
         # One session counts steps, and all of them wait and send.
-        training = max(leaders, key=lambda each: (each.parameters, each.number))
+        training = max(leaders or [each[0] for each in rows], key=lambda each: (each.parameters, each.number))
         own = [row for each, row, _, _ in rows if each is training]
         ended_at, when = next((ended, when) for each, _, ended, when in reversed(rows) if each is training)
         beyond = own[-1].step + 1 - training.counted
@@ -261,6 +268,9 @@ class Recorder:
         with self._lock:
             file, lines = self._file, list(self._unwritten)
             self._unwritten.clear()
+            retired, self._retired = self._retired, []
+        for each in retired:
+            each.close()
         if file is not None:
             file.add(lines)
 
@@ -316,10 +326,17 @@ def record_session(session: Recorded) -> Recorder | None:
         if _registered_in != os.getpid():
             _registered_in = os.getpid()
             atexit.register(_end_all)
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            recorder.write_to(folder)
-        if address := os.environ.get(METRICS_VARIABLE):
-            recorder.metrics = MetricsServer(address, recorder.who.rank)
+        try:
+            if folder := os.environ.get(FOLDER_VARIABLE):
+                recorder.write_to(folder)
+            # One transport of a process is served: others would need another port.
+            if (address := os.environ.get(METRICS_VARIABLE)) and not any(
+                each.metrics and not each.ended for each in _recorders
+            ):
+                recorder.metrics = MetricsServer(address, recorder.who.rank)
+        except ValueError:
+            recorder.end("it could not record what the environment asks for")
+            raise
     recorder.attend(session)
     return recorder
 
