@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ class Calls:
         self._going_on = going_on
         self._serve = serve
         self._due, self._change = due, change
-        self._busy = False
+        self._busy = self._parted = False
         self._kept: dict[bool, _Kept] = {}
         # Only this thread makes steps: others that wait in a collective cannot know whether one is under way.
         self._thread = threading.get_ident()
@@ -132,7 +132,10 @@ class Calls:
         if self._due():
             return True
         mine, seen = self._steps(), False
-        for told in self.meeting.begun():
+        begun = self.meeting.begun()
+        if self._all_part(begun):
+            return True
+        for told in begun:
             if told.call == TAKES_PART:
                 continue
             if told.steps < mine:
@@ -149,6 +152,9 @@ class Calls:
             if self._due():
                 self._change()
                 return
+            if self._all_part(self.meeting.begun()):
+                self.part()
+                return
             try:
                 found = self.meeting.meet(TAKES_PART, self._steps())
             except Interrupted:
@@ -162,6 +168,9 @@ class Calls:
     @torch.no_grad()
     def part(self) -> None:
         """Takes part in the calls of others before this rank leaves, until they leave too or continue without it."""
+        if self._parted:
+            return
+        self._parted = True
         with doing(NAMES[LEAVES]), self.occupied(), contextlib.suppress(StormError):
             while True:
                 try:
@@ -177,6 +186,15 @@ class Calls:
                 if not _asked(found):
                     return
                 self._answer(found)
+
+    def _all_part(self, begun: Sequence[Told]) -> bool:
+        """Whether all ranks are about to leave, and the others are met here now.
+
+        Ranks may have dropped different models, as the garbage collector comes when it likes, and so leave their
+        sessions in another order, or some that others do not have any more.
+        """
+        leaving = self.group.transport.servers.parting and not self._parted
+        return leaving and len(begun) == self.group.size - 1 and all(told.call == LEAVES for told in begun)
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:

@@ -92,6 +92,8 @@ class Servers:
 
     def __init__(self) -> None:
         self._servers: list[weakref.ref[Server]] = []
+        self.parting = False
+        """Whether this rank is about to leave."""
 
     def offer(self, server: Server) -> None:
         """Adds a server, as long as it lives."""
@@ -108,6 +110,7 @@ class Servers:
 
     def part(self) -> None:
         """Waits, before the transport is closed, until no other rank needs what this one owns."""
+        self.parting = True
         for found in self._servers:
             server = found()
             if server is not None:
