@@ -155,3 +155,23 @@ def test_a_model_that_one_rank_has_not_quite_dropped_does_not_hold_up_the_end() 
         assert max(local_world(2, work, options=OPTIONS)) < SILENCE_S / 4
     finally:
         gc.enable()
+
+
+def test_a_rank_that_leaves_last_does_not_wait_for_a_majority_that_is_gone() -> None:
+    took: list[float] = []
+    gone = threading.Event()
+
+    def work(transport: UdpTransport) -> None:
+        model, optimizer = trained(transport, 2)
+        if transport.rank == 0:
+            transport.close()  # without parting, as if it had never had the model
+            gone.set()
+            return
+        gone.wait(30.0)
+        began = time.monotonic()
+        transport.part()
+        took.append(time.monotonic() - began)
+        del model, optimizer
+
+    local_world(2, work, options=Options(datagram_bytes=400, silence_s=1.5, timeout_s=60.0))
+    assert took[0] < 10.0

@@ -176,7 +176,8 @@ class Calls:
                 try:
                     found = self.meeting.meet(LEAVES, self._steps())
                 except Interrupted:
-                    if not self.group.transport.inside() or not self._due():
+                    transport = self.group.transport
+                    if not transport.inside() or not self._due() or not transport.standing()["quorum"]:
                         return
                     self._change()
                     continue

@@ -199,7 +199,10 @@ class Membership:
             self._alone_since = None
             return False
         self._alone_since = self._alone_since or time.monotonic()
-        return time.monotonic() - self._alone_since > self._give_up_s
+        # A rank that is about to leave stays for others who may need it, not until it hears them again.
+        parting = self._transport.servers.parting
+        patience_s = min(self._give_up_s, self._transport.silence_s) if parting else self._give_up_s
+        return time.monotonic() - self._alone_since > patience_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))
