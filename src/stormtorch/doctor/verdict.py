@@ -198,11 +198,19 @@ def _lossy(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     if common >= LOSS_PROBLEM:
         findings.append(_loss_finding(found, _Culprit((), tuple(heard), True, True), heard, Level.PROBLEM))
     least = max(LOSS_PROBLEM, 2 * common)
+    # What a tiny buffer loses is told of it alone: counters of the kernel do not say which sender's it was.
+    flooded = {
+        number
+        for number, rank in found.ranks.items()
+        if rank.receive_buffer < LEAST_BUFFER_BYTES
+        and any(link.overflowed for place, link in heard.items() if place[1] == number)
+    }
+    clear = {place: link for place, link in heard.items() if place[1] not in flooded}
     for level, low, high in ((Level.PROBLEM, least, 1.01), (Level.NOTE, LOSS_NOTE, LOSS_PROBLEM)):
         bad = [
-            place for place, link in heard.items() if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
+            place for place, link in clear.items() if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
         ]
-        findings += [_loss_finding(found, culprit, heard, level) for culprit in culprits(bad, heard)]
+        findings += [_loss_finding(found, culprit, heard, level) for culprit in culprits(bad, clear)]
     return findings
 
 
