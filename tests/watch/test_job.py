@@ -144,9 +144,7 @@ def test_an_earlier_run_in_the_same_folder_does_not_hide_the_one_that_runs() -> 
     assert job.current[0].why is None
 
 
-@pytest.mark.parametrize(
-    "odd", [{"seconds": 1e-320, "bytes_sent": 10**18}, {"pair_drift": 1e308, "pair_bound": 1e-308}]
-)
+@pytest.mark.parametrize("odd", [{"seconds": 1e-320, "bytes_sent": 10**18}])
 def test_numbers_beyond_all_bounds_still_make_plain_data(odd: dict[str, float]) -> None:
     job = job_of(told(2, rank_settings={"max_lag": 0}))
     job.add(

@@ -45,7 +45,7 @@ class Link:
     overflowed: int = 0
     """Datagrams of all tests that the kernel of the target dropped, because the socket's buffer was full."""
     overflowed_steady: int = 0
-    """Those of the steady train."""
+    """Datagrams of the steady train that the kernel of the target dropped for the same reason."""
     duplicates: int = 0
     reordered: int = 0
     round_trips_s: tuple[float, ...] = ()

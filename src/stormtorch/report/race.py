@@ -36,12 +36,12 @@ class Learner:
 
     @property
     def tcp(self) -> bool:
-        """Whether it is a peer, over TCP."""
+        """Whether this contender is gloo, which uses TCP."""
         return self.backend.startswith("gloo")
 
     @property
     def trained(self) -> bool:
-        """Whether it made a step."""
+        """Whether this contender has made a step."""
         return self.steps[-1] > 0
 
     def reached_s(self, loss: float) -> float | None:

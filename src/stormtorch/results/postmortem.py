@@ -48,7 +48,7 @@ class Operation:
 
     @property
     def state(self) -> str:
-        """Whether it ended."""
+        """State of the operation in words: failed, under way or done."""
         return "failed" if self.error else "under way" if self.ended is None else "done"
 
     def agrees(self, other: Operation) -> bool:
@@ -80,7 +80,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known about one group."""
+    """What the flight records tell about the failure of one process group."""
 
     group: str
     sentence: str

@@ -85,7 +85,7 @@ class StepsRecord(TypedDict, total=False):
     lag: dict[str, int]
     """Chunks of others' parameters by their age in steps, after the last step."""
     lead: float
-    """Of the last step."""
+    """Updates by which this rank's broadcast was ahead, in the last step."""
     loss: float
     """Fraction of this rank's broadcast that its receivers lost, smoothed: of the last step."""
     pair_drift: float | None

@@ -1,5 +1,6 @@
 """What a transport knows of membership: the agreed view, where this rank's sessions stand, and who hears whom."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -81,7 +82,7 @@ class Membership(Protocol):
         ...
 
 
-class EndpointMembership:
+class EndpointMembership(ABC):
     """Membership of a transport that owns an endpoint."""
 
     endpoint: _engine.Endpoint
@@ -143,9 +144,9 @@ class EndpointMembership:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
         return dict(self._ask("standing", self.endpoint.standing))
 
+    @abstractmethod
     def check_owner(self, what: str) -> None:
         """Raises `Closed` in a process that was forked from the one that joined the job."""
-        raise NotImplementedError
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
         self.check_owner(what)

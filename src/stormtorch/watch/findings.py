@@ -24,7 +24,7 @@ class Finding:
     level: Level
     kind: str
     text: str
-    """What is wrong and whose fault it is, in one sentence without its end."""
+    """What is wrong and whose fault it is, in one sentence without its full stop."""
     remedy: str = ""
     ranks: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] = ()

@@ -22,7 +22,7 @@ class State(StrEnum):
     """Nothing is known of it yet."""
     RUNNING = "running"
     SILENT = "silent"
-    """It has not ended, but has not told anything for long."""
+    """State of a process that has not ended, but has told nothing for a while."""
     GONE = "gone"
     """The others have agreed on a view without it."""
     LEFT = "left"
