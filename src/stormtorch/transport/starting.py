@@ -14,6 +14,7 @@ from stormtorch.transport.addresses import local_address
 from stormtorch.transport.cards import Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
+from stormtorch.transport.machine import machine_id
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
 from stormtorch.transport.udp import UdpTransport
@@ -54,6 +55,7 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
         nonce=secrets.token_hex(16),
         fingerprint="",
         spare_ranks=options.spare_ranks,
+        machine=machine_id(),
     )
 
 

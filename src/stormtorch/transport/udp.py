@@ -249,6 +249,10 @@ class UdpTransport(EndpointMembership):
         """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
         return self.cards[peer].incarnation if peer in self.cards else -1
 
+    def machine_of(self, rank: int) -> str:
+        """Identity of the machine on which a rank runs, or an empty text: ranks with the same one are on one host."""
+        return self.cards[rank].machine if rank in self.cards else ""
+
     def readmit(self, peer: int, card: Card) -> None:
         """Accepts the process that has taken a peer's place.
 
