@@ -1,5 +1,6 @@
 #include "driver.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
@@ -17,6 +18,8 @@ namespace {
 
 // How often timers are looked at while there is always something to read.
 constexpr Nanos tick_every = 200 * microsecond;
+// How often the socket is read while there is always something in shared memory.
+constexpr Nanos read_every = 50 * microsecond;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -67,7 +70,9 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
-        // The loop ends: until receivers answer, no more than the eager bytes may leave.
+        // The loops end: until receivers answer, no more than the eager bytes may leave.
+        while (pass()) {
+        }
         while (flush(now)) {
         }
         collect();
@@ -127,17 +132,20 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
                 door_.give_way();
                 continue;
             }
+            if (!core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
             const bool full = !unsent_.empty();
             lock.unlock();
-            std::array<pollfd, 2> waits{
+            std::array<pollfd, 3> waits{
                 {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
-                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0}}};
+                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0},
+                 {.fd = bell_.get(), .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
             if (waits[1].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
+            if (waits[2].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
             lock.lock();
             sleeping_until_ = 0;
         }
@@ -182,6 +190,7 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     attempt([&] {
         core_->readmit(peer, incarnation, key, clock_now());
         socket_.set_peer(peer, address);
+        near_.erase(peer);
         flush(clock_now());
         collect();
     });
@@ -191,6 +200,39 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     } else {
         arm();
     }
+}
+
+Driver::Offer Driver::offer_passage(std::uint16_t peer) {
+    auto ring = std::make_unique<RingMemory>();
+    const Lock lock(door_);
+    check_open();
+    const auto copy = [](int fd) {
+        return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0), "shared memory needs more descriptors, see `ulimit -n`");
+    };
+    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get())};
+    ring->close_file();
+    near_[peer].from_it = std::move(ring);
+    return offer;
+}
+
+void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
+    auto memory = std::make_unique<RingMemory>(std::move(ring));
+    memory->close_file();
+    const Lock lock(door_);
+    check_open();
+    near_[peer].to_it = std::move(memory);
+    near_[peer].bell = std::move(bell);
+}
+
+void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
+    const Lock lock(door_);
+    check_open();
+    Near& near = near_[peer];
+    if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
+    core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)));
+    // It may have passed something already.
+    wake(wake_);
+    wake(nudge_);
 }
 
 // Something was posted or changed: whoever sleeps may have to wake earlier.
@@ -230,6 +272,7 @@ void Driver::run() {
                 door_.give_way();
                 continue;
             }
+            if (!core_->may_sleep()) continue;
             arm();
         }
         lock.unlock();
@@ -238,14 +281,26 @@ void Driver::run() {
         for (int i = 0; i < count; ++i) {
             std::uint64_t drained = 0;
             const int fd = events[static_cast<std::size_t>(i)].data.fd;
-            if (fd != socket_.fd()) (void)!read(fd, &drained, sizeof drained);
+            (void)!read(fd == inputs_.get() ? bell_.get() : fd, &drained, sizeof drained);
         }
         lock.lock();
         armed_at_ = never;
     }
 }
 
+bool Driver::pass() {
+    const bool any = core_->pass(clock_now());
+    core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
+    return any;
+}
+
 bool Driver::step() {
+    const bool passed = pass();
+    if (passed && clock_now() - read_at_ < read_every) {
+        flush(clock_now());
+        collect();
+        return true;
+    }
     // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped after the
     // system call that fetched them, departures right before the one that sends them: errors then only lengthen a delay.
     Nanos now = clock_now();
@@ -258,6 +313,7 @@ bool Driver::step() {
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });
+    read_at_ = now;
     if (received > 0) {
         core_->set_overflow(socket_.overflow());
         now = clock_now();
@@ -267,8 +323,10 @@ bool Driver::step() {
         ticked_at_ = now;
     }
     const bool sent = flush(now);
+    // A datagram may have let more pass.
+    const bool passed_on = pass();
     collect();
-    return received > 0 || sent;
+    return received > 0 || sent || passed || passed_on;
 }
 
 bool Driver::flush(Nanos now) {

@@ -138,6 +138,8 @@ def start(
     )
     transport.name = job.name
     keep_views(transport)
+    if options.shares_memory and own.machine:
+        transport.share_memory()
     if listener is not None:
         transport.receive_by(listener, Reception(transport, job))
         _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)
