@@ -89,6 +89,7 @@ public:
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
     bool pass(Nanos now);
+    [[nodiscard]] bool has_passages() const { return !near_.empty(); }
     // Has peers ring when they pass something. False if they already have: then `pass` comes first.
     [[nodiscard]] bool may_sleep();
     // Calls `ring(rank)` for each peer that sleeps and has been passed something, or been given room.
@@ -164,7 +165,9 @@ private:
 
     // passages.cpp: what passes through shared memory
     bool take_records(std::uint16_t rank, std::size_t most, Nanos now);
-    bool take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now);
+    enum class Taken : std::uint8_t { yes, no_room, not_its_turn };
+    Taken take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now);
+    [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
     bool put_records(std::uint16_t rank, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
@@ -226,6 +229,7 @@ private:
     std::vector<std::uint16_t> near_;      // peers with which memory is shared
     Bitmap bells_;                         // peers whose bells must be rung
     bool passages_shut_{};
+    Nanos defer_until_{never};  // when terms that came before their turn are taken nevertheless
     std::uint32_t overflow_{};
     Counters counters_;
 };

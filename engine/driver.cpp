@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 #include <time.h>
@@ -20,6 +21,8 @@ namespace {
 constexpr Nanos tick_every = 200 * microsecond;
 // How often the socket is read while there is always something in shared memory.
 constexpr Nanos read_every = 50 * microsecond;
+// How long a caller looks for what comes through shared memory before it sleeps: to be woken takes about as long.
+constexpr Nanos longest_linger = 50 * microsecond;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -132,7 +135,7 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
                 door_.give_way();
                 continue;
             }
-            if (!core_->may_sleep()) continue;
+            if (linger(lock) || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
@@ -292,6 +295,19 @@ bool Driver::pass() {
     const bool any = core_->pass(clock_now());
     core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
     return any;
+}
+
+bool Driver::linger(Lock& lock) {
+    if (!core_->has_passages()) return false;
+    const Nanos until = clock_now() + longest_linger;
+    do {
+        lock.unlock();
+        // Another rank may want this core, perhaps the one that we wait for.
+        sched_yield();
+        lock.lock();
+        if (over() || pass()) return true;
+    } while (clock_now() < until);
+    return false;
 }
 
 bool Driver::step() {

@@ -118,6 +118,8 @@ private:
     bool flush(Nanos now);
     // One round of what passes through shared memory; true if there may be more.
     bool pass();
+    // Looks for a moment whether anything comes through shared memory; false if nothing did.
+    bool linger(Lock& lock);
     void collect();
     void rearm();
     void say_goodbye(Lock& lock, Nanos linger);

@@ -52,7 +52,8 @@ static_assert(sizeof(Record) <= Record::head_bytes);
 struct Passage {
     RingWriter out;
     RingReader in;
-    bool stalled{};  // the pool has no room for what comes next
+    bool stalled{};   // the pool has no room for what comes next
+    bool deferred{};  // what comes next is a term of a sum whose turn has not come
 
     Passage(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it)
         : out(std::move(to_it)), in(std::move(from_it)) {}

@@ -16,6 +16,9 @@ constexpr std::size_t records_per_turn = 4;
 constexpr std::size_t run_bytes = 64 << 10;
 // How many times a peer's share of the pool its chunks may take: whoever shares memory with us is no stranger.
 constexpr std::size_t pool_shares = 16;
+// How long a term of a sum may lie in the ring until its turn comes. To keep it elsewhere costs a copy; to leave it there
+// for ever could block what comes behind it, on which its turn may depend.
+constexpr Nanos longest_deferral = millisecond / 2;
 
 }  // namespace
 
@@ -34,7 +37,8 @@ void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_pt
     Peer& peer = peers_[rank];
     passage->in.set_shut(passages_shut_);
     peer.passage = std::move(passage);
-    if (std::find(near_.begin(), near_.end(), rank) == near_.end()) near_.push_back(rank);
+    const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
+    if (place == near_.end() || *place != rank) near_.insert(place, rank);
 }
 
 void Core::shut_passages(bool shut) {
@@ -48,25 +52,29 @@ bool Core::passes(std::uint16_t rank) const {
 }
 
 bool Core::pass(Nanos now) {
-    bool any = false;
+    bool taken = false, put = false, deferred = false;
+    // In rising order, which is that of most sums.
     for (const std::uint16_t rank : near_) {
-        const bool taken = take_records(rank, records_per_turn, now);
-        const bool put = put_records(rank, now);
-        any = any || taken || put;
+        taken = take_records(rank, records_per_turn, now) || taken;
+        put = put_records(rank, now) || put;
+        deferred = deferred || peers_.look(rank).passage->deferred;
     }
-    return any;
+    if (taken || !deferred) defer_until_ = never;
+    if (deferred && defer_until_ == never) defer_until_ = now + longest_deferral;
+    return taken || put;
 }
 
 bool Core::may_sleep() {
     return std::all_of(near_.begin(), near_.end(), [&](std::uint16_t rank) {
         Passage& passage = *peers_.attempt(rank).passage;
-        return passage.in.may_sleep() || passage.stalled;
+        return passage.in.may_sleep() || passage.stalled || passage.deferred;
     });
 }
 
 bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     Passage& passage = *peers_.attempt(rank).passage;
     std::span<const std::byte> front = passage.in.front();
+    passage.deferred = false;
     if (front.empty() || passage.stalled) return false;
     Peer& peer = peers_[rank];
     peer.hear(now);
@@ -74,27 +82,38 @@ bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     std::size_t taken = 0;
     for (; taken < most && !front.empty(); ++taken) {
         const Record record = Record::parse(front);
-        if (!take_record(peer, record, front.subspan(Record::head_bytes, record.bytes), now)) {
-            passage.stalled = true;
-            break;
-        }
+        const Taken how = take_record(peer, record, front.subspan(Record::head_bytes, record.bytes), now);
+        passage.stalled = how == Taken::no_room;
+        passage.deferred = how == Taken::not_its_turn;
+        if (how != Taken::yes) break;
         if (passage.in.pop(Record::size(record.bytes))) bells_.set(rank);
         front = passage.in.front();
     }
     return taken > 0;
 }
 
-// False if there is no room for it: then it stays where it is until there is.
-bool Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
+// Whether the contribution to an exact sum would be added up at once.
+bool Core::in_turn(Exchange& exchange, const Header& header) {
+    const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
+    return message == nullptr || message->reduction == nullptr || message->closed ||
+           header.chunk >= message->cut.chunks || message->reduction->adds_now(message->contributor, header.chunk);
+}
+
+// A record that is not taken stays where it is.
+Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
     Header header = record.header(peer.rank);
     Exchange* exchange = exchanges_.find(header.channel, header.seq);
     if (exchange == nullptr && sequences_.posted(header.channel, header.seq)) {
         ++counters_.late;
         answer_for_ended(peer, header);
-        return true;
+        return Taken::yes;
     }
-    if (exchange == nullptr && pool_.crowded(peer.rank, pool_shares)) return false;
-    if (exchange != nullptr && record.kind == Kind::end) return take_end(peer, header, now);
+    if (exchange == nullptr && pool_.crowded(peer.rank, pool_shares)) return Taken::no_room;
+    if (exchange != nullptr && record.kind == Kind::end) {
+        take_end(peer, header, now);
+        return Taken::yes;
+    }
+    if (exchange != nullptr && now < defer_until_ && !in_turn(*exchange, header)) return Taken::not_its_turn;
     counters_.shared_bytes_received += payload.size();
     do {
         const std::span<const std::byte> chunk = payload.first(std::min(payload.size(), chunk_bytes_));
@@ -109,11 +128,11 @@ bool Core::take_record(Peer& peer, const Record& record, std::span<const std::by
     } while (!payload.empty());
     if (exchange != nullptr) {
         settle(*exchange, now);
-        return true;
+        return Taken::yes;
     }
     counters_.pool_bytes = pool_.bytes();
     counters_.pool_peak_bytes = std::max(counters_.pool_peak_bytes, counters_.pool_bytes);
-    return true;
+    return Taken::yes;
 }
 
 bool Core::put_records(std::uint16_t rank, Nanos now) {
