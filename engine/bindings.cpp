@@ -355,6 +355,7 @@ NB_MODULE(_engine, m) {
             nb::arg("peer"), nb::arg("ring"), nb::arg("bell"), nb::call_guard<nb::gil_scoped_release>())
         .def("use_passage", &Driver::use_passage, nb::arg("peer"), nb::arg("incarnation"),
              nb::call_guard<nb::gil_scoped_release>())
+        .def("near", &Driver::near, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
             nb::call_guard<nb::gil_scoped_release>())

@@ -89,7 +89,8 @@ public:
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
     bool pass(Nanos now);
-    [[nodiscard]] bool has_passages() const { return !near_.empty(); }
+    // Peers with which memory is shared, in rising order.
+    [[nodiscard]] const std::vector<std::uint16_t>& near() const { return near_; }
     // Has peers ring when they pass something. False if they already have: then `pass` comes first.
     [[nodiscard]] bool may_sleep();
     // Calls `ring(rank)` for each peer that sleeps and has been passed something, or been given room.

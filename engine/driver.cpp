@@ -238,6 +238,11 @@ void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
     wake(nudge_);
 }
 
+std::vector<std::uint16_t> Driver::near() {
+    const Lock lock(door_);
+    return core_ && !closed_ ? core_->near() : std::vector<std::uint16_t>{};
+}
+
 // Something was posted or changed: whoever sleeps may have to wake earlier.
 void Driver::rearm() {
     if (!caller_drives_) {
@@ -298,7 +303,7 @@ bool Driver::pass() {
 }
 
 bool Driver::linger(Lock& lock) {
-    if (!core_->has_passages()) return false;
+    if (core_->near().empty()) return false;
     const Nanos until = clock_now() + longest_linger;
     do {
         lock.unlock();

@@ -76,6 +76,8 @@ public:
     void take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell);
     // and uses both. Throws std::invalid_argument if the peer is another process by now.
     void use_passage(std::uint16_t peer, std::uint16_t incarnation);
+    // Peers with which memory is shared.
+    [[nodiscard]] std::vector<std::uint16_t> near();
     // Calls `work(views, now)` with the endpoint's views and acts on what it changed. Throws std::runtime_error when closed.
     template <class Work>
     auto with_views(Work&& work);

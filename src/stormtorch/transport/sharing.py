@@ -52,7 +52,8 @@ class Sharing:
         self._wake_in.setblocking(False)
         for peer, card in transport.cards.items():
             self.seek(peer, card)
-        threading.Thread(target=self._run, name="sharing", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
+        self._thread.start()
 
     def seek(self, peer: int, card: Card) -> None:
         """Shares memory with the process of a card, if it is on this machine. Returns at once."""
@@ -65,6 +66,8 @@ class Sharing:
         """Ends the thread. Memory that is shared stays so, as it belongs to the engine."""
         self._closed = True
         self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _ANSWER_S)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -288,6 +288,11 @@ class UdpTransport(EndpointMembership):
         except OSError as error:
             _log.warning("rank %d: cannot share memory with ranks of this machine: %s", self.rank, error)
 
+    def near(self) -> list[int]:
+        """Ranks to and from which data passes through shared memory."""
+        self.check_owner("near")
+        return self.endpoint.near()
+
     def succeed(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
 
