@@ -1,7 +1,7 @@
 """Shared memory between ranks of one machine: they find each other by their cards and pass each other descriptors.
 
-Of two ranks the lower one connects to the higher one's socket, which has a name that only this machine knows. Until both
-have what they need, and where anything fails, data travels by datagram as between machines.
+Of two ranks the lower one connects to the higher one's socket, which has a name that only this machine knows. Until
+both have what they need, and where anything fails, data travels by datagram as between machines.
 """
 
 from __future__ import annotations
