@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ class Tail:
         self.path = Path(path)
         self.skipped = 0
         """Lines that were no record."""
+        self.age_s: float | None = None
+        """Seconds between the last change of the file and its last read; None where it had been read to its end
+        before, so that what is new came just then."""
+        self._read_all = False
         self._place = 0
         self._inode = -1
         self._rest = b""
@@ -36,8 +41,12 @@ class Tail:
                 about = os.fstat(file.fileno())
                 if about.st_ino != self._inode or about.st_size < self._place:
                     self._inode, self._place, self._rest, self._too_long = about.st_ino, 0, b"", False
+                    self._read_all = False
+                self.age_s = None if self._read_all else max(0.0, time.time() - about.st_mtime)
                 file.seek(self._place)
-                return list(self._records(file, most_bytes))
+                found = list(self._records(file, most_bytes))
+                self._read_all = self._read_all or self._place >= about.st_size
+                return found
         except OSError:
             return []
 
@@ -83,6 +92,10 @@ class Folder:
             self._tails.setdefault(who, Tail(path))
         read = {who: tail.read(most_bytes) for who, tail in sorted(self._tails.items())}
         return {who: records for who, records in read.items() if records}
+
+    def age_s(self, who: Who) -> float | None:
+        """Returns the age of a file at its first read; None once it has been read to its end: see `Tail.age_s`."""
+        return self._tails[who].age_s
 
     @property
     def skipped(self) -> int:

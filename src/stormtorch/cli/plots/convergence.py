@@ -34,6 +34,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
         axis.axhline(report.target, color="black", linestyle=":", linewidth=1, label="_")
     crowded, before_s = 0, -1e9
     for reached_s, backend in _reached(report):
+        assert report.target is not None
         colour = COLOURS[backend]
         axis.plot([reached_s] * 2, [bottom, report.target], color=colour, linestyle=":", linewidth=1, label="_")
         # Times that lie close together stand above each other.
