@@ -147,6 +147,6 @@ class Moment:
         view = self.job.view
         if view is not None and process.rank not in view.members:
             # Judged by arrivals: clocks of two ranks may differ by more than a rank takes to come back.
-            if silent or process.arrived <= view.arrived + _SILENT_S:
-                return State.GONE
+            back = not silent and process.arrived > view.arrived + _SILENT_S
+            return State.RUNNING if back else State.GONE
         return State.SILENT if silent else State.RUNNING

@@ -55,10 +55,7 @@ class Watcher:
         times = [time_of(record, now) for record in records]
         last = max((each for each in times if each is not None), default=now)
         age_s = self.source.age_s(who)
-        if age_s is None:
-            came = now
-        else:
-            came = min(now - age_s, last if now - last > _COPIED_S else now)
+        came = now if age_s is None else min(now - age_s, last if now - last > _COPIED_S else now)
         for record, written in zip(records, times, strict=True):
             self.job.add(who.file_name, record, came if written is None else came - (last - written))
 
