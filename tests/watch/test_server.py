@@ -133,10 +133,12 @@ def test_idle_connections_keep_nobody_out_and_are_closed(page: Page, monkeypatch
     with contextlib.ExitStack() as opened:
         idle = [opened.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(150)]
         for each in idle[::2]:
-            each.send(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the rest of it never comes
+            with contextlib.suppress(ConnectionError):  # the oldest are closed already
+                each.send(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the rest of it never comes
         assert page.let_in("/data")[0] == 200
         for each in idle:
-            assert each.recv(1000) == b""
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1000) == b""
     assert page.let_in("/data")[0] == 200
 
 

@@ -144,9 +144,11 @@ class Impatient(H11Protocol):
         """Takes a connection."""
         super().connection_made(transport)
         self._wait()
-        others = [each for each in self.connections if isinstance(each, Impatient) and each is not self and each.idle]
-        if len(self.connections) >= _MOST_CONNECTIONS and others:
-            min(others, key=lambda each: each.since).transport.close()
+        # Closed ones stay in the set until the loop comes round.
+        there = [each for each in self.connections if isinstance(each, Impatient) and not each.transport.is_closing()]
+        idle = [each for each in there if each.idle and each is not self]
+        if len(there) > _MOST_CONNECTIONS and idle:
+            min(idle, key=lambda each: each.since).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
