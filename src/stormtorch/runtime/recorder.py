@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
@@ -160,8 +159,8 @@ class Recorder:
 
     # --- what others ask ---------------------------------------------------------------------------------------------
 
-    def tell(self, since: int) -> dict[str, Any]:
-        """Returns records from a number on, as many as fit into an answer, and the number to ask for next."""
+    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Returns the number to ask for next, and lines of records from a number on, as many as fit into an answer."""
         with self._lock:
             first = self._next - len(self._kept)
             if not 0 <= since <= self._next:
@@ -175,14 +174,9 @@ class Recorder:
                     break
                 lines.append(line)
                 following += 1
-        return {
-            "rank": self.who.rank,
-            "incarnation": self.who.incarnation,
-            "pid": self.who.pid,
-            "records": [json.loads(line) for line in lines],
-            "next": following,
-            "more": following < self._next,
-        }
+            more = following < self._next
+        who = {"rank": self.who.rank, "incarnation": self.who.incarnation, "pid": self.who.pid}
+        return who | {"next": following, "more": more}, lines
 
     def status(self) -> str:
         """Says in a few lines where this rank stands."""

@@ -30,7 +30,7 @@ _log = logging.getLogger("stormtorch")
 class Receives(Protocol):
     """Answers to newcomers, on behalf of a transport: see `stormtorch.transport.reception`."""
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, question: dict[str, Any]) -> dict[str, Any] | bytes:
         """Answers a question of a newcomer."""
         ...
 
@@ -46,8 +46,8 @@ class Receives(Protocol):
 class Teller(Protocol):
     """Tells of a training to whoever asks at the reception: see `stormtorch.runtime.recorder`."""
 
-    def tell(self, since: int) -> dict[str, Any]:
-        """Returns records from a number on, and the number to ask for next."""
+    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Returns what goes into an answer, with the number to ask for next, and records from a number on as JSON."""
         ...
 
     def status(self) -> str:
