@@ -108,6 +108,18 @@ def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
         assert records[-1]["why"] == "RuntimeError: no more data"
 
 
+def test_the_first_record_says_who_tells_however_quick_the_thread_is() -> None:
+    def work(transport: UdpTransport) -> None:
+        quick = recorder.Recorder(transport, every_s=0.01)
+        time.sleep(0.2)
+        assert quick.tell(0)[1] == []
+        optimizer = train(transport, BoundedDrift(), 3)
+        assert optimizer.session.recorder is quick
+        assert json.loads(quick.tell(0)[1][0])["kind"] == "rank"
+
+    local_world(2, work)
+
+
 def test_records_tell_how_the_network_looks_while_no_step_ends() -> None:
     def work(transport: UdpTransport) -> dict[str, Record]:
         optimizer = train(transport, BoundedDrift(), 2)

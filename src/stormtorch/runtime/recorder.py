@@ -198,7 +198,9 @@ class Recorder:
         transport = self._transport()
         # Links change slowly, and have the longest records: while steps end, every second time is enough.
         self._skips_links = self._latest.get("steps") is not steps and not self._skips_links and not self._over.is_set()
-        if transport is not None and not transport.closed and not self._skips_links:
+        # The first record of all says who this is: the thread may be quicker than whoever attends to a session.
+        introduced = "rank" in self._latest
+        if introduced and transport is not None and not transport.closed and not self._skips_links:
             session = next((found for each in reversed(self._trainings) if (found := each.session())), None)
             members = () if session is None else session.view.members
             with contextlib.suppress(StormError, RuntimeError):  # closed meanwhile
