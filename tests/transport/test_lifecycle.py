@@ -274,7 +274,10 @@ def test_questions_to_the_engine_let_other_threads_go_on(call: str) -> None:
     """Whoever drives may have the engine's lock, and whoever waits for that lock must not have Python's."""
     begun, seen, before = threading.Event(), threading.Event(), sys.getswitchinterval()
     with pair() as transports:
-        question = {"health": transports[0].health, "links": lambda: transports[0].links([1])}[call]
+        asked = transports[0]
+
+        def question() -> object:
+            return asked.health() if call == "health" else asked.links([1])
 
         def ask() -> None:
             begun.set()
