@@ -96,6 +96,7 @@ def test_the_target_is_what_all_came_to_and_is_met_between_evaluations() -> None
     assert report.reached_s(stuck) is None
     assert report.speedup(fast) == pytest.approx(3.0)
     assert report.speedup(stuck) is None
+    assert ConvergenceReport({}, [stuck, slow, fast]).speedup(fast) == pytest.approx(3.0)
     assert ConvergenceReport({}).target is None
 
 
