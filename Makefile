@@ -90,7 +90,7 @@ bench-lab: setup  ## measure all-reduce and training beside gloo under real loss
 
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes benchmarks/results/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)
-	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 \
+	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 --backends gloo-cubic,gloo-bbr,storm-drift \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
 
 # Installs an extra of pyproject.toml alone, without building stormtorch again.

@@ -361,7 +361,11 @@ NB_MODULE(_engine, m) {
             nb::call_guard<nb::gil_scoped_release>())
         .def("health",
              [](Driver& d) -> Mapping {
-                 const Driver::Health health = d.health();
+                 // Whoever drives may hold the engine's lock for a while: other threads of Python go on meanwhile.
+                 const Driver::Health health = [&d] {
+                     const nb::gil_scoped_release released;
+                     return d.health();
+                 }();
                  nb::dict all = to_dict(health.counters);
                  all["faults"] = to_dict(health.faults);
                  all["overflow"] = health.overflow;
@@ -370,13 +374,15 @@ NB_MODULE(_engine, m) {
                  return all;
              })
         .def(
-            "link",
-            [](Driver& d, std::uint16_t peer) {
-                const Driver::LinkHealth link = d.link(peer);
-                return std::tuple(static_cast<double>(link.round_trip) * 1e-9, link.loss, link.bytes_per_s);
+            "links",
+            [](Driver& d, const std::vector<std::uint16_t>& peers) {
+                std::vector<std::tuple<double, double, double, std::size_t>> all;
+                for (const Driver::LinkHealth& link : d.links(peers))
+                    all.emplace_back(static_cast<double>(link.round_trip) * 1e-9, link.loss, link.bytes_per_s,
+                                     link.path_bytes);
+                return all;
             },
-            nb::arg("peer"))
-        .def("path_bytes", [](Driver& d, std::uint16_t peer) { return d.link(peer).path_bytes; }, nb::arg("peer"));
+            nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>());
 
     endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
     python::define_views<>(endpoint, "advance", [](Driver& d, auto&& work) {

@@ -402,13 +402,17 @@ Driver::Health Driver::health() {
     return health;
 }
 
-Driver::LinkHealth Driver::link(std::uint16_t peer) {
+std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& peers) {
+    std::vector<LinkHealth> found(peers.size());
     const Lock lock(door_);
-    if (!core_) return {};
-    return {.round_trip = core_->round_trip(peer),
-            .loss = core_->loss_from(peer),
-            .bytes_per_s = core_->rate_to(peer),
-            .path_bytes = core_->path_bytes(peer)};
+    if (!core_) return found;
+    std::transform(peers.begin(), peers.end(), found.begin(), [this](std::uint16_t peer) {
+        return LinkHealth{.round_trip = core_->round_trip(peer),
+                          .loss = core_->loss_from(peer),
+                          .bytes_per_s = core_->rate_to(peer),
+                          .path_bytes = core_->path_bytes(peer)};
+    });
+    return found;
 }
 
 }  // namespace storm

@@ -98,7 +98,8 @@ public:
         double loss{}, bytes_per_s{};
         std::size_t path_bytes{};
     };
-    [[nodiscard]] LinkHealth link(std::uint16_t peer);
+    // All of the same moment, and with one lock.
+    [[nodiscard]] std::vector<LinkHealth> links(const std::vector<std::uint16_t>& peers);
 
     // The faults of every driver in this process, present and future. Null is none.
     static void set_faults(std::shared_ptr<const FaultSettings> settings);

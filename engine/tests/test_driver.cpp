@@ -23,7 +23,7 @@ TEST(drivers_all_reduce_exactly_and_lossily_over_loopback) {
         const Driver::Health health = team[rank].health();
         CHECK(health.counters.datagrams_received > 100);
         CHECK_EQUAL(health.counters.corrupt + health.counters.malformed + health.counters.foreign, 0U);
-        CHECK(team[rank].link(static_cast<std::uint16_t>((rank + 1) % 4)).round_trip > 0);
+        CHECK(team[rank].links({static_cast<std::uint16_t>((rank + 1) % 4)}).at(0).round_trip > 0);
     }
 }
 

@@ -10,7 +10,7 @@ from commands import ranks_left, text_of
 from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve
 from stormtorch.bench.learning import run_convergence
 from stormtorch.checks import BadSetting
-from stormtorch.cli.plots.convergence import plot_convergence
+from stormtorch.cli.plots.convergence import headline, plot_convergence
 from stormtorch.cli.tables.steps import convergence_table
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
@@ -72,6 +72,20 @@ def curve(name: str, losses: list[float], *, gave_up: bool = False) -> Curve:
     )
 
 
+@pytest.mark.pure
+def test_the_picture_shows_who_never_made_a_step_as_a_line_through_the_time_that_it_was_given(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    settings = replace(SMALL, patience_s=3.0)
+    curves = [curve("gloo-cubic", [5.0], gave_up=True), curve("storm-drift", [5.0, 4.0, 3.0, 2.0, 1.5])]
+    report = ConvergenceReport(ConvergenceReport.begin(settings).conditions, curves)
+    assert headline(report) == "storm-drift comes to a loss of 1.50 in 8 s"
+    plot_convergence(report, tmp_path / "learning.svg")
+    drawn = (tmp_path / "learning.svg").read_text()
+    assert "<!-- gloo-cubic: no step -->" in drawn
+    assert "<!-- in 3 s -->" in drawn
+    assert "stroke-dasharray" in drawn
+
+
 def test_the_target_is_what_all_came_to_and_is_met_between_evaluations() -> None:
     slow, fast = curve("gloo", [5.0, 4.0, 3.0]), curve("storm-drift", [5.0, 2.0, 1.0])
     stuck = curve("gloo-cubic", [5.0], gave_up=True)
@@ -82,6 +96,7 @@ def test_the_target_is_what_all_came_to_and_is_met_between_evaluations() -> None
     assert report.reached_s(stuck) is None
     assert report.speedup(fast) == pytest.approx(3.0)
     assert report.speedup(stuck) is None
+    assert ConvergenceReport({}, [stuck, slow, fast]).speedup(fast) == pytest.approx(3.0)
     assert ConvergenceReport({}).target is None
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from stormtorch.doctor import channels
 from stormtorch.doctor.capture import write_links
-from stormtorch.doctor.channels import RankLost
-from stormtorch.doctor.director import Director, round_seconds, tournament
+from stormtorch.doctor.channels import RankLost, StoreChannel, StoreOrders
+from stormtorch.doctor.director import Director, longest_pause_s, round_seconds, tournament
 from stormtorch.doctor.finding import Level
 from stormtorch.doctor.measured import Examination, Link
 from stormtorch.doctor.verdict import examine
@@ -130,3 +131,46 @@ def test_a_capture_is_a_file_of_links_that_others_read(tmp_path: Path) -> None:
     assert read.model(1, 0) == Bernoulli(p=0.0)
     assert read.model(0, 2) == Bernoulli(p=1.0)
     assert json.loads(path.read_text())["links"][0]["delay"] == "10.000ms"
+
+
+class Shelf:
+    """A store as far as orders need one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def set(self, key: str, text: str) -> None:
+        self._kept[key] = text.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._kept for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "seconds", "ranks", "least_s"),
+    [
+        (3600.0, None, 2, 3600.0),  # the first one waits until the last one comes
+        (60.0, 3600.0, 3, 1200.0),  # three rounds, in each of which one has nothing to do
+        (60.0, 3600.0, 8, 1200.0),  # if five of them do not come
+        (60.0, None, 2, 60.0),
+    ],
+)
+def test_a_rank_waits_for_orders_as_long_as_the_director_may_take(
+    wait_s: float, seconds: float | None, ranks: int, least_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause_s = longest_pause_s(wait_s, seconds, ranks)
+    assert least_s <= pause_s <= 3600.0 + 60.0
+    # A second of that pause is a millisecond here.
+    monkeypatch.setattr(channels, "_SPARE_S", 0.2)
+    shelf = Shelf()
+    orders = StoreOrders(shelf, 1, pause_s / 1000)
+    late = threading.Timer(least_s / 1000, lambda: StoreChannel(shelf, 1).order({"order": "end"}))
+    late.start()
+    assert orders.receive() == {"order": "end"}
+    late.join()
+    begun = time.monotonic()
+    assert orders.receive() is None, "nobody is there any more"
+    assert time.monotonic() - begun >= pause_s / 1000

@@ -175,10 +175,14 @@ def test_error_inside_the_with_statement_leaves_nothing(home: Path) -> None:
 
 def test_running_lab_is_shown_and_changed_from_outside(start: Start) -> None:
     process = start("--hosts", "3", "--rate", "50mbit", "--", "sh", "-c", "echo here; sleep 60")
-    assert "50 Mbit/s, no loss" in run("show").stdout
+    shown = run("show").stdout
+    assert "50 Mbit/s, no loss" in shown
+    name = shown.removeprefix("lab ").partition(":")[0]
+    assert name.partition("-")[0].isdecimal()
     changed = run("set", "--loss", "0.25", "--burst", "4", "--rate", "25mbit", "--cut", "2")
     assert changed.returncode == 0
-    assert "25 Mbit/s, 25 % loss in bursts of 4" in changed.stderr
+    assert f"lab {name}: now 25 Mbit/s, 25 % loss in bursts of 4" in changed.stderr
+    assert f"lab {name}: now" in run("set", "--lab", name, "--loss", "0.25").stderr
     assert "cut off: h2" in run("show").stdout
     assert "cut off" not in run("set", "--join", "2").stderr
     assert "no rate limit" in run("set", "--rate", "unlimited").stderr

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,21 @@ def test_a_run_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds no records"):
         read_run(tmp_path)
+
+
+def test_a_pipe_among_the_files_of_a_run_is_refused_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = tmp_path / "rank-1-0-1.jsonl"
+    os.mkfifo(pipe)
+    (tmp_path / "rank-0-0-1.jsonl").write_text(
+        json.dumps({"kind": "event", "time": 1.7e9, "step": 1, "text": "x"}) + "\n"
+    )
+    folder = Folder(tmp_path)
+    assert [who.rank for who in folder.read()] == [0]
+    assert folder.read() == {}
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{pipe} is not a regular file: records are read only from such"
+    ]
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_run(pipe)

@@ -1,8 +1,11 @@
 """A training that serves its own metrics, and ledgers that log to Weights & Biases."""
 
 import logging
+import os
+import signal
 import socket
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,18 @@ def test_a_training_serves_its_metrics_until_it_ends(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(recorder.EVERY_VARIABLE, "0.05")
     monkeypatch.setenv(metrics_server.VARIABLE, "0")
 
-    def work(transport: UdpTransport) -> tuple[str, str]:
+    def work(transport: UdpTransport) -> tuple[str, str] | None:
         optimizer = train(transport, BoundedDrift(), 12)
-        address = optimizer.session.recorder.metrics.address
+        serving = optimizer.session.recorder.metrics
+        if serving is None:  # ranks are threads here, and one rank of a process serves
+            return None
+        address = serving.address
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
             return address, answer.read().decode()
 
-    for rank, (address, text) in enumerate(local_world(2, work)):
+    found = [(rank, *each) for rank, each in enumerate(local_world(2, work)) if each is not None]
+    assert found
+    for rank, address, text in found:
         assert address.startswith("127.0.0.1:")
         assert f'stormtorch_steps_total{{rank="{rank}"}}' in text
         assert f'stormtorch_info{{group="world",host="{socket.gethostname()}",' in text
@@ -68,6 +76,32 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"rank 4: cannot serve metrics at 127.0.0.1:{port}: .*STORM_METRICS"):
             MetricsServer(str(port), 4)
+
+
+def test_a_forked_process_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    server = MetricsServer("0", 0)
+    port = int(server.address.rpartition(":")[2])
+    ready, written = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a worker of a data loader, which may outlive the training
+        os.write(written, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=5) as answer:
+            assert answer.status == 200, "the parent serves on"
+        server.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        MetricsServer(str(port), 1).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(written)
 
 
 class Run:

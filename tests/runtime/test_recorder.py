@@ -3,6 +3,7 @@
 """Records of real trainings over loopback: what they say, where they go, and what a full disk costs."""
 
 import errno
+import json
 import logging
 import threading
 import time
@@ -107,14 +108,26 @@ def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
         assert records[-1]["why"] == "RuntimeError: no more data"
 
 
+def test_the_first_record_says_who_tells_however_quick_the_thread_is() -> None:
+    def work(transport: UdpTransport) -> None:
+        quick = recorder.Recorder(transport, every_s=0.01)
+        time.sleep(0.2)
+        assert quick.tell(0)[1] == []
+        optimizer = train(transport, BoundedDrift(), 3)
+        assert optimizer.session.recorder is quick
+        assert json.loads(quick.tell(0)[1][0])["kind"] == "rank"
+
+    local_world(2, work)
+
+
 def test_records_tell_how_the_network_looks_while_no_step_ends() -> None:
     def work(transport: UdpTransport) -> dict[str, Record]:
         optimizer = train(transport, BoundedDrift(), 2)
-        before = optimizer.session.recorder.tell(0)["next"]
+        before = optimizer.session.recorder.tell(0)[0]["next"]
         if transport.rank == 0:
             time.sleep(0.6)
         train_on(optimizer)
-        told = optimizer.session.recorder.tell(before)["records"]
+        told = [json.loads(line) for line in optimizer.session.recorder.tell(before)[1]]
         return {each["kind"]: each for each in told if each["kind"] == "links" and each["waits"]}
 
     def train_on(optimizer: Any) -> None:
@@ -163,9 +176,9 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.Monke
             told_by._add({"kind": "event", "time": 1.0, "step": number, "text": "x" * 300})
         since, found, answers = 0, [], 0
         while True:
-            told = told_by.tell(since)
-            assert sum(len(str(each)) for each in told["records"]) < 10_000
-            found += told["records"]
+            told, lines = told_by.tell(since)
+            assert sum(map(len, lines)) < 10_000
+            found += [json.loads(line) for line in lines]
             since, answers = told["next"], answers + 1
             if not told["more"]:
                 break
@@ -175,7 +188,7 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.Monke
         assert kept == list(range(kept[0], kept[0] + len(kept)))
         assert {each["step"] for each in of_kind(found, "event")} <= set(range(30, 50))
         for strange in (-5, 10**9):
-            assert told_by.tell(strange)["records"]
+            assert told_by.tell(strange)[1]
 
     local_world(2, work)
 

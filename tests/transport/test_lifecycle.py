@@ -267,3 +267,47 @@ def test_leaving_is_heard_through_a_storm_and_does_not_take_long() -> None:
             took += local_world(3, work, options=replace(OPTIONS, linger_s=6.0))
     assert max(took) < 12.0
     assert sorted(took)[len(took) // 2] < 1.5, "most linger to the end: goodbyes are not heard"
+
+
+@pytest.mark.parametrize("call", ["health", "links"])
+def test_questions_to_the_engine_let_other_threads_go_on(call: str) -> None:
+    """Whoever drives may have the engine's lock, and whoever waits for that lock must not have Python's."""
+    begun, seen, before = threading.Event(), threading.Event(), sys.getswitchinterval()
+    with pair() as transports:
+        asked = transports[0]
+
+        def question() -> object:
+            return asked.health() if call == "health" else asked.links([1])
+
+        def ask() -> None:
+            begun.set()
+            until = time.monotonic() + 3.0
+            while not seen.is_set() and time.monotonic() < until:
+                question()
+            missed.append(not seen.is_set())
+
+        missed: list[bool] = []
+        thread = threading.Thread(target=ask)
+        sys.setswitchinterval(100.0)  # nobody is interrupted: a thread goes on when another lets go by itself
+        try:
+            thread.start()
+            begun.wait()
+            seen.set()
+            thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    assert missed == [False]
+
+
+def test_links_of_all_peers_come_at_once() -> None:
+    def work(transport: UdpTransport) -> None:
+        for _ in range(5):
+            all_reduce(Group(transport), torch.ones(50_000)).wait()
+        peers = [peer for peer in range(3) if peer != transport.rank]
+        found = transport.links(peers)
+        assert [(round_trip_s > 0.0, loss) for round_trip_s, loss, _, _ in found] == [(True, 0.0)] * 2
+        assert [path_bytes for *_, path_bytes in found] == [transport.path_bytes(peer) for peer in peers]
+        assert transport.links([]) == []
+        assert transport.link(peers[1])[1] == found[1][1]
+
+    local_world(3, work)

@@ -1,8 +1,10 @@
 """A running job tells its records to whoever may ask, and its state in plain text to whoever sits at the machine."""
 
 import contextlib
+import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,10 +30,10 @@ class Teller:
         self._rank, self._pid = rank, pid
         self.records = [{"kind": "event", "time": 1.0, "n": n, "step": n, "text": str(rank)} for n in range(count)]
 
-    def tell(self, since: int) -> dict[str, Any]:
-        told = self.records[since : since + 4]
+    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+        told = [json.dumps(each).encode() + b"\n" for each in self.records[since : since + 4]]
         following = since + len(told)
-        return {"pid": self._pid, "records": told, "next": following, "more": following < len(self.records)}
+        return {"pid": self._pid, "next": following, "more": following < len(self.records)}, told
 
     def status(self) -> str:
         return f"rank {self._rank} is fine\n"
@@ -99,6 +101,66 @@ def test_a_rank_that_cannot_be_reached_is_told_of_by_another(
     assert watcher.ways()[2].startswith("through rank")
 
 
+def test_one_rank_tells_of_many_that_cannot_be_reached_and_none_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = 14
+    transports = connected(world, QUICK)
+    plain = LiveJob._ask
+
+    def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if there != address(transports[0]):
+            raise TimeoutError("a firewall")
+        return plain(self, there, question, timeout_s)
+
+    monkeypatch.setattr(LiveJob, "_ask", refuse)
+    watcher = LiveJob(where(transports[0]))
+    try:
+        for transport in transports:
+            transport.teller = Teller(transport.rank, 10)
+        found = watcher.read()
+        for who, records in watcher.read().items():
+            found.setdefault(who, []).extend(records)
+        assert {who.rank: len(records) for who, records in found.items()} == dict.fromkeys(range(world), 10)
+        assert watcher.ways() == {0: "direct"} | dict.fromkeys(range(1, world), "through rank 0")
+    finally:
+        watcher.close()
+        for transport in transports:
+            transport.close(0.0)
+
+
+def test_a_rank_that_is_busy_is_asked_again(job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, plain = job[0]._reception, LiveJob._ask
+    assert isinstance(desk, reception.Reception)
+
+    def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if there != address(job[0]):
+            raise TimeoutError("a firewall")
+        return plain(self, there, question, timeout_s)
+
+    monkeypatch.setattr(LiveJob, "_ask", refuse)
+    watcher = LiveJob(where(job[0]))
+    for _ in range(reception.MOST_ERRANDS):
+        desk._errands.acquire()
+    later = threading.Timer(0.6, desk._errands.release)
+    later.start()
+    try:
+        found = watcher.read() | watcher.read()
+        assert sorted(who.rank for who in found) == [0, 1, 2]
+    finally:
+        later.join()
+        watcher.close()
+
+
+def test_an_answer_is_passed_on_as_it_is(job: list[UdpTransport]) -> None:
+    class Blind(Teller):
+        def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+            return {"pid": 7, "next": 1, "more": False}, [b'{"kind": "event", "text": "\\u00e4", "x":  1}\n']
+
+    job[1].teller = Blind(1, 1)
+    answer = frames.ask_text(address(job[0]), {"op": "tell", "for": 1}, key=None, version=version("stormtorch"))
+    assert answer.endswith(b',"records":[{"kind": "event", "text": "\\u00e4", "x":  1}\n]}')
+    assert json.loads(answer)["rank"] == 1
+
+
 def test_a_rank_that_dies_is_named_and_the_others_go_on(job: list[UdpTransport]) -> None:
     watcher = LiveJob(where(job[0]))
     watcher.read()
@@ -150,7 +212,7 @@ def test_strange_questions_for_records_get_nothing(job: list[UdpTransport]) -> N
 def test_only_some_errands_run_at_a_time(job: list[UdpTransport]) -> None:
     desk = job[0]._reception
     assert isinstance(desk, reception.Reception)
-    for _ in range(reception._MOST_ERRANDS):
+    for _ in range(reception.MOST_ERRANDS):
         assert desk._errands.acquire(blocking=False)
     assert ask(job[0], {"op": "tell", "for": 1}) == {"state": "busy"}
     desk._errands.release()

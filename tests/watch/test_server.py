@@ -1,21 +1,22 @@
 """The page's server: who gets in, what a stranger and a hostile page get, and what the page gets."""
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from records import told
 from stormtorch.results.records import line_of
-from stormtorch.watch import pages
+from stormtorch.watch import pages, server
 from stormtorch.watch.guard import Guard
-from stormtorch.watch.server import listen, new_app
+from stormtorch.watch.server import listen, server_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
 
@@ -50,11 +51,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     guard = Guard("127.0.0.1", port)
-    server = uvicorn.Server(uvicorn.Config(new_app(watcher, guard), log_level="warning", ws="none"))
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+    running = server_of(watcher, guard)
+    thread = threading.Thread(target=lambda: running.run(sockets=[listener]), daemon=True)
     thread.start()
     yield Page(guard, port)
-    server.should_exit = True
+    running.should_exit = True
     thread.join(10)
 
 
@@ -113,6 +114,32 @@ def test_a_server_for_others_still_refuses_names_that_are_not_its_own() -> None:
     guard = Guard("0.0.0.0", 80)
     assert guard.problem({"host": "192.168.1.2:80"}) is None
     assert guard.problem({"host": "evil.example"}) is not None
+
+
+def test_a_server_for_others_answers_to_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node1")
+    monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.cluster.example")
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, ["login.cluster.example"], ["10.0.0.1"]))
+    guard = Guard("0.0.0.0", 80)
+    for own in ("node1", "node1.cluster.example:80", "NODE1.cluster.example.", "login.cluster.example"):
+        assert guard.problem({"host": own}) is None, own
+    for other in ("evil.example", "node1.evil.example", "cluster.example", "node1.cluster.example.evil.example"):
+        assert guard.problem({"host": other}) is not None, other
+    assert Guard("127.0.0.1", 80).problem({"host": "node1"}) is not None
+
+
+def test_idle_connections_keep_nobody_out_and_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_S", 1.0)
+    with contextlib.ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(150)]
+        for each in idle[::2]:
+            with contextlib.suppress(ConnectionError):  # the oldest are closed already
+                each.send(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the rest of it never comes
+        assert page.let_in("/data")[0] == 200
+        for each in idle:
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1000) == b""
+    assert page.let_in("/data")[0] == 200
 
 
 def test_every_answer_forbids_framing_foreign_scripts_and_caching(page: Page) -> None:

@@ -196,8 +196,9 @@ class ConvergenceReport:
 
     @property
     def peer(self) -> Curve | None:
-        """The first gloo: what the others are compared with."""
-        return next((curve for curve in self.curves if curve.backend.startswith("gloo")), None)
+        """The first gloo that trained: what the others are compared with."""
+        gloos = [curve for curve in self.curves if curve.backend.startswith("gloo")]
+        return next((curve for curve in gloos if not curve.gave_up), gloos[0] if gloos else None)
 
     def reached_s(self, curve: Curve) -> float | None:
         """Seconds until a curve came to the target."""

@@ -156,6 +156,7 @@ def _as_launched(here: Launched, post: Post, wait_s: float, show: _Show) -> int:
     from dataclasses import replace
 
     from stormtorch.doctor import starting
+    from stormtorch.doctor.director import longest_pause_s
 
     post = replace(post, rank=here.rank, towards=post.towards or here.master)
     try:
@@ -163,11 +164,12 @@ def _as_launched(here: Launched, post: Post, wait_s: float, show: _Show) -> int:
     except ConnectionError as error:
         typer.echo(str(error), err=True)
         return 1
+    pause_s = longest_pause_s(wait_s, show.seconds, here.world)
     if here.rank != 0:
-        starting.take_part(store, post)
+        starting.take_part(store, post, pause_s)
         return starting.outcome(store, here.rank)
     code = 1
-    director = starting.of_launched(store, here.world, post)
+    director = starting.of_launched(store, here.world, post, pause_s)
     try:
         code = show.network(director, wait_s, f"waiting for {here.world} ranks")
     finally:
@@ -188,7 +190,7 @@ class _Show:
         seconds: float | None,
     ) -> None:
         self._json, self._capture = json, capture
-        self._params_m, self._ranks, self._seconds = params_m, ranks, seconds
+        self._params_m, self._ranks, self.seconds = params_m, ranks, seconds
 
     def machine(self) -> int:
         from stormtorch.cli.tables.doctor import show_machine, wide_console
@@ -209,7 +211,7 @@ class _Show:
             with _progress(waiting) as advance:
                 found = director.meet(wait_s)
                 if len(found.ranks) >= 2:
-                    found = director.examine(self._seconds, advance)
+                    found = director.examine(self.seconds, advance)
         finally:
             director.end()
         findings = examine(found)

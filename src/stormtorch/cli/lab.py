@@ -170,7 +170,9 @@ def change(
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
         reply = ask(lab, {"set": changes})
-        Console(stderr=True, highlight=False).print("now " + requested_text(reply["requested"]), soft_wrap=True)
+        # Without --lab it is the only one that runs, which somebody else may have started.
+        words = f"lab {reply['lab']}: now {requested_text(reply['requested'])}"
+        Console(stderr=True, highlight=False).print(words, soft_wrap=True)
 
 
 @app.command()

@@ -20,7 +20,8 @@ MARK = "stormtorch-doctor "
 _MOST_LINE = 1 << 20
 _MOST_KEPT_LINES = 20
 _LOOK_S = 0.01
-_IDLE_S = 120.0
+# A rank may wait for its next order while all others come, and while others answer: beyond that, this long.
+_SPARE_S = 60.0
 _PARTING_S = 1.0
 
 
@@ -182,16 +183,24 @@ class StoreChannel:
 
 
 class StoreOrders:
-    """The rank's side of a store."""
+    """The rank's side of a store.
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    Args:
+        store: The store.
+        rank: This rank.
+        pause_s: Longest time between two orders of a director that lives: see `director.longest_pause_s`.
+    """
+
+    def __init__(self, store: Any, rank: int, pause_s: float) -> None:
+        self._store, self._rank, self._pause_s = store, rank, pause_s
         self._orders = self._answers = 0
 
     def receive(self) -> dict[str, Any] | None:
-        """Looks for the next order; None when the store has gone, or nobody has ordered anything for minutes."""
+        """Looks for the next order; None when the store has gone, or no director that lives would wait so long."""
         try:
-            found = _look(self._store, f"order/{self._rank}/{self._orders}", time.monotonic() + _IDLE_S)
+            found = _look(
+                self._store, f"order/{self._rank}/{self._orders}", time.monotonic() + self._pause_s + _SPARE_S
+            )
         except RankLost:
             return None
         self._orders += 1

@@ -36,6 +36,19 @@ def round_seconds(ranks: int, seconds: float | None) -> float:
     return max(total / rounds, _LEAST_ROUND_S)
 
 
+def longest_pause_s(wait_s: float, seconds: float | None, ranks: int) -> float:
+    """Longest time for which a rank may wait for its next order: while the others come, or while a round of which it
+    has no part ends, with all the time that the ranks of that round may need.
+
+    Args:
+        wait_s: How long the director waits until all have come.
+        seconds: Time of all rounds together; None takes what is usual.
+        ranks: Ranks of the job. Where fewer come, rounds are longer; two come at least.
+    """
+    longest_round_s = max(round_seconds(each, seconds) for each in range(2, max(ranks, 2) + 1))
+    return max(wait_s, longest_round_s + 2 * _GRACE_S + 1.0)
+
+
 class Director:
     """Directs the ranks at the other ends of some channels.
 

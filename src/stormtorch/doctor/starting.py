@@ -187,14 +187,14 @@ def meet_in_store(here: Launched, wait_s: float) -> Any:
     return PrefixStore(f"stormtorch-doctor/{here.attempt}", store)
 
 
-def take_part(store: Any, post: Post) -> None:
-    """Takes part as one of the launched ranks, until rank 0 lets it end."""
-    work(StoreOrders(store, post.rank), post)
+def take_part(store: Any, post: Post, pause_s: float) -> None:
+    """Takes part as one of the launched ranks, until rank 0 lets it end, or orders nothing for longer than it may."""
+    work(StoreOrders(store, post.rank, pause_s), post)
 
 
-def of_launched(store: Any, world: int, post: Post) -> Director:
+def of_launched(store: Any, world: int, post: Post, pause_s: float) -> Director:
     """Directs launched ranks from rank 0, which takes part, too."""
-    threading.Thread(target=take_part, args=(store, post), daemon=True, name="rank 0").start()
+    threading.Thread(target=take_part, args=(store, post, pause_s), daemon=True, name="rank 0").start()
     return Director({rank: StoreChannel(store, rank) for rank in range(world)}, lambda rank, why: f"rank {rank} {why}")
 
 

@@ -73,9 +73,19 @@ def _prepare(objects: tuple[Any, ...], optimizer: torch.optim.Optimizer, policy:
 
 
 def _separate(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Gives each tensor of a state dict its own memory, except that tied ones stay tied."""
+    """Copies the tensors of a state dict that lie in a bucket beside others; tied ones stay tied.
+
+    All others, such as frozen parameters and buffers, stay what torch gives: the memory of the model.
+    """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, torch.Tensor):
-            own = copies.setdefault((value.data_ptr(), value.shape), value)
-            state[name] = copies[value.data_ptr(), value.shape] = own.clone() if own is value else own
+        if name.startswith(prefix) and isinstance(value, torch.Tensor) and _is_part(value):
+            place = value.data_ptr(), value.shape
+            if place not in copies:
+                copies[place] = value.clone()
+            state[name] = copies[place]
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

@@ -97,7 +97,7 @@ def running() -> list[str]:
 
 
 def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
-    """Sends a request to a lab and returns its reply; None means the only running lab."""
+    """Sends a request to a lab and returns its reply, with its name as "lab"; None means the only running lab."""
     names = running()
     if name is None:
         if len(names) != 1:
@@ -117,7 +117,7 @@ def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
             raise LabError(f"lab {name} does not answer: {error}") from error
     if "error" in reply:
         raise Refused(reply["error"], reply.get("name"))
-    return reply
+    return reply | {"lab": name}
 
 
 def clean() -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stormtorch.results.records import MOST_LINE_BYTES, Record, Who, parse, who_wrote
+
+_log = logging.getLogger("stormtorch")
 
 
 class Tail:
@@ -24,20 +29,35 @@ class Tail:
         self.path = Path(path)
         self.skipped = 0
         """Lines that were no record."""
+        self.age_s: float | None = None
+        """Seconds between the last change of the file and its last read; None where it had been read to its end
+        before, so that what is new came just then."""
+        self._read_all = False
         self._place = 0
         self._inode = -1
         self._rest = b""
         self._too_long = False
 
     def read(self, most_bytes: int | None = None) -> list[Record]:
-        """Returns the records that have come since the last call, from at most so many bytes; none without a file."""
+        """Returns the records that have come since the last call, from at most so many bytes; none without a file.
+
+        Raises:
+            ValueError: It is no regular file, such as a pipe, which nobody can read again and again.
+        """
         try:
-            with self.path.open("rb") as file:
+            # Opening a pipe would wait for somebody who writes to it.
+            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode):
+                    raise ValueError(f"{self.path} is not a regular file: records are read only from such")
                 if about.st_ino != self._inode or about.st_size < self._place:
                     self._inode, self._place, self._rest, self._too_long = about.st_ino, 0, b"", False
+                    self._read_all = False
+                self.age_s = None if self._read_all else max(0.0, time.time() - about.st_mtime)
                 file.seek(self._place)
-                return list(self._records(file, most_bytes))
+                found = list(self._records(file, most_bytes))
+                self._read_all = self._read_all or self._place >= about.st_size
+                return found
         except OSError:
             return []
 
@@ -68,6 +88,7 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._tails: dict[Who, Tail] = {}
+        self._refused: set[Path] = set()
 
     def read(self, most_bytes: int | None = None) -> dict[Who, list[Record]]:
         """Returns the records that have come since the last call, by process; leaves out those without new ones.
@@ -81,8 +102,21 @@ class Folder:
             found = []
         for who, path in found:
             self._tails.setdefault(who, Tail(path))
-        read = {who: tail.read(most_bytes) for who, tail in sorted(self._tails.items())}
+        read = {who: self._read(tail, most_bytes) for who, tail in sorted(self._tails.items())}
         return {who: records for who, records in read.items() if records}
+
+    def _read(self, tail: Tail, most_bytes: int | None) -> list[Record]:
+        try:
+            return tail.read(most_bytes)
+        except ValueError as error:
+            if tail.path not in self._refused:  # said once, and the other ranks are read on
+                self._refused.add(tail.path)
+                _log.warning("%s", error)
+            return []
+
+    def age_s(self, who: Who) -> float | None:
+        """Returns the age of a file at its first read; None once it has been read to its end: see `Tail.age_s`."""
+        return self._tails[who].age_s
 
     @property
     def skipped(self) -> int:
@@ -94,7 +128,7 @@ def read_run(path: str | Path) -> dict[Who, list[Record]]:
     """Reads all records of a run: of a folder, or of one file.
 
     Raises:
-        ValueError: There is no such file or folder, or it holds no records.
+        ValueError: There is no such file or folder, it is no regular file, or it holds no records.
     """
     path = Path(path)
     if path.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,9 @@ _log = logging.getLogger("stormtorch")
 
 VARIABLE = "STORM_METRICS"
 """Environment variable with the address at which a rank serves its metrics: a port, or host:port."""
+
+
+_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
 
 
 class MetricsServer:
@@ -48,6 +52,7 @@ class MetricsServer:
                 f"rank {rank}: cannot serve metrics at {host}:{port}: {error.strerror}; choose another port by "
                 f"{VARIABLE}"
             ) from error
+        _servers.add(self)
         self.address = f"{host}:{self._server.server_port}"
         _log.info("rank %d: serves metrics at http://%s/metrics", rank, self.address)
 
@@ -70,8 +75,13 @@ class MetricsServer:
                     family.add_metric([str(self._rank), *labels.values()], value)
                 yield family
 
+    def let_go(self) -> None:
+        """Closes the port in a process that has inherited it, and leaves it to the one that serves."""
+        self._server.socket.close()
+
     def close(self) -> None:
         """Stops to serve."""
+        _servers.discard(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)
@@ -86,3 +96,13 @@ def _address(text: str) -> tuple[str, int]:
     if number > 0xFFFF:
         raise ValueError(f"{VARIABLE}={text} leaves no port for LOCAL_RANK {local}: choose a lower one")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", number
+
+
+def _forget_in_child() -> None:
+    """Closes what a forked process has inherited: it would keep the port for as long as it lives, and never answer."""
+    for server in list(_servers):
+        server.let_go()
+        _servers.discard(server)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

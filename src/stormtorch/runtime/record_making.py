@@ -153,17 +153,17 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
     """
     standing, waits = transport.standing(), transport.waits
     heard = standing["heard_s"]
-    links = {}
-    for peer in members:
-        if peer != transport.rank:
-            rtt_s, loss, rate = transport.link(peer)
-            links[str(peer)] = {
-                "rtt_s": rtt_s,
-                "loss": loss,
-                "rate": rate if math.isfinite(rate) else 0.0,
-                "path_bytes": transport.path_bytes(peer),
-                **({"heard_s": heard[peer]} if peer in heard else {}),
-            }
+    peers = [peer for peer in members if peer != transport.rank]
+    links = {
+        str(peer): {
+            "rtt_s": rtt_s,
+            "loss": loss,
+            "rate": rate if math.isfinite(rate) else 0.0,
+            "path_bytes": path_bytes,
+            **({"heard_s": heard[peer]} if peer in heard else {}),
+        }
+        for peer, (rtt_s, loss, rate, path_bytes) in zip(peers, transport.links(peers), strict=True)
+    }
     now = time.monotonic()
     return {
         "kind": "links",

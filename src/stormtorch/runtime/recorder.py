@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
@@ -160,8 +159,8 @@ class Recorder:
 
     # --- what others ask ---------------------------------------------------------------------------------------------
 
-    def tell(self, since: int) -> dict[str, Any]:
-        """Returns records from a number on, as many as fit into an answer, and the number to ask for next."""
+    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Returns the number to ask for next, and lines of records from a number on, as many as fit into an answer."""
         with self._lock:
             first = self._next - len(self._kept)
             if not 0 <= since <= self._next:
@@ -175,14 +174,9 @@ class Recorder:
                     break
                 lines.append(line)
                 following += 1
-        return {
-            "rank": self.who.rank,
-            "incarnation": self.who.incarnation,
-            "pid": self.who.pid,
-            "records": [json.loads(line) for line in lines],
-            "next": following,
-            "more": following < self._next,
-        }
+            more = following < self._next
+        who = {"rank": self.who.rank, "incarnation": self.who.incarnation, "pid": self.who.pid}
+        return who | {"next": following, "more": more}, lines
 
     def status(self) -> str:
         """Says in a few lines where this rank stands."""
@@ -204,7 +198,9 @@ class Recorder:
         transport = self._transport()
         # Links change slowly, and have the longest records: while steps end, every second time is enough.
         self._skips_links = self._latest.get("steps") is not steps and not self._skips_links and not self._over.is_set()
-        if transport is not None and not transport.closed and not self._skips_links:
+        # The first record of all says who this is: the thread may be quicker than whoever attends to a session.
+        introduced = "rank" in self._latest
+        if introduced and transport is not None and not transport.closed and not self._skips_links:
             session = next((found for each in reversed(self._trainings) if (found := each.session())), None)
             members = () if session is None else session.view.members
             with contextlib.suppress(StormError, RuntimeError):  # closed meanwhile

@@ -44,7 +44,7 @@ _STATUS = b"STATUS"
 # Time for which a rank waits before it greets somebody on its own machine: whoever asks for STATUS says so at once.
 _GREET_AFTER_S = 0.02
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Answer = Callable[[dict[str, Any]], dict[str, Any] | bytes]
 
 _listeners: weakref.WeakSet["Listener"] = weakref.WeakSet()
 
@@ -70,9 +70,9 @@ class _Talk:
         if key is not None:
             self._key = hmac.new(key, f"reception {theirs} {ours}".encode(), hashlib.sha256).digest()
 
-    def say(self, what: dict[str, Any], who: bytes, *, plain: bool = False) -> None:
+    def say(self, what: dict[str, Any] | bytes, who: bytes, *, plain: bool = False) -> None:
         """Sends a frame. `who` says which side speaks, so that no frame can be sent back to its sender."""
-        body = json.dumps(what, separators=(",", ":")).encode()
+        body = what if isinstance(what, bytes) else _written(what)
         signed = self._key is not None and not plain
         mac = self._mac(who, body) if signed else b""
         self._allow()
@@ -80,6 +80,10 @@ class _Talk:
 
     def hear(self, who: bytes, most_bytes: int) -> dict[str, Any]:
         """Receives a frame of the other side."""
+        return _parsed(self.hear_text(who, most_bytes))
+
+    def hear_text(self, who: bytes, most_bytes: int) -> bytes:
+        """Receives a frame of the other side as it is: it may be no JSON."""
         head = self._take(_HEAD.size)
         if who == b"newcomer" and head == _STATUS[: _HEAD.size]:
             raise _AsksStatus
@@ -93,7 +97,7 @@ class _Talk:
                 raise PermissionError("the other side has another key")
         elif signed:
             raise Garbage("a signed frame in a talk without a key")
-        return _parsed(body)
+        return body
 
     def _mac(self, who: bytes, body: bytes) -> bytes:
         assert self._key is not None
@@ -116,6 +120,15 @@ class _Talk:
         self._connection.settimeout(left_s)
 
 
+def _written(what: dict[str, Any]) -> bytes:
+    return json.dumps(what, separators=(",", ":")).encode()
+
+
+def with_records(what: dict[str, Any], lines: list[bytes]) -> bytes:
+    """Returns an answer as JSON, with records that are JSON already: a training does not read its own lines again."""
+    return b'%s,"records":[%s]}' % (_written(what)[:-1], b",".join(lines))
+
+
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         said = json.loads(body)
@@ -129,7 +142,14 @@ def _parsed(body: bytes) -> dict[str, Any]:
 def ask(
     address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str, timeout_s: float = TALK_S
 ) -> dict[str, Any]:
-    """Asks the reception at an address one question, and returns its answer.
+    """Asks the reception at an address one question, and returns its answer: see `ask_text`."""
+    return _parsed(ask_text(address, question, key=key, version=version, timeout_s=timeout_s))
+
+
+def ask_text(
+    address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str, timeout_s: float = TALK_S
+) -> bytes:
+    """Asks the reception at an address one question, and returns its answer as it came, to be passed on.
 
     Args:
         address: Where the reception listens.
@@ -162,7 +182,7 @@ def ask(
         talk.sign(key, theirs, ours)
         talk.say(question, b"newcomer")
         try:
-            return talk.hear(b"rank", _ANSWER_BYTES)
+            return talk.hear_text(b"rank", _ANSWER_BYTES)
         except PermissionError:
             raise NotAdmitted(
                 f"the job at {where} has another key than this process: `key` must be the same on every rank"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from stormtorch.errors import NotAdmitted
 from stormtorch.results.records import Record, Who, checked
 from stormtorch.transport import frames
 from stormtorch.transport.addresses import Address, addresses
+from stormtorch.transport.reception import MOST_ERRANDS
 
 _ASK_S = 2.0
 _PASS_ON_S = 4.0
@@ -23,6 +24,10 @@ _DIRECT_AGAIN_S = 30.0
 _MOST_RANKS = 1024
 _MOST_ANSWERS = 64
 _MOST_TALKS = 16
+# Ranks that nobody here reaches are asked for by others: so long in all at each read, and again so soon by one that was
+# busy. Who had no turn is asked for at the next read.
+_ERRANDS_S = 6.0
+_BUSY_AGAIN_S = 0.1
 
 
 @dataclass(slots=True)
@@ -78,11 +83,9 @@ class LiveJob:
         others = [(number, rank) for number, rank in due if rank.way != "direct"]
         through = [number for number, rank in self._ranks.items() if rank.way == "direct"]
         if others and through:
-            for each in self._pool.map(lambda item: self._ask_through(item[0], item[1], through, now), others):
+            seats = {helper: threading.Semaphore(MOST_ERRANDS) for helper in through}
+            for each in self._pool.map(lambda item: self._ask_through(item[0], item[1], seats, now), others):
                 _merge(found, each)
-        for _, rank in others:
-            if not rank.way.startswith("through"):
-                rank.at = now + _AGAIN_S
         return found
 
     def ways(self) -> dict[int, str]:
@@ -136,21 +139,43 @@ class LiveJob:
             rank.way, rank.direct_at = f"{rank.address[0]}:{rank.address[1]}: {error}", now + _DIRECT_AGAIN_S
         return found
 
-    def _ask_through(self, number: int, rank: _Rank, through: Sequence[int], now: float) -> dict[Who, list[Record]]:
-        """Has another rank ask, each time another one, so that no rank has all the work."""
+    def _ask_through(
+        self, number: int, rank: _Rank, seats: dict[int, threading.Semaphore], now: float
+    ) -> dict[Who, list[Record]]:
+        """Has another rank ask, each time another one, so that no rank has all the work, nor more than it takes on."""
         found: dict[Who, list[Record]] = {}
-        helper = through[(number + int(now)) % len(through)]
+        helper = list(seats)[(number + int(now)) % len(seats)]
+        until = now + _ERRANDS_S
+        if not seats[helper].acquire(timeout=max(0.0, until - time.monotonic())):
+            return found
         try:
             for _ in range(_MOST_ANSWERS):
-                question = {"op": "tell", "since": rank.since, "for": number}
-                answer = self._ask(self._ranks[helper].address, question, _PASS_ON_S)
+                answer = self._ask_patiently(helper, {"op": "tell", "since": rank.since, "for": number}, until)
+                if answer is None:
+                    return found
                 if answer.get("state") == "running" and answer.get("rank") != number:
                     break
                 if not self._take(rank, answer, found, f"through rank {helper}"):
                     break
         except (OSError, frames.Garbage, NotAdmitted):
             pass  # it is asked through another one next time
+        finally:
+            seats[helper].release()
+        if not rank.way.startswith("through"):
+            rank.at = now + _AGAIN_S
         return found
+
+    def _ask_patiently(self, helper: int, question: dict[str, Any], until: float) -> dict[str, Any] | None:
+        """Asks a rank again while it is busy with other watchers and newcomers; None if it was all the time."""
+        while time.monotonic() < until:
+            try:
+                answer = self._ask(self._ranks[helper].address, question, _PASS_ON_S)
+            except (frames.Garbage, ConnectionResetError):
+                answer = {"state": "busy"}  # all seats are taken: it hangs up before it greets
+            if answer.get("state") != "busy":
+                return answer
+            time.sleep(_BUSY_AGAIN_S)
+        return None
 
     def _take(self, rank: _Rank, answer: dict[str, Any], found: dict[Who, list[Record]], way: str) -> bool:
         """Takes over what a rank has told. Returns whether it has more to tell. The answer may hold anything."""

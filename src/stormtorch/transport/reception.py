@@ -31,7 +31,7 @@ _SEAT_S = 30.0
 _QUIET = 0.35
 # Questions that this rank asks others at the same time on behalf of watchers, and how long each may take to connect and
 # to be answered: newcomers need seats at the reception, too, and a watcher does not wait for long.
-_MOST_ERRANDS = 3
+MOST_ERRANDS = 3
 _ERRAND_S = 1.5
 _MOST_SINCE = 1 << 62
 
@@ -55,15 +55,16 @@ class Reception:
         self._transport = weakref.ref(transport)
         self._job = job
         self._lock = threading.Lock()
-        self._errands = threading.BoundedSemaphore(_MOST_ERRANDS)
+        self._version = version("stormtorch")  # reads a file
+        self._errands = threading.BoundedSemaphore(MOST_ERRANDS)
         self._given: dict[int, tuple[int, float]] = {}  # by slot: the highest number given, and until when it counts
 
     def speak_for(self, transport: UdpTransport) -> None:
         """Answers on behalf of another transport of the same rank from now on."""
         self._transport = weakref.ref(transport)
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answers a question of a newcomer. The question may be anything."""
+    def answer(self, question: dict[str, Any]) -> dict[str, Any] | bytes:
+        """Answers a question of a newcomer, in words or as JSON. The question may be anything."""
         transport = self._transport()
         if transport is None or transport.closed:
             return {"state": "over"}
@@ -90,16 +91,17 @@ class Reception:
             return transport.teller.status()
         return f"rank {transport.rank} of {transport.world}, job {transport.name}: nothing is prepared yet\n"
 
-    def _tell(self, transport: UdpTransport, question: dict[str, Any]) -> dict[str, Any]:
+    def _tell(self, transport: UdpTransport, question: dict[str, Any]) -> dict[str, Any] | bytes:
         since, whom = question.get("since", 0), question.get("for", transport.rank)
         if type(since) is not int or type(whom) is not int or not 0 <= since <= _MOST_SINCE:
             raise Garbage("a question without a number, or for no rank")
         if whom != transport.rank:
             return self._pass_on(transport, whom, since)
-        told: dict[str, Any] = {"records": [], "next": 0, "more": False}
+        told: dict[str, Any] = {"next": 0, "more": False}
+        lines: list[bytes] = []
         if transport.teller is not None:
-            told = transport.teller.tell(since)
-        return {
+            told, lines = transport.teller.tell(since)
+        about = {
             "state": "running",
             "rank": transport.rank,
             "incarnation": transport.incarnation(transport.rank),
@@ -112,8 +114,9 @@ class Reception:
             },
             **told,
         }
+        return frames.with_records(about, lines)
 
-    def _pass_on(self, transport: UdpTransport, whom: int, since: int) -> dict[str, Any]:
+    def _pass_on(self, transport: UdpTransport, whom: int, since: int) -> dict[str, Any] | bytes:
         """Asks another rank on behalf of a watcher who cannot reach it."""
         card = transport.cards.get(whom)
         if card is None or not card.reception:
@@ -121,12 +124,12 @@ class Reception:
         if not self._errands.acquire(blocking=False):
             return {"state": "busy"}
         try:
-            # Without "for": nobody passes a question on twice.
-            return frames.ask(
+            # Without "for": nobody passes a question on twice. The answer is only carried: the watcher checks it.
+            return frames.ask_text(
                 (card.host, card.reception),
                 {"op": "tell", "since": since},
                 key=transport.options.key,
-                version=version("stormtorch"),
+                version=self._version,
                 timeout_s=_ERRAND_S,
             )
         except (OSError, Garbage, NotAdmitted) as error:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
@@ -31,7 +31,7 @@ _log = logging.getLogger("stormtorch")
 class Receives(Protocol):
     """Answers to newcomers, on behalf of a transport: see `stormtorch.transport.reception`."""
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, question: dict[str, Any]) -> dict[str, Any] | bytes:
         """Answers a question of a newcomer."""
         ...
 
@@ -47,8 +47,8 @@ class Receives(Protocol):
 class Teller(Protocol):
     """Tells of a training to whoever asks at the reception: see `stormtorch.runtime.recorder`."""
 
-    def tell(self, since: int) -> dict[str, Any]:
-        """Returns records from a number on, and the number to ask for next."""
+    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Returns what goes into an answer, with the number to ask for next, and records from a number on as JSON."""
         ...
 
     def status(self) -> str:
@@ -341,12 +341,18 @@ class UdpTransport(EndpointMembership):
     def link(self, peer: int) -> tuple[float, float, float]:
         """Round-trip time in seconds, loss of what the peer sent, and rate towards the peer in bytes per second."""
         self.check_owner("link")
-        return self.endpoint.link(peer)
+        round_trip_s, loss, rate, _ = self.endpoint.links([peer])[0]
+        return round_trip_s, loss, rate
 
     def path_bytes(self, peer: int) -> int:
         """Largest datagram that the path to a peer carries now; larger chunks travel in pieces."""
         self.check_owner("path_bytes")
-        return self.endpoint.path_bytes(peer)
+        return self.endpoint.links([peer])[0][3]
+
+    def links(self, peers: Sequence[int]) -> list[tuple[float, float, float, int]]:
+        """Round-trip time, loss, rate and largest datagram of several peers at one moment: see `link`, `path_bytes`."""
+        self.check_owner("links")
+        return self.endpoint.links(list(peers))
 
     def part(self) -> None:
         """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""

@@ -7,8 +7,9 @@ from typing import Any
 
 _MOST_TEXT = 300
 _MOST_RANKS = 4096
-# Years 1970 to 2096: other times would stretch every time axis beyond use.
-_LAST_TIME = 4e9
+# Years 2017 to 2096, and not later than a day from now: other times would stretch every time axis beyond use.
+_FIRST_TIME, _LAST_TIME = 1.5e9, 4e9
+_DAY_S = 86_400.0
 
 
 def number(record: dict[str, Any], name: str) -> float | None:
@@ -82,7 +83,8 @@ def mapping(record: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def time_of(record: dict[str, Any]) -> float | None:
-    """Returns the time of a record in unix seconds, or None if it has none that can be."""
+def time_of(record: dict[str, Any], now: float | None = None) -> float | None:
+    """Returns the time of a record in unix seconds, or None if it has none that can be; `now` is when it came."""
     value = number(record, "time")
-    return value if value is not None and 0.0 <= value <= _LAST_TIME else None
+    latest = _LAST_TIME if now is None else now + _DAY_S
+    return value if value is not None and _FIRST_TIME <= value <= latest else None

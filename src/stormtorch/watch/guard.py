@@ -2,6 +2,7 @@
 open, so that loopback alone protects nothing: every request needs the token, and must be meant for this server.
 """
 
+import contextlib
 import hmac
 import ipaddress
 import secrets
@@ -35,7 +36,7 @@ class Guard:
         self.token = token or secrets.token_urlsafe(24)
         self.cookie = f"stormtorch_watch_{port}"
         self._loopback = is_loopback(host)
-        self._names = {"localhost"} if self._loopback else {"localhost", host.lower(), socket.gethostname().lower()}
+        self._names = {"localhost"} if self._loopback else {"localhost", host.lower(), *own_names()}
 
     def knows(self, token: str | None) -> bool:
         """Whether this is the token; takes the same time whatever of it is wrong."""
@@ -62,7 +63,7 @@ class Guard:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        if name.lower() in self._names:
+        if name.lower().rstrip(".") in self._names:
             return True
         try:
             address = ipaddress.ip_address(name)
@@ -77,6 +78,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def own_names() -> set[str]:
+    """Names of this machine, short and with its domain, as it knows them itself. A name that merely leads here is none
+    of them: anybody can point one anywhere.
+    """
+    host = socket.gethostname()
+    names = {host, host.partition(".")[0], socket.getfqdn(host)}
+    with contextlib.suppress(OSError):
+        name, others, _ = socket.gethostbyname_ex(host)
+        names |= {name, *others}
+    return {each.lower().rstrip(".") for each in names if each}
 
 
 def bearer(headers: Mapping[str, str]) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from stormtorch.watch.fields import clean, count, ranks, text, time_of
+from stormtorch.watch.fields import clean, count, number, ranks, text, time_of
 from stormtorch.watch.process import Process
 from stormtorch.watch.series import Series
 
@@ -32,6 +32,8 @@ class View:
 
     number: int
     time: float
+    arrived: float
+    """Time by the clock of whoever watches."""
     step: int | None
     members: tuple[int, ...]
     left: tuple[int, ...]
@@ -46,22 +48,33 @@ class Job:
     series: Series = field(default_factory=Series)
     views: "OrderedDict[int, View]" = field(default_factory=OrderedDict)
     notes: "OrderedDict[tuple[Any, ...], Note]" = field(default_factory=OrderedDict)
-    told: float = 0.0
-    """Time of the last record of anybody."""
+    arrived: float = 0.0
+    """Time at which the last record of anybody came, by the clock of whoever watches."""
     records: int = 0
 
-    def add(self, origin: str, record: dict[str, Any]) -> None:
-        """Takes one record, which may be anything, of the process that `origin` names."""
-        time = time_of(record)
+    def add(self, origin: str, record: dict[str, Any], arrived: float | None = None) -> None:
+        """Takes one record, which may be anything, of the process that `origin` names.
+
+        Args:
+            origin: Name of the process.
+            record: The record.
+            arrived: When it came, by the clock of whoever watches; None takes the time that the record itself has.
+        """
+        time = time_of(record, arrived)
         kind = record.get("kind")
-        if time is None or not isinstance(kind, str):
+        if not isinstance(kind, str):
             return
+        if time is None:
+            self._leave_out(origin, record, arrived)
+            return
+        arrived = time if arrived is None else arrived
         process = self.processes.get(origin)
         if process is None:
             if len(self.processes) >= _MOST_PROCESSES:
                 return
             process = self.processes[origin] = Process(origin)
-        process.told, self.told = max(process.told, time), max(self.told, time)
+        process.told, process.arrived = max(process.told, time), max(process.arrived, arrived)
+        self.arrived = max(self.arrived, arrived)
         self.records += 1
         if kind != "end" and process.why is not None and time > process.ended:
             process.begin_again()
@@ -86,13 +99,22 @@ class Job:
             }
             self.series.add(time, values)
         elif kind == "view":
-            self._viewed(process, time, record)
+            self._viewed(process, time, arrived, record)
         elif kind == "event":
             self._note(time, "event", count(record, "step"), text(record, "text"), process)
         elif kind == "end":
             process.why, process.ended = text(record, "why") or "done", time
             ended = {"done": "Done", "left": "Handed over and left"}.get(process.why, f"Failed: {process.why}")
             self._note(time, "end", count(record, "step"), ended, process)
+
+    def _leave_out(self, origin: str, record: dict[str, Any], arrived: float | None) -> None:
+        """Says once of a process that its records have times that cannot be: they would stretch every time axis."""
+        when = self.arrived if arrived is None else arrived
+        process = self.processes.get(origin)
+        if process is None or process.rank is None or number(record, "time") is None or not when:
+            return
+        words = f"Rank {process.rank} has a clock that cannot be right: such records are left out"
+        self._keep(("clock", process.rank), Note(when, "event", None, words, {process.rank}))
 
     def _stepped(self, process: Process, time: float, record: dict[str, Any]) -> None:
         spell = process.stepped(time, record)
@@ -112,13 +134,13 @@ class Job:
         }
         self.series.add(time, values)
 
-    def _viewed(self, process: Process, time: float, record: dict[str, Any]) -> None:
+    def _viewed(self, process: Process, time: float, arrived: float, record: dict[str, Any]) -> None:
         number = count(record, "number")
         if number is None:
             return
         members, left, came = (tuple(ranks(record, each)) for each in ("members", "left", "came"))
         if number not in self.views:
-            self.views[number] = View(number, time, count(record, "step"), members, left, came)
+            self.views[number] = View(number, time, arrived, count(record, "step"), members, left, came)
             while len(self.views) > _MOST_NOTES:
                 self.views.popitem(last=False)
         told = [f"without {named(left)}"] * bool(left) + [f"with {named(came)}"] * bool(came)

@@ -63,7 +63,7 @@ class Moment:
 
     Args:
         job: The job; it must not change meanwhile.
-        now: Unix time.
+        now: Unix time, by the clock that says when records arrived.
     """
 
     def __init__(self, job: Job, now: float) -> None:
@@ -77,7 +77,10 @@ class Moment:
     @cached_property
     def states(self) -> dict[int, State]:
         """Condition of the latest process of each rank."""
-        return {rank: self._state_of(process) for rank, process in self.everyone.items()}
+        found = {rank: self._state_of(process) for rank, process in self.everyone.items()}
+        # Of a run that is over, whoever said nothing at its end is gone: nobody waits for another word.
+        over = State.RUNNING not in found.values() and not {State.DONE, State.FAILED}.isdisjoint(found.values())
+        return {rank: State.GONE if over and each is State.SILENT else each for rank, each in found.items()}
 
     @cached_property
     def state(self) -> State:
@@ -138,9 +141,12 @@ class Moment:
     def _state_of(self, process: Process) -> State:
         if process.why is not None:
             return {"done": State.DONE, "left": State.LEFT}.get(process.why, State.FAILED)
-        view = self.job.view
-        if view is not None and process.rank not in view.members and process.told <= view.time + _SILENT_S:
-            return State.GONE
         _, last = process.recent[-1] if process.recent else (0.0, Spell())
         patience = max(_SILENT_S, _SILENT_STEPS * last.seconds / last.steps if last.steps else 0.0)
-        return State.SILENT if self.now - process.told > patience else State.RUNNING
+        silent = self.now - process.arrived > patience
+        view = self.job.view
+        if view is not None and process.rank not in view.members:
+            # Judged by arrivals: clocks of two ranks may differ by more than a rank takes to come back.
+            back = not silent and process.arrived > view.arrived + _SILENT_S
+            return State.RUNNING if back else State.GONE
+        return State.SILENT if silent else State.RUNNING

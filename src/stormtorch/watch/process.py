@@ -94,7 +94,9 @@ class Process:
     started: float | None = None
 
     told: float = 0.0
-    """Time of its last record."""
+    """Time of its last record, by its own clock."""
+    arrived: float = 0.0
+    """Time at which that record came, by the clock of whoever watches: clocks of other hosts may differ by minutes."""
     step: int | None = None
     why: str | None = None
     """Reason of its end: "done", "left" or an error; None while it runs."""

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stormtorch.watch import pages
 from stormtorch.watch.guard import HEADERS, Guard, bearer
@@ -25,6 +27,8 @@ _log = logging.getLogger("stormtorch")
 _EVERY_S, _UNSEEN_EVERY_S = 2.0, 10.0
 _UNSEEN_AFTER_S = 15.0
 _MOST_CONNECTIONS = 64
+# A connection that has asked nothing for so long is closed: browsers open some in advance, strangers may open many.
+_IDLE_S = 5.0
 _HELP = "Open the address that `stormtorch watch` printed: it contains the token."
 
 
@@ -131,6 +135,49 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class Impatient(H11Protocol):
+    """Closes connections on which no request comes, and the oldest of them at once when others need their places."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Takes a connection."""
+        super().connection_made(transport)
+        self._wait()
+        # Closed ones stay in the set until the loop comes round.
+        there = [each for each in self.connections if isinstance(each, Impatient) and not each.transport.is_closing()]
+        idle = [each for each in there if each.idle and each is not self]
+        if len(there) > _MOST_CONNECTIONS and idle:
+            min(idle, key=lambda each: each.since).transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request."""
+        super().on_response_complete()
+        self._wait()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered. One of which only a part has come may never be whole."""
+        cycle: Any = self.cycle  # None before the first request
+        return cycle is None or bool(cycle.response_complete)
+
+    def _wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.since = self.loop.time()
+        self._deadline = self.loop.call_later(_IDLE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.idle:
+            self.transport.close()
+
+
 class _Quiet(uvicorn.Server):
     """Looks twice a second, and not ten times, whether it shall end: it shares the machine with what it watches."""
 
@@ -142,17 +189,22 @@ class _Quiet(uvicorn.Server):
             ticks = (ticks + 5) % 864_000
 
 
-def serve(watcher: Watcher, guard: Guard, listener: socket.socket) -> None:
-    """Serves until SIGINT or SIGTERM."""
+def server_of(watcher: Watcher, guard: Guard) -> uvicorn.Server:
+    """Makes the server."""
     config = uvicorn.Config(
         new_app(watcher, guard),
         log_level="warning",
         access_log=False,
         server_header=False,
-        http="h11",
+        http=Impatient,
         ws="none",
-        limit_concurrency=_MOST_CONNECTIONS,
-        timeout_keep_alive=10,
+        limit_concurrency=2 * _MOST_CONNECTIONS,  # beyond those that may be idle
+        timeout_keep_alive=int(_IDLE_S),
         timeout_graceful_shutdown=1,
     )
-    _Quiet(config).run(sockets=[listener])
+    return _Quiet(config)
+
+
+def serve(watcher: Watcher, guard: Guard, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    server_of(watcher, guard).run(sockets=[listener])

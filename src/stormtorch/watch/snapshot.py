@@ -24,7 +24,7 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
 
     Args:
         job: The job.
-        now: Unix time.
+        now: Unix time, by the clock that says when records arrived.
         source: Where its records come from, in words.
         since: First bin of the time series that is wanted.
         width_s: Width of the bins that the reader has. If bins have become wider since, all are returned.
@@ -38,7 +38,7 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
         "now": round(now, 3),
         "source": clean(source),
         "state": moment.state.value,
-        "told": round(job.told, 3),
+        "told": round(job.arrived, 3),
         "job": _job(moment),
         "verdict": [_finding(each) for each in findings[:6]],
         "cost": _cost(cost),
@@ -128,7 +128,7 @@ def _rank(moment: Moment, rank: int, process: Process) -> dict[str, Any]:
         "state": moment.states[rank].value,
         "why": process.why,
         "step": process.step,
-        "told_s": round(max(0.0, moment.now - process.told), 1),
+        "told_s": round(max(0.0, moment.now - process.arrived), 1),
         "heard_s": _short(max(heard, default=None)),
         "split": None if split is None else [_short(each) for each in split],
         "lost": None if spell is None else _short(spell.lost),

@@ -25,6 +25,9 @@ class Source(Protocol):
     def read(self) -> dict[Who, list[Record]]:
         """Returns the records that are new, by process."""
 
+    def age_s(self, who: Who) -> float | None:
+        """Returns how many seconds before the last read its newest records were written; None if they came with it."""
+
     def close(self) -> None:
         """Gives back what it holds."""
 
@@ -43,6 +46,10 @@ class FolderSource:
     def read(self) -> dict[Who, list[Record]]:
         """Returns what stands on lines that are new."""
         return self._folder.read(_MOST_BYTES)
+
+    def age_s(self, who: Who) -> float | None:
+        """Returns the age of a file that is read for the first time; None once it grows while it is watched."""
+        return self._folder.age_s(who)
 
     def close(self) -> None:
         """Does nothing: files are open only while they are read."""
@@ -63,6 +70,10 @@ class LiveSource:
     def read(self) -> dict[Who, list[Record]]:
         """Returns what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
         return self._live.read()
+
+    def age_s(self, who: Who) -> float | None:
+        """Returns None: a rank that answers runs."""
+        return None
 
     def close(self) -> None:
         """Ends all talks."""

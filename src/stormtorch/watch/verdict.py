@@ -71,7 +71,7 @@ def _silence(moment: Moment) -> list[Finding]:
         level = Level.BAD if running else Level.WARN
         found.append(Finding(level=level, kind="gone", text=words, remedy=remedy, ranks=gone, weight=5.0))
     if silent:
-        quiet = time_text(moment.now - max(moment.everyone[rank].told for rank in silent))
+        quiet = time_text(moment.now - max(moment.everyone[rank].arrived for rank in silent))
         if running:
             words = f"{does(where(moment, silent), 'has', 'have')} told nothing for {quiet}"
             remedy = "see whether the process still runs, and whether its folder or its port can be reached from here"

@@ -5,11 +5,16 @@ import threading
 import time
 from typing import Any
 
+from stormtorch.results.records import Record, Who
+from stormtorch.watch.fields import time_of
 from stormtorch.watch.job import Job
 from stormtorch.watch.prometheus import JobMetrics
 from stormtorch.watch.snapshot import snapshot
 from stormtorch.watch.sources import Source
 
+# A file that is read for the first time is as old as the file system says, unless its records say that it is older by
+# more than clocks usually differ: then somebody has copied it.
+_COPIED_S = 600.0
 # A long run is read in parts; whoever watches sees the first ones soon, and the rest with the next calls.
 _LONGEST_READ_S = 10.0
 
@@ -26,6 +31,8 @@ class Watcher:
         self.job = Job()
         self._metrics = JobMetrics()
         self._lock = threading.Lock()
+        # Unix time that nobody sets back or forth while this watches.
+        self._ahead_s = time.time() - time.monotonic()
         self._cached: tuple[tuple[int, int, int, float | None], bytes] | None = None
 
     def read(self) -> bool:
@@ -36,17 +43,29 @@ class Watcher:
             any_new = True
             with self._lock:
                 for who, records in found.items():
-                    for record in records:
-                        self.job.add(who.file_name, record)
+                    self._add(who, records)
                 self._metrics.take(found)
             if not self.source.in_parts or time.monotonic() > until:
                 break
         return any_new
 
+    def _add(self, who: Who, records: list[Record]) -> None:
+        """Adds records of one process. The last came just now; its own clock says how long before that the others."""
+        now = self._now()
+        times = [time_of(record, now) for record in records]
+        last = max((each for each in times if each is not None), default=now)
+        age_s = self.source.age_s(who)
+        came = now if age_s is None else min(now - age_s, last if now - last > _COPIED_S else now)
+        for record, written in zip(records, times, strict=True):
+            self.job.add(who.file_name, record, came if written is None else came - (last - written))
+
+    def _now(self) -> float:
+        return time.monotonic() + self._ahead_s
+
     def snapshot(self, since: int = 0, width_s: float | None = None) -> dict[str, Any]:
         """Returns the state as plain data."""
         with self._lock:
-            return snapshot(self.job, time.time(), self.source.name, since=since, width_s=width_s)
+            return snapshot(self.job, self._now(), self.source.name, since=since, width_s=width_s)
 
     def as_json(self, since: int = 0, width_s: float | None = None) -> bytes:
         """Returns the state as JSON. Readers who ask for the same within a second share one answer."""

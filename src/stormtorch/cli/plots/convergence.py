@@ -8,7 +8,7 @@ from stormtorch.cli.plots.labels import label_ends
 from stormtorch.results.text import condition_text
 
 if TYPE_CHECKING:
-    from stormtorch.bench.convergence import ConvergenceReport
+    from stormtorch.bench.convergence import ConvergenceReport, Curve
 
 
 def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
@@ -16,22 +16,76 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     from matplotlib.figure import Figure
 
     conditions = report.conditions
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
     for curve in report.curves:
-        label = curve.backend + (" (given up)" if curve.gave_up else "")
-        axis.plot(curve.clock_s, curve.losses, color=COLOURS[curve.backend], marker=".", label=label)
-        reached_s = report.reached_s(curve)
-        if reached_s is not None:
-            axis.axvline(reached_s, color=COLOURS[curve.backend], linestyle=":", linewidth=1)
-    if report.target is not None:
-        axis.axhline(report.target, color="black", linestyle=":", linewidth=1)
+        colour = COLOURS[curve.backend]
+        label = "_" if curve.gave_up else curve.backend
+        axis.plot(curve.clock_s, curve.losses, color=colour, marker=".", label=label)
+        if curve.gave_up:
+            waited_s = [curve.clock_s[-1], _waited_until_s(report, curve)]
+            axis.plot(waited_s, [curve.losses[-1]] * 2, color=colour, linestyle="--", label=_given_up(report, curve))
     axis.set_xlabel("seconds of training")
     axis.set_ylabel("validation loss, nats per byte")
     axis.set_xlim(left=0)
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, top)  # from here on it stays
+    if report.target is not None:
+        axis.axhline(report.target, color="black", linestyle=":", linewidth=1, label="_")
+    crowded, before_s = 0, -1e9
+    for reached_s, backend in _reached(report):
+        assert report.target is not None
+        colour = COLOURS[backend]
+        axis.plot([reached_s] * 2, [bottom, report.target], color=colour, linestyle=":", linewidth=1, label="_")
+        # Times that lie close together stand above each other.
+        crowded = crowded + 1 if reached_s - before_s < 0.09 * axis.get_xlim()[1] else 0
+        before_s = reached_s
+        axis.annotate(
+            _seconds(reached_s),
+            (reached_s, bottom),
+            xytext=(-3, 3 + 10 * crowded),
+            textcoords="offset points",
+            ha="right",
+            color=colour,
+            fontsize=8.5,
+        )
     label_ends(axis)
     axis.spines[["top", "right"]].set_visible(False)
     where = condition_text(conditions["requested"]) if "requested" in conditions else "loopback"
-    figure.suptitle(f"time to the same loss, {conditions['ranks']} ranks, {where}", fontsize=11)
+    figure.suptitle(f"{headline(report)}\n{conditions['ranks']} ranks, {where}", fontsize=10.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def headline(report: "ConvergenceReport") -> str:
+    """Says what the picture shows: who comes to the same loss first, and who last."""
+    reached = _reached(report)
+    if not reached:
+        return "every backend was given up"
+    (first_s, first), (last_s, last) = reached[0], reached[-1]
+    said = f"{first} comes to a loss of {report.target:.2f} in {_seconds(first_s)}"
+    return said if first == last else f"{said}, {last} in {_seconds(last_s)}"
+
+
+def _reached(report: "ConvergenceReport") -> list[tuple[float, str]]:
+    """Seconds until each backend came to the target, and its name; the soonest first."""
+    times = [(report.reached_s(curve), curve.backend) for curve in report.curves]
+    return sorted((each_s, backend) for each_s, backend in times if each_s is not None)
+
+
+def _waited_until_s(report: "ConvergenceReport", curve: "Curve") -> float:
+    """Where the line of a backend that was given up ends: with its patience, or with the others' last evaluation."""
+    until_s = curve.clock_s[-1] + report.conditions["patience_s"]
+    others_s = max((each.clock_s[-1] for each in report.curves), default=0.0)
+    return float(min(until_s, others_s) if others_s > curve.clock_s[-1] else until_s)
+
+
+def _given_up(report: "ConvergenceReport", curve: "Curve") -> str:
+    patience_s = report.conditions["patience_s"]
+    if curve.steps[-1] == 0:
+        return f"{curve.backend}: no step\nin {patience_s:g} s"
+    return f"{curve.backend}: given up\nafter {patience_s:g} s more"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"

@@ -42,7 +42,7 @@ def shown_text(reply: dict[str, Any]) -> str:
     measured = reply["measured"]
     links = [LinkCount(**link) for link in measured["links"]]
     lines = [
-        f"{reply['hosts']} hosts, {reply['kind']}",
+        f"lab {reply['lab']}: {reply['hosts']} hosts, {reply['kind']}",
         f"  asked     {requested_text(reply['requested'])}",
         f"  measured  {counted_text(links)}; {measured['overflow']:.2%} met a full queue",
     ]
