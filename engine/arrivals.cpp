@@ -99,7 +99,7 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
 
 bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        deliver(*exchange, peer, header, payload, now);
+        deliver(*exchange, peer, header, payload, now, Way::datagram);
         settle(*exchange, now);
         return true;
     }
@@ -127,8 +127,8 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
     return true;
 }
 
-void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload,
-                   Nanos now) {
+void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+                   Way way) {
     const bool second_stage = header.has(flag_second_stage);
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
@@ -158,7 +158,7 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     if (message->closed) {
         credit_.close(peer.rank);
         // The sender waits to hear that its message is complete.
-        peer.in.report_now();
+        if (way == Way::datagram) peer.in.report_now();
     } else if (header.has(flag_last) || message->ended) {
         heed_end(exchange, peer, second_stage, now);
     }
@@ -252,6 +252,9 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     if (!blame) {
         ++counters_.malformed;
         return;
+    }
+    // What it passed before it left is still in shared memory.
+    while (peer.passage && take_records(peer.rank, 1, now)) {
     }
     // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);

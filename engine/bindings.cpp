@@ -170,6 +170,8 @@ nb::dict to_dict(const Counters& c) {
     d["reports"] = c.reports;
     d["probes"] = c.probes;
     d["asks"] = c.asks;
+    d["shared_bytes_sent"] = c.shared_bytes_sent;
+    d["shared_bytes_received"] = c.shared_bytes_received;
     d["path_probes"] = c.path_probes;
     d["path_changes"] = c.path_changes;
     d["pieces"] = c.pieces;
@@ -338,6 +340,22 @@ NB_MODULE(_engine, m) {
                 d.readmit(peer, address, incarnation, opening);
             },
             nb::arg("peer"), nb::arg("host"), nb::arg("port"), nb::arg("incarnation"), nb::arg("key"))
+        .def(
+            "offer_passage",
+            [](Driver& d, std::uint16_t peer) {
+                Driver::Offer offer = d.offer_passage(peer);
+                return std::pair(offer.ring.release(), offer.bell.release());
+            },
+            nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "take_passage",
+            [](Driver& d, std::uint16_t peer, int ring, int bell) {
+                d.take_passage(peer, Descriptor(ring), Descriptor(bell));
+            },
+            nb::arg("peer"), nb::arg("ring"), nb::arg("bell"), nb::call_guard<nb::gil_scoped_release>())
+        .def("use_passage", &Driver::use_passage, nb::arg("peer"), nb::arg("incarnation"),
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("near", &Driver::near, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
             nb::call_guard<nb::gil_scoped_release>())

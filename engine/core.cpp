@@ -24,7 +24,8 @@ Core::Core(CoreConfig config, Nanos now)
       line_(config_.world, now),
       blames_(config_.rank, config_.silence),
       peers_(config_.world, credit_),
-      due_at_(peers_, config_.silence) {
+      due_at_(peers_, config_.silence),
+      bells_(config_.world) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
@@ -120,10 +121,11 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
             // Only headers with a valid blame are kept.
             heed_failed(exchange, peer, *parse_blame(entry.header, config_.world));
         } else {
-            deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now);
+            deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now, Way::datagram);
         }
     }
     counters_.pool_bytes = pool_.bytes();
+    for (const std::uint16_t rank : near_) peers_[rank].passage->stalled = false;
 }
 
 void Core::begin_receives(Exchange& exchange, Nanos now) {
@@ -189,6 +191,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     });
     // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
+    std::erase(near_, rank);
     std::erase(config_.vacant, rank);
     credit_.arrive(rank);
     count_peers();

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "bitmap.hpp"
 #include "blames.hpp"
 #include "blocks.hpp"
 #include "clock.hpp"
@@ -33,6 +34,8 @@
 namespace storm {
 
 class Batch;
+struct Passage;
+struct Record;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
@@ -79,6 +82,21 @@ public:
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
+    // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
+    // if the peer is not that process, or no longer.
+    void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage);
+    // While shut, peers send us datagrams instead.
+    void shut_passages(bool shut);
+    // Takes and puts some of what is to pass through shared memory; true if there was anything.
+    bool pass(Nanos now);
+    // Peers with which memory is shared, in rising order.
+    [[nodiscard]] const std::vector<std::uint16_t>& near() const { return near_; }
+    // Has peers ring when they pass something. False if they already have: then `pass` comes first.
+    [[nodiscard]] bool may_sleep();
+    // Calls `ring(rank)` for each peer that sleeps and has been passed something, or been given room.
+    template <class Ring>
+    void ring_bells(Ring&& ring);
+
     // When `tick` should be called at the latest, given that `transmit` has returned false.
     [[nodiscard]] Nanos next_timer();
     void tick(Nanos now);
@@ -110,7 +128,9 @@ private:
     void take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now);
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
-    void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
+    enum class Way : std::uint8_t { datagram, memory };
+    void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+                 Way way);
     bool take_end(Peer& peer, const Header& header, Nanos now);
     void heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
@@ -143,6 +163,16 @@ private:
     void add_datagram(Batch& batch, Peer& peer, const Flight& flight, const Header& header,
                       std::span<const std::byte> payload, Nanos now, Checks* checks = nullptr);
     void share_line(Nanos now);
+
+    // passages.cpp: what passes through shared memory
+    bool take_records(std::uint16_t rank, std::size_t most, Nanos now);
+    enum class Taken : std::uint8_t { yes, no_room, not_its_turn };
+    Taken take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now);
+    [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
+    bool put_records(std::uint16_t rank, Nanos now);
+    // Whether data to the peer takes this way now.
+    [[nodiscard]] bool passes(std::uint16_t rank) const;
+    [[nodiscard]] std::size_t put_run(Outgoing& message, std::byte* room);
 
     // endings.cpp: timers, and how exchanges come to their end
     void close(Exchange& exchange, Incoming& message, bool tell);
@@ -197,9 +227,22 @@ private:
     std::optional<Pacer> shared_pacer_;    // RateMode::fixed
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
     bool again_{};                         // transmit has more to look at although a peer had nothing to send
+    std::vector<std::uint16_t> near_;      // peers with which memory is shared
+    Bitmap bells_;                         // peers whose bells must be rung
+    bool passages_shut_{};
+    Nanos defer_until_{never};  // when terms that came before their turn are taken nevertheless
     std::uint32_t overflow_{};
     Counters counters_;
 };
+
+template <class Ring>
+void Core::ring_bells(Ring&& ring) {
+    if (near_.empty()) return;
+    for (std::size_t rank = bells_.next(0); rank < config_.world; rank = bells_.next(rank + 1)) {
+        bells_.clear(rank);
+        ring(static_cast<std::uint16_t>(rank));
+    }
+}
 
 template <class Work>
 decltype(auto) Core::with_views(Nanos now, Work&& work) {

@@ -24,7 +24,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
     const auto fill_any = [&](std::size_t first, std::size_t end) {
         for (std::size_t at = peers_.queued().next(first); at < end; at = peers_.queued().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
-            if (peers_.idle(rank)) continue;
+            if (peers_.idle(rank) || passes(rank)) continue;
             const bool filled = fill_data(batch, peers_.attempt(rank), now);
             if (filled || again_) peers_.mark(rank);
             if (!filled) continue;

@@ -33,6 +33,8 @@ public:
         fd_ = -1;
     }
     [[nodiscard]] int get() const { return fd_; }
+    // Gives ownership up.
+    [[nodiscard]] int release() { return std::exchange(fd_, -1); }
 
 private:
     int fd_;

@@ -1,6 +1,8 @@
 #include "driver.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 #include <time.h>
@@ -17,6 +19,10 @@ namespace {
 
 // How often timers are looked at while there is always something to read.
 constexpr Nanos tick_every = 200 * microsecond;
+// How often the socket is read while there is always something in shared memory.
+constexpr Nanos read_every = 50 * microsecond;
+// How long a caller looks for what comes through shared memory before it sleeps: to be woken takes about as long.
+constexpr Nanos longest_linger = 50 * microsecond;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -67,7 +73,9 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
-        // The loop ends: until receivers answer, no more than the eager bytes may leave.
+        // The loops end: until receivers answer, no more than the eager bytes may leave.
+        while (pass()) {
+        }
         while (flush(now)) {
         }
         collect();
@@ -127,17 +135,20 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
                 door_.give_way();
                 continue;
             }
+            if (linger(lock) || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
             const bool full = !unsent_.empty();
             lock.unlock();
-            std::array<pollfd, 2> waits{
+            std::array<pollfd, 3> waits{
                 {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
-                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0}}};
+                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0},
+                 {.fd = bell_.get(), .events = POLLIN, .revents = 0}}};
             ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
             if (waits[1].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
+            if (waits[2].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
             lock.lock();
             sleeping_until_ = 0;
         }
@@ -182,6 +193,7 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     attempt([&] {
         core_->readmit(peer, incarnation, key, clock_now());
         socket_.set_peer(peer, address);
+        near_.erase(peer);
         flush(clock_now());
         collect();
     });
@@ -191,6 +203,44 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     } else {
         arm();
     }
+}
+
+Driver::Offer Driver::offer_passage(std::uint16_t peer) {
+    auto ring = std::make_unique<RingMemory>();
+    const Lock lock(door_);
+    check_open();
+    const auto copy = [](int fd) {
+        return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0), "shared memory needs more descriptors, see `ulimit -n`");
+    };
+    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get())};
+    ring->close_file();
+    near_[peer].from_it = std::move(ring);
+    return offer;
+}
+
+void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
+    auto memory = std::make_unique<RingMemory>(std::move(ring));
+    memory->close_file();
+    const Lock lock(door_);
+    check_open();
+    near_[peer].to_it = std::move(memory);
+    near_[peer].bell = std::move(bell);
+}
+
+void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
+    const Lock lock(door_);
+    check_open();
+    Near& near = near_[peer];
+    if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
+    core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)));
+    // It may have passed something already.
+    wake(wake_);
+    wake(nudge_);
+}
+
+std::vector<std::uint16_t> Driver::near() {
+    const Lock lock(door_);
+    return core_ && !closed_ ? core_->near() : std::vector<std::uint16_t>{};
 }
 
 // Something was posted or changed: whoever sleeps may have to wake earlier.
@@ -230,6 +280,7 @@ void Driver::run() {
                 door_.give_way();
                 continue;
             }
+            if (!core_->may_sleep()) continue;
             arm();
         }
         lock.unlock();
@@ -238,14 +289,39 @@ void Driver::run() {
         for (int i = 0; i < count; ++i) {
             std::uint64_t drained = 0;
             const int fd = events[static_cast<std::size_t>(i)].data.fd;
-            if (fd != socket_.fd()) (void)!read(fd, &drained, sizeof drained);
+            (void)!read(fd == inputs_.get() ? bell_.get() : fd, &drained, sizeof drained);
         }
         lock.lock();
         armed_at_ = never;
     }
 }
 
+bool Driver::pass() {
+    const bool any = core_->pass(clock_now());
+    core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
+    return any;
+}
+
+bool Driver::linger(Lock& lock) {
+    if (core_->near().empty()) return false;
+    const Nanos until = clock_now() + longest_linger;
+    do {
+        lock.unlock();
+        // Another rank may want this core, perhaps the one that we wait for.
+        sched_yield();
+        lock.lock();
+        if (over() || pass()) return true;
+    } while (clock_now() < until);
+    return false;
+}
+
 bool Driver::step() {
+    const bool passed = pass();
+    if (passed && clock_now() - read_at_ < read_every) {
+        flush(clock_now());
+        collect();
+        return true;
+    }
     // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped after the
     // system call that fetched them, departures right before the one that sends them: errors then only lengthen a delay.
     Nanos now = clock_now();
@@ -258,6 +334,7 @@ bool Driver::step() {
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });
+    read_at_ = now;
     if (received > 0) {
         core_->set_overflow(socket_.overflow());
         now = clock_now();
@@ -267,8 +344,10 @@ bool Driver::step() {
         ticked_at_ = now;
     }
     const bool sent = flush(now);
+    // A datagram may have let more pass.
+    const bool passed_on = pass();
     collect();
-    return received > 0 || sent;
+    return received > 0 || sent || passed || passed_on;
 }
 
 bool Driver::flush(Nanos now) {

@@ -28,6 +28,8 @@
 #include "descriptor.hpp"
 #include "door.hpp"
 #include "faults.hpp"
+#include "passage.hpp"
+#include "ring.hpp"
 #include "socket.hpp"
 
 namespace storm {
@@ -63,6 +65,19 @@ public:
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
     void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
+    // Shared memory with a peer of the same machine, in three steps, so that nothing can fail once the peer relies on it:
+    // makes memory that the peer will write to, and returns descriptors of it and of the bell that the peer will ring,
+    // which the caller owns;
+    struct Offer {
+        Descriptor ring, bell;
+    };
+    [[nodiscard]] Offer offer_passage(std::uint16_t peer);
+    // takes those of the peer;
+    void take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell);
+    // and uses both. Throws std::invalid_argument if the peer is another process by now.
+    void use_passage(std::uint16_t peer, std::uint16_t incarnation);
+    // Peers with which memory is shared.
+    [[nodiscard]] std::vector<std::uint16_t> near();
     // Calls `work(views, now)` with the endpoint's views and acts on what it changed. Throws std::runtime_error when closed.
     template <class Work>
     auto with_views(Work&& work);
@@ -104,6 +119,10 @@ private:
     // One round of reading, timing and writing; true if there may be more to do at once.
     bool step();
     bool flush(Nanos now);
+    // One round of what passes through shared memory; true if there may be more.
+    bool pass();
+    // Looks for a moment whether anything comes through shared memory; false if nothing did.
+    bool linger(Lock& lock);
     void collect();
     void rearm();
     void say_goodbye(Lock& lock, Nanos linger);
@@ -119,6 +138,8 @@ private:
     Descriptor epoll_, timer_;
     Descriptor wake_;   // wakes the engine's thread
     Descriptor nudge_;  // wakes a caller that drives
+    Descriptor bell_;   // rung by peers of this machine: wakes whoever drives
+    Descriptor inputs_;  // the socket and the bell, as one
     Door door_;
     std::condition_variable_any changed_;  // an exchange ended, or nobody drives
     std::unique_ptr<Core> core_;
@@ -127,12 +148,19 @@ private:
     std::array<Batch, burst> batches_;
     std::vector<Batch*> unsent_;  // filled, but the socket was full
     std::unordered_map<std::uint64_t, Outcome> ended_;
+    // By peer: memory that is not used yet, and the bell to ring.
+    struct Near {
+        std::unique_ptr<RingMemory> from_it, to_it;
+        Descriptor bell;
+    };
+    std::unordered_map<std::uint16_t, Near> near_;
     std::uint32_t view_number_{};  // the latest that waiting threads were told of
     bool caller_drives_{};
     bool listening_{};
     bool closing_{}, closed_{};
     std::exception_ptr failure_;
     Nanos ticked_at_{};
+    Nanos read_at_{};  // when the socket was last read
     Nanos armed_at_{never};
     Nanos sleeping_until_{};  // of a caller that drives
     pid_t owner_;             // the process whose thread this is

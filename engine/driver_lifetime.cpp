@@ -54,6 +54,7 @@ Driver::~Driver() {
     (void)faults_.release();
     new (&ended_) decltype(ended_);
     new (&unsent_) decltype(unsent_);
+    new (&near_) decltype(near_);
     const std::unique_lock guard(registry().mutex, std::try_to_lock);
     registry().drivers.erase(this);
 }
@@ -63,13 +64,16 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     if (core_) throw std::runtime_error("the engine is running already");
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
     const std::string rank = "rank " + std::to_string(config.rank);
-    const std::string what = rank + ": the engine needs 4 more descriptors, see `ulimit -n`";
+    const std::string what = rank + ": the engine needs 6 more descriptors, see `ulimit -n`";
     // Do everything that may fail before this object changes; only the thread is started last.
     auto epoll = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
     auto timer = Descriptor::checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), what.c_str());
     auto wakes = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
     auto nudges = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
-    for (const int fd : {timer.get(), wakes.get(), socket_.fd()})
+    auto bell = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
+    auto inputs = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
+    for (const int fd : {socket_.fd(), bell.get()}) watch(inputs, fd, rank + ": cannot watch a descriptor");
+    for (const int fd : {timer.get(), wakes.get(), inputs.get()})
         watch(epoll, fd, rank + ": cannot watch a descriptor");
     auto faults =
         std::make_unique<FaultPath>(config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes);
@@ -96,6 +100,9 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     timer_ = std::move(timer);
     wake_ = std::move(wakes);
     nudge_ = std::move(nudges);
+    bell_ = std::move(bell);
+    inputs_ = std::move(inputs);
+    core_->shut_passages(fault_settings_ != nullptr);
     listening_ = true;
 }
 
@@ -104,9 +111,9 @@ void Driver::listen(bool own_thread) noexcept {
     listening_ = own_thread;
     try {
         if (own_thread) {
-            watch(epoll_, socket_.fd(), "cannot watch the socket");
+            watch(epoll_, inputs_.get(), "cannot watch the socket");
         } else {
-            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket_.fd(), nullptr);
+            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, inputs_.get(), nullptr);
         }
     } catch (...) {
         fail();
@@ -145,7 +152,8 @@ void Driver::close(Nanos linger) {
     // A caller that drives uses the descriptors until it sees that the driver is closed.
     Lock lock(door_);
     changed_.wait(lock, [&] { return !caller_drives_; });
-    for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_}) each->close();
+    for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_, &bell_, &inputs_}) each->close();
+    near_.clear();
     socket_.close();
 }
 
@@ -182,6 +190,10 @@ void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {
     }
 }
 
-void Driver::apply_faults() { faults_->set(fault_settings_, clock_now()); }
+void Driver::apply_faults() {
+    faults_->set(fault_settings_, clock_now());
+    // Faults happen to datagrams.
+    if (core_) core_->shut_passages(fault_settings_ != nullptr);
+}
 
 }  // namespace storm

@@ -235,7 +235,7 @@ void Core::refresh_timers() {
 
 Nanos Core::next_timer() {
     refresh_timers();
-    const Nanos at = std::min({paced_until_, peers_.next(), exchanges_.next_timer(due_at_), views_timer()});
+    const Nanos at = std::min({paced_until_, defer_until_, peers_.next(), exchanges_.next_timer(due_at_), views_timer()});
 #ifdef STORM_CHECK_TIMERS
     if (at != scanned_timer()) throw std::logic_error("the next timer is not the one that a scan finds");
 #endif
@@ -244,7 +244,7 @@ Nanos Core::next_timer() {
 
 #ifdef STORM_CHECK_TIMERS
 Nanos Core::scanned_timer() const {
-    Nanos at = std::min(paced_until_, views_timer());
+    Nanos at = std::min({paced_until_, defer_until_, views_timer()});
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank == config_.rank) continue;
         for (const PeerTimer each : peer_timers) at = std::min(at, peers_.timer(rank, each));

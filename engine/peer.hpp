@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "clock.hpp"
 #include "controls.hpp"
 #include "link.hpp"
+#include "passage.hpp"
 #include "path_mtu.hpp"
 #include "pieces.hpp"
 #include "rate_control.hpp"
@@ -81,6 +83,7 @@ public:
     SendQueue queue;                           // messages to it
     Controls controls;                         // filled by `say`
     std::deque<std::vector<std::byte>> notes;  // filled by `pass`
+    std::unique_ptr<Passage> passage;          // shared memory, if it is on the same machine
     bool vacant{};                             // nobody has the slot: whatever comes from it is forged
     bool told{};                               // it knows that we leave
     bool refused{};                            // the pool turned a chunk from it away

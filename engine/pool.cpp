@@ -7,18 +7,26 @@
 namespace storm {
 
 bool Pool::keep(const Header& header, std::span<const std::byte> payload) {
+    if (held_[header.source] + payload.size() + entry_overhead > share_bytes_) return false;
+    keep_anyway(header, payload);
+    return true;
+}
+
+bool Pool::crowded(std::uint16_t source, std::size_t shares) const {
+    const auto held = held_.find(source);
+    return held != held_.end() && held->second > shares * share_bytes_;
+}
+
+void Pool::keep_anyway(const Header& header, std::span<const std::byte> payload) {
     const std::size_t cost = payload.size() + entry_overhead;
-    std::size_t& held = held_[header.source];
-    if (held + cost > share_bytes_) return false;
     Entry entry{.header = header, .payload = nullptr, .bytes = payload.size()};
     if (!payload.empty()) {
         entry.payload = std::make_unique_for_overwrite<std::byte[]>(payload.size());
         std::memcpy(entry.payload.get(), payload.data(), payload.size());
     }
-    held += cost;
+    held_[header.source] += cost;
     bytes_ += cost;
     waiting_[exchange_key(header.channel, header.seq)].push_back(std::move(entry));
-    return true;
 }
 
 std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {

@@ -43,6 +43,10 @@ public:
     // Each (contributor, chunk) is settled once, by one of these two.
     void contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload);
     void give_up(std::uint32_t contributor, std::uint32_t chunk);
+    // Whether a contribution would be added up at once, and not be kept until others have come.
+    [[nodiscard]] bool adds_now(std::uint32_t contributor, std::uint32_t chunk) const {
+        return spec_.mode != Reduce::in_order || pending_[chunk] == 1 || is_next(chunk, contributor);
+    }
 
     [[nodiscard]] std::uint32_t chunks() const { return chunks_; }
     [[nodiscard]] const std::vector<std::uint32_t>& final_chunks() const { return final_; }

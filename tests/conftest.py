@@ -32,7 +32,9 @@ World = Callable[[int, Callable[[Transport], Any]], list[Any]]
 """Runs `work(transport)` on every rank of a world and returns the results by rank."""
 
 # Small enough that a hang ends the test by its own message, long before pytest's time limit.
-OPTIONS = Options(silence_s=5.0, timeout_s=30.0, linger_s=0.5)
+# Over loopback, but by datagram: what the tests of transports are about.
+OPTIONS = Options(silence_s=5.0, timeout_s=30.0, linger_s=0.5, shared_memory=False)
+SHARING = replace(OPTIONS, shared_memory=True)
 STORM: dict[str, Any] = {"loss": 0.20, "duplicate": 0.05, "reorder": 0.05, "corrupt": 0.01}
 """The bad network that exact collectives must survive."""
 
@@ -163,11 +165,28 @@ def over_stormy_udp(n: int, work: Callable[[Transport], Any]) -> list[Any]:
         return local_world(n, work, options=replace(OPTIONS, datagram_bytes=1472))
 
 
+def wait_until_near(transport: UdpTransport, within_s: float = 10.0) -> None:
+    """Waits until this rank shares memory with all others."""
+    end = time.monotonic() + within_s
+    while len(transport.near()) < transport.world - 1:
+        assert time.monotonic() < end, f"rank {transport.rank} shares memory with {transport.near()} only"
+        time.sleep(0.001)
+
+
+def through_memory(n: int, work: Callable[[Transport], Any]) -> list[Any]:
+    def near(transport: UdpTransport) -> Any:
+        wait_until_near(transport)
+        return work(transport)
+
+    return local_world(n, near, options=SHARING)
+
+
 WORLDS: dict[str, World] = {
     "sim": in_simulator,
     "stormy-sim": in_stormy_simulator,
     "udp": over_udp,
     "stormy-udp": over_stormy_udp,
+    "memory": through_memory,
 }
 
 

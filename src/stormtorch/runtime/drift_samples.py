@@ -7,6 +7,9 @@ import torch
 from stormtorch import theory
 from stormtorch.runtime.bucket import Bucket
 
+_Picks = tuple[list[tuple[Bucket, torch.Tensor]], torch.Tensor]
+"""Elements of the buckets of one device: which of each bucket, and where their values go."""
+
 
 class DriftSamples:
     """Chooses elements of every owner's shards, reads this rank's copies of them, and compares copies.
@@ -38,6 +41,8 @@ class DriftSamples:
             self._firsts.append(firsts - (ends - counts))
             self._homes.append(torch.tensor([home for home, _ in pieces], device="cpu"))
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._found: dict[range, list[_Picks]] = {}
+        self._own = range(rank, rank + 1)
         self.update_variance = 0.0
         """Mean square of this rank's last update; NaN if it owns nothing."""
         self._before = torch.empty(0)
@@ -52,6 +57,7 @@ class DriftSamples:
         """Chooses the elements of a step, the same on all ranks."""
         random = torch.Generator(device="cpu").manual_seed(step)
         self._places = []
+        self._found = {}
         for ends, firsts, homes in zip(self._ends, self._firsts, self._homes, strict=True):
             total = int(ends[-1]) if ends.numel() else 0
             if total == 0:
@@ -65,16 +71,16 @@ class DriftSamples:
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """Returns this rank's copies, owner after owner; NaN where an owner has nothing."""
-        return torch.cat([self._read(owner) for owner in range(self.owners)]) if self.each else torch.empty(0)
+        return self._read(range(self.owners)) if self.each else torch.empty(0)
 
     def before_step(self) -> None:
         """Remembers the chosen elements that this rank owns."""
-        self._before = self._read(self._rank)
+        self._before = self._read(self._own)
 
     def after_step(self) -> None:
         """Measures how much the step has changed the chosen elements that this rank owns."""
         if self.each:
-            update = self._read(self._rank) - self._before
+            update = self._read(self._own) - self._before
             self.update_variance = float(update.square().mean())
 
     def bound(self, update_variance: float, loss: float, lead: float, max_lag: int | None, *, again: bool) -> float:
@@ -94,14 +100,13 @@ class DriftSamples:
             self._square = (1.0 - loss) * update_variance + loss * self._square
         return theory.pair_bound(loss, lead=lead, max_lag=max_lag) * self._square
 
-    def _read(self, owner: int) -> torch.Tensor:
-        values = torch.full((self.each,), torch.nan, dtype=torch.float32, device="cpu")
-        homes, at = self._places[owner]
-        for bucket in self._buckets:
-            here = homes == bucket.index
-            if bool(here.any()):
-                where = at[here]
-                values[here] = bucket.flat[where.to(bucket.device)].float().cpu()
+    def _read(self, owners: range) -> torch.Tensor:
+        if owners not in self._found:
+            self._found[owners] = _find(self._buckets, [self._places[owner] for owner in owners])
+        values = torch.full((len(owners) * self.each,), torch.nan, dtype=torch.float32, device="cpu")
+        # One copy from each device: each waits for all that the device still computes.
+        for picks, into in self._found[owners]:
+            values[into] = torch.cat([bucket.flat[where].float() for bucket, where in picks]).cpu()
         return values
 
     def compare(self, own_S: torch.Tensor, others: dict[int, torch.Tensor]) -> tuple[float | None, float | None]:
@@ -116,6 +121,24 @@ class DriftSamples:
             from_owner.append(square[peer])
             between += [square[owner] for owner in range(self.owners) if owner not in (peer, self._rank)]
         return _mean(between), _mean(from_owner)
+
+
+def _find(buckets: Sequence[Bucket], places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Picks]:
+    """Finds elements, given by their buckets and their places there, on the devices on which they are."""
+    homes, at = (torch.cat(each) for each in zip(*places, strict=True))
+    found: list[_Picks] = []
+    for device in dict.fromkeys(bucket.device for bucket in buckets):
+        here = [bucket for bucket in buckets if bucket.device == device]
+        intos = [(homes == bucket.index).nonzero().flatten() for bucket in here]
+        into = torch.cat(intos)
+        if not into.numel():
+            continue
+        where = at[into]
+        if device.type == "cuda":
+            where = where.pin_memory().to(device, non_blocking=True)
+        parts = torch.split(where, [each.numel() for each in intos])
+        found.append(([(bucket, part) for bucket, part in zip(here, parts, strict=True) if part.numel()], into))
+    return found
 
 
 def apart(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:

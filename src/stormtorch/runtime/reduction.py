@@ -84,16 +84,24 @@ class Reduction:
                 pending.cancel()
         self._begun.clear()
 
-    def finite(self, bucket: Bucket) -> bool:
+    def finite(self) -> bool:
         """Whether this rank's gradients are finite, also after conversion to the wire's number format."""
-        grads = bucket.grads
-        if self._wire(bucket) == torch.float16 and grads.numel():
-            largest = float(torch.linalg.vector_norm(grads, torch.inf))
-            sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
-            return float(sent) <= torch.finfo(torch.float16).max
+        sums: dict[torch.device, list[torch.Tensor]] = {}
+        for bucket in self._buckets:
+            grads = bucket.grads
+            if self._wire(bucket) == torch.float16 and grads.numel():
+                largest = float(torch.linalg.vector_norm(grads, torch.inf))
+                sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
+                if not float(sent) <= torch.finfo(torch.float16).max:
+                    return False
+            else:
+                sums.setdefault(grads.device, []).append(grads.sum(dtype=torch.float32))
         # An element that is not finite makes the sum not finite, and a sum is twenty times as fast as a look at each
-        # element. As finite elements may overflow the sum, a sum that is not finite calls for that look.
-        return bool(grads.sum(dtype=torch.float32).isfinite()) or bool(grads.isfinite().all())
+        # element. As finite elements may overflow the sum, a sum that is not finite calls for that look. All sums of a
+        # GPU are looked at together, as each look waits for it.
+        if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
+            return True
+        return all(bool(bucket.grads.isfinite().all()) for bucket in self._buckets)
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
         wire = self._policy.wire

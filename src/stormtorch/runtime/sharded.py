@@ -141,6 +141,7 @@ class ShardedSession(Session):
                 whole=self._whole,
                 shapes=[each.shape for each in self.parameters],
                 channel=self.channel("standby"),
+                order=self._order,
             )
         self._make_calls(rounds.meeting())
 
@@ -214,7 +215,7 @@ class ShardedSession(Session):
         samples_S = rounds.drift.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
-        not_finite = not all(self._reduction.finite(bucket) for bucket in self.buckets)
+        not_finite = not self._reduction.finite()
         digest = rounds.hyperparameters.digest()
         feedback, touched = self._feedback, self._touched()
 

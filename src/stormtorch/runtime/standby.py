@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, State
 from stormtorch.runtime.layout import Piece
 from stormtorch.runtime.shards import MASTER, widened
+from stormtorch.staging.order import Order
 
 
 def standby_of(shard: int, members: int, standbys: int) -> int | None:
@@ -41,6 +43,7 @@ class Standby:
         whole: Whether pieces are whole parameters, with their shape.
         shapes: Shape of each parameter.
         channel: Group of the members, for this purpose alone.
+        order: Starts exchanges once data has left the GPU.
     """
 
     def __init__(
@@ -53,17 +56,20 @@ class Standby:
         whole: bool,
         shapes: Sequence[torch.Size],
         channel: Group,
+        order: Order,
     ) -> None:
         self._optimizer = optimizer
         self._buckets = buckets
         self._channel = channel
+        self._order = order
         self._layouts, self._masters = holding.layouts, holding.masters
         self.shard = holding.shard
         """Number of the shard that this rank follows."""
         self._grads = [torch.zeros_like(each) for each in holding.masters]
-        self._rooms = [
-            torch.empty(each.shape, dtype=each.dtype, pin_memory=True, device="cpu") if each.is_cuda else each
-            for each in self._grads
+        self._rooms = [_pinned(each) if each.is_cuda else each for each in self._grads]
+        # Gradients on their way to this rank's standby: the optimizer may write into its own.
+        self._messages = [
+            _pinned(bucket.own_grads) if bucket.on_gpu else torch.empty_like(bucket.own_grads) for bucket in buckets
         ]
         self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
         self._state: defaultdict[Any, Any] = defaultdict(dict)
@@ -85,7 +91,7 @@ class Standby:
         self._settings: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
         self._used: Sequence[bool] = ()
-        self._sending: dict[int, Pending] = {}
+        self._sending: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._receiving: list[Pending] = []
         self._refilling: list[Pending] = []
         self._values: list[torch.Tensor] = []
@@ -111,13 +117,30 @@ class Standby:
         if refill:
             self._send_values(after)
         for bucket in self._buckets:
-            message = bucket.own_grads.detach().to("cpu", copy=True)  # the optimizer may write into its gradients
-            if message.numel():
-                self._sending[bucket.index] = collectives.send(self._channel, message, after, tag=bucket.index)
+            if bucket.own_grads.numel():
+                self.sent(bucket)
+                self._send(bucket, after)
             if self._rooms[bucket.index].numel():
                 self._receiving.append(
                     collectives.receive(self._channel, self._rooms[bucket.index], self.shard, tag=bucket.index)
                 )
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, after: int) -> None:
+        message, moments = self._messages[bucket.index], []
+        if bucket.on_gpu:
+            moments = bucket.fetch(message, bucket.own_grads)
+            for moment in moments:
+                # The optimizer waits for the copy; the program does not.
+                torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))
+        else:
+            message.copy_(bucket.own_grads)
+
+        def begin() -> list[Pending]:
+            return [collectives.send(self._channel, message, after, tag=bucket.index)]
+
+        begun = self._order.begin(begin, moments)
+        self._sending[bucket.index] = begun  # type: ignore[assignment]  # it holds what `begin` returns
 
     def _send_values(self, after: int) -> None:
         """Sends this rank's parameters to its standby, and begins to receive those of the owner it follows."""
@@ -168,7 +191,8 @@ class Standby:
         """Waits until a bucket's gradients have been sent, as their memory is about to be written."""
         sending = self._sending.pop(bucket.index, None)
         if sending is not None:
-            sending.wait()
+            for each in sending.result() if isinstance(sending, Future) else sending:
+                each.wait()
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -220,6 +244,10 @@ def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it when it makes the optimizer
     return lambda: step(optimizer)
+
+
+def _pinned(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
 
 
 def _copied(value: Any) -> Any:

@@ -46,6 +46,8 @@ class Card:
     """TCP port at which this process receives others that want into the job; 0 if it receives none."""
     spare_ranks: int = 0
     """Slots that this process would keep for such others."""
+    machine: str = ""
+    """Identity of the machine: ranks with the same one can share memory. Empty if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -246,6 +246,10 @@ class Transport(Membership, Protocol):
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
         ...
 
+    def machine_of(self, rank: int) -> str:
+        """Identity of the machine on which a rank runs, or an empty text: ranks with the same one are on one host."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
         ...

@@ -52,6 +52,9 @@ class Options:
     of a call or of `wait`), the shorter one applies."""
     linger_s: float = 2.0
     """Longest time for which closing waits until the peers have heard of it."""
+    shared_memory: bool = True
+    """Pass data between ranks of one machine through shared memory. It is not used if `rate` or `datagram_bytes` gives
+    a number, as both describe a network, nor while faults are injected."""
     segmentation: bool = True
     """Use UDP_SEGMENT where the kernel has it."""
     coalescing: bool = True
@@ -89,6 +92,11 @@ class Options:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.rejoin not in (True, False, "auto"):
             raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one machine may pass data through shared memory."""
+        return self.shared_memory and self.datagram_bytes is None and self.rate in ("auto", "low", "unlimited")
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
         """Rate mode for the engine and, if the rate is fixed, bytes per second."""

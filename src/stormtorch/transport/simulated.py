@@ -107,6 +107,10 @@ class SimulatedTransport:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
         return self.network.peek(self.rank, channel, seq)
 
+    def machine_of(self, rank: int) -> str:
+        """Identity of the machine on which a rank runs: here every rank has one of its own."""
+        return f"host {rank}"
+
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
         return self.network.health(self.rank)

@@ -14,6 +14,7 @@ from stormtorch.transport.addresses import local_address
 from stormtorch.transport.cards import Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
+from stormtorch.transport.machine import machine_id
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
 from stormtorch.transport.udp import UdpTransport
@@ -54,6 +55,7 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
         nonce=secrets.token_hex(16),
         fingerprint="",
         spare_ranks=options.spare_ranks,
+        machine=machine_id(),
     )
 
 
@@ -136,6 +138,8 @@ def start(
     )
     transport.name = job.name
     keep_views(transport)
+    if options.shares_memory and own.machine:
+        transport.share_memory()
     if listener is not None:
         transport.receive_by(listener, Reception(transport, job))
         _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)

@@ -21,6 +21,7 @@ from stormtorch.transport.frames import Listener
 from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
+from stormtorch.transport.sharing import Sharing
 from stormtorch.transport.views import EndpointMembership
 from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, Wait, attends
 
@@ -155,6 +156,7 @@ class UdpTransport(EndpointMembership):
         """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
         self._reception: Receives | None = None
+        self._sharing: Sharing | None = None
         self._lock = threading.RLock()
         self._key_of = key_of
         self._linger_s = linger_s
@@ -249,6 +251,10 @@ class UdpTransport(EndpointMembership):
         """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
         return self.cards[peer].incarnation if peer in self.cards else -1
 
+    def machine_of(self, rank: int) -> str:
+        """Identity of the machine on which a rank runs, or an empty text: ranks with the same one are on one host."""
+        return self.cards[rank].machine if rank in self.cards else ""
+
     def readmit(self, peer: int, card: Card) -> None:
         """Accepts the process that has taken a peer's place.
 
@@ -272,6 +278,20 @@ class UdpTransport(EndpointMembership):
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
+            if self._sharing is not None:
+                self._sharing.seek(peer, card)
+
+    def share_memory(self) -> None:
+        """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
+        try:
+            self._sharing = Sharing(self)
+        except OSError as error:
+            _log.warning("rank %d: cannot share memory with ranks of this machine: %s", self.rank, error)
+
+    def near(self) -> list[int]:
+        """Ranks to and from which data passes through shared memory."""
+        self.check_owner("near")
+        return self.endpoint.near()
 
     def succeed(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
@@ -359,6 +379,8 @@ class UdpTransport(EndpointMembership):
             self._tell_of_end()
         if self._listener is not None:
             self._listener.close()
+        if self._sharing is not None:
+            self._sharing.close()
         try:
             self.endpoint.close(self._linger_s if linger_s is None else linger_s)
         finally:

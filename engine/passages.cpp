@@ -1,0 +1,211 @@
+// What passes between endpoints of one machine, through shared memory.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "core.hpp"
+#include "peer.hpp"
+
+namespace storm {
+namespace {
+
+// Records of one peer that are taken, or put, before it is another peer's turn.
+constexpr std::size_t records_per_turn = 4;
+// What a record holds at most, unless one chunk is larger.
+constexpr std::size_t run_bytes = 64 << 10;
+// How many times a peer's share of the pool its chunks may take: whoever shares memory with us is no stranger.
+constexpr std::size_t pool_shares = 16;
+// How long a term of a sum may lie in the ring until its turn comes. To keep it elsewhere costs a copy; to leave it there
+// for ever could block what comes behind it, on which its turn may depend.
+constexpr Nanos longest_deferral = millisecond / 2;
+
+}  // namespace
+
+Record Record::parse(std::span<const std::byte> from) {
+    Record record;
+    if (from.size() < head_bytes) throw std::runtime_error("shared memory was overwritten");
+    std::memcpy(&record, from.data(), sizeof record);
+    if (size(record.bytes) > from.size()) throw std::runtime_error("shared memory was overwritten");
+    return record;
+}
+
+void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage) {
+    if (rank >= config_.world || rank == config_.rank || incarnation != seal_.incarnation(rank) ||
+        peers_.look(rank).vacant)
+        throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
+    Peer& peer = peers_[rank];
+    passage->in.set_shut(passages_shut_);
+    peer.passage = std::move(passage);
+    const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
+    if (place == near_.end() || *place != rank) near_.insert(place, rank);
+}
+
+void Core::shut_passages(bool shut) {
+    passages_shut_ = shut;
+    for (const std::uint16_t rank : near_) peers_[rank].passage->in.set_shut(shut);
+}
+
+bool Core::passes(std::uint16_t rank) const {
+    const Peer& peer = peers_.look(rank);
+    return peer.passage && !peer.passage->out.shut();
+}
+
+bool Core::pass(Nanos now) {
+    bool taken = false, put = false, deferred = false;
+    // In rising order, which is that of most sums.
+    for (const std::uint16_t rank : near_) {
+        taken = take_records(rank, records_per_turn, now) || taken;
+        put = put_records(rank, now) || put;
+        deferred = deferred || peers_.look(rank).passage->deferred;
+    }
+    if (taken || !deferred) defer_until_ = never;
+    if (deferred && defer_until_ == never) defer_until_ = now + longest_deferral;
+    return taken || put;
+}
+
+bool Core::may_sleep() {
+    return std::all_of(near_.begin(), near_.end(), [&](std::uint16_t rank) {
+        Passage& passage = *peers_.attempt(rank).passage;
+        return passage.in.may_sleep() || passage.stalled || passage.deferred;
+    });
+}
+
+bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
+    Passage& passage = *peers_.attempt(rank).passage;
+    std::span<const std::byte> front = passage.in.front();
+    passage.deferred = false;
+    if (front.empty() || passage.stalled) return false;
+    Peer& peer = peers_[rank];
+    peer.hear(now);
+    if (views_) views_->hear(rank, now);
+    std::size_t taken = 0;
+    for (; taken < most && !front.empty(); ++taken) {
+        const Record record = Record::parse(front);
+        const Taken how = take_record(peer, record, front.subspan(Record::head_bytes, record.bytes), now);
+        passage.stalled = how == Taken::no_room;
+        passage.deferred = how == Taken::not_its_turn;
+        if (how != Taken::yes) break;
+        if (passage.in.pop(Record::size(record.bytes))) bells_.set(rank);
+        front = passage.in.front();
+    }
+    return taken > 0;
+}
+
+// Whether the contribution to an exact sum would be added up at once.
+bool Core::in_turn(Exchange& exchange, const Header& header) {
+    const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
+    return message == nullptr || message->reduction == nullptr || message->closed ||
+           header.chunk >= message->cut.chunks || message->reduction->adds_now(message->contributor, header.chunk);
+}
+
+// A record that is not taken stays where it is.
+Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
+    Header header = record.header(peer.rank);
+    Exchange* exchange = exchanges_.find(header.channel, header.seq);
+    if (exchange == nullptr && sequences_.posted(header.channel, header.seq)) {
+        ++counters_.late;
+        answer_for_ended(peer, header);
+        return Taken::yes;
+    }
+    if (exchange == nullptr && pool_.crowded(peer.rank, pool_shares)) return Taken::no_room;
+    if (exchange != nullptr && record.kind == Kind::end) {
+        take_end(peer, header, now);
+        return Taken::yes;
+    }
+    if (exchange != nullptr && now < defer_until_ && !in_turn(*exchange, header)) return Taken::not_its_turn;
+    counters_.shared_bytes_received += payload.size();
+    do {
+        const std::span<const std::byte> chunk = payload.first(std::min(payload.size(), chunk_bytes_));
+        payload = payload.subspan(chunk.size());
+        if (exchange != nullptr) {
+            deliver(*exchange, peer, header, chunk, now, Way::memory);
+        } else {
+            pool_.keep_anyway(header, chunk);
+            ++counters_.pooled;
+        }
+        ++header.chunk;
+    } while (!payload.empty());
+    if (exchange != nullptr) {
+        settle(*exchange, now);
+        return Taken::yes;
+    }
+    counters_.pool_bytes = pool_.bytes();
+    counters_.pool_peak_bytes = std::max(counters_.pool_peak_bytes, counters_.pool_bytes);
+    return Taken::yes;
+}
+
+bool Core::put_records(std::uint16_t rank, Nanos now) {
+    if (!peers_.queued().test(rank) || peers_.idle(rank)) return false;
+    Peer& peer = peers_.attempt(rank);
+    RingWriter& out = peer.passage->out;
+    if (!passes(rank)) return false;
+    // A run, and perhaps the end of its message.
+    const std::size_t needed = Record::size(std::max(run_bytes, chunk_bytes_)) + Record::size(0);
+    bool any = false;
+    for (std::size_t i = 0; i < records_per_turn; ++i) {
+        Outgoing* message = peer.queue.next(config_.eager_bytes);
+        std::byte* room = message == nullptr ? nullptr : out.room(needed);
+        if (room == nullptr) break;
+        peers_.mark(rank);
+        any = true;
+        if (out.publish(put_run(*message, room))) bells_.set(rank);
+        Exchange& exchange = *message->exchange;
+        message->release_if_done();
+        if (message->released) settle(exchange, now);
+    }
+    return any;
+}
+
+// Writes the next run of chunks of a message; returns the bytes that it takes in the ring.
+std::size_t Core::put_run(Outgoing& message, std::byte* room) {
+    while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
+    const bool repair = !message.repairs.empty();
+    while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
+    Record record{.message_bytes = static_cast<std::uint32_t>(message.cut.bytes),
+                  .channel = message.exchange->channel,
+                  .seq = message.exchange->seq,
+                  .kind = Kind::data,
+                  .flags = stage_flag(message.second_stage)};
+    bool any = false;
+    std::size_t used = 0;
+    const auto arrives = [&](std::uint32_t chunk) {
+        any = true;
+        if (message.acked_chunks.set(chunk)) ++message.acked;
+        record.bytes += message.cut.size(chunk);
+    };
+    if (repair) {
+        record.chunk = message.repairs.front();
+        message.repairs.pop_front();
+        ++message.repaired;
+        ++counters_.repaired;
+        arrives(record.chunk);
+    } else if (message.sendable()) {
+        record.chunk = message.chunk_at(message.cursor);
+        std::uint32_t next = record.chunk;
+        do {
+            arrives(next++);
+            ++message.cursor;
+        } while (message.sendable() && message.chunk_at(message.cursor) == next && !message.next_is_missing() &&
+                 record.bytes + message.cut.size(next) <= run_bytes);
+        message.eager_bytes += record.bytes;
+    }
+    if (any) {
+        record.write(room);
+        if (record.bytes > 0)
+            std::memcpy(room + Record::head_bytes, message.payload(record.chunk).data(), record.bytes);
+        counters_.shared_bytes_sent += record.bytes;
+        used = Record::size(record.bytes);
+    }
+    // Nothing more will come of what never reached us.
+    if (message.first_pass_over() && message.given_up > 0) {
+        record.kind = Kind::end;
+        record.flags |= flag_repair;
+        record.bytes = 0;
+        record.write(room + used);
+        used += Record::size(0);
+    }
+    return used;
+}
+
+}  // namespace storm

@@ -1,0 +1,174 @@
+// Drivers of one machine that share memory, several in one process. The thread sanitizer is the second reader of this file.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <ctime>
+#include <future>
+#include <thread>
+
+#include "driver.hpp"
+#include "jobs.hpp"
+#include "team.hpp"
+
+using namespace storm;
+using namespace storm::check;
+
+namespace {
+
+// As two processes would, one after the other.
+void share_memory(Driver& one, std::uint16_t its_rank, Driver& other, std::uint16_t other_rank) {
+    Driver::Offer from_one = one.offer_passage(other_rank), from_other = other.offer_passage(its_rank);
+    one.take_passage(other_rank, std::move(from_other.ring), std::move(from_other.bell));
+    other.take_passage(its_rank, std::move(from_one.ring), std::move(from_one.bell));
+    one.use_passage(other_rank, 0);
+    other.use_passage(its_rank, 0);
+}
+
+void share_memory(Team& team) {
+    for (std::uint16_t one = 0; one < team.drivers.size(); ++one) {
+        for (std::uint16_t other = 0; other < one; ++other) share_memory(team[one], one, team[other], other);
+    }
+}
+
+std::uint64_t shared_bytes(Team& team) {
+    std::uint64_t sum = 0;
+    for (const auto& driver : team.drivers) sum += driver->health().counters.shared_bytes_received;
+    return sum;
+}
+
+}  // namespace
+
+TEST(drivers_that_share_memory_all_reduce_exactly_and_lossily) {
+    for (const std::uint16_t world : std::initializer_list<std::uint16_t>{2, 3, 5}) {
+        Team team(world);
+        share_memory(team);
+        train(team, 5, 100'003);
+        train(team, 5, 100'003, {.budget = 1.0}, 5);
+        // Twice (n-1)/n of the tensor, by each rank, each time.
+        const std::uint64_t expected = 10ULL * 2 * (world - 1) * 100'003 * 4;
+        CHECK(shared_bytes(team) > expected * 99 / 100 && shared_bytes(team) < expected * 101 / 100);
+    }
+}
+
+TEST(messages_larger_than_the_ring_pass_with_any_size_of_chunk) {
+    for (const std::size_t datagram : std::initializer_list<std::size_t>{256, 1'472, 65'000}) {
+        Team team(3, {}, "127.0.0.1", [&](CoreConfig& config) { config.datagram_bytes = datagram; });
+        share_memory(team);
+        train(team, 2, 1'500'001);
+    }
+}
+
+TEST(empty_messages_pass_through_shared_memory) {
+    Team team(2);
+    share_memory(team);
+    train(team, 3, 1);
+    train(team, 3, 0, {}, 3);
+}
+
+TEST(a_rank_may_be_far_ahead_of_another_in_shared_memory) {
+    Team team(2);
+    share_memory(team);
+    constexpr std::uint32_t ahead = 400;
+    std::vector<AllToAll> jobs;
+    for (std::uint32_t i = 0; i < ahead; ++i) jobs.emplace_back(2, i, [](auto, auto) { return std::size_t{300'000}; });
+    std::vector<std::uint64_t> posted;
+    for (std::uint32_t i = 0; i < ahead; ++i) posted.push_back(team[0].post(jobs[i].spec(0, 0, {}, i)));
+    // The other begins with the last one.
+    for (std::uint32_t i = ahead; i-- > 0;)
+        CHECK(wait_for(team[1], team[1].post(jobs[i].spec(1, 0, {}, i))).status == Status::ok);
+    for (const std::uint64_t id : posted) CHECK(wait_for(team[0], id).status == Status::ok);
+    for (const AllToAll& job : jobs) CHECK(job.complete(0) && job.complete(1));
+}
+
+TEST(what_was_passed_before_a_goodbye_still_arrives) {
+    for (int round = 0; round < 20; ++round) {
+        Team team(2);
+        share_memory(team);
+        AllToAll job(2, 1, [](auto, auto) { return std::size_t{200'000}; });
+        ExchangeSpec sends = job.spec(0, 0), receives = job.spec(1, 0);
+        sends.receives.clear();
+        receives.sends.clear();
+        CHECK(wait_for(team[0], team[0].post(sends)).status == Status::ok);
+        team[0].close(0);
+        CHECK(wait_for(team[1], team[1].post(receives)).status == Status::ok);
+        CHECK(job.complete(1));
+    }
+}
+
+TEST(a_peer_that_dies_with_a_full_ring_is_named) {
+    Team team(2, {}, "127.0.0.1", [](CoreConfig& config) { config.silence = 300 * millisecond; });
+    share_memory(team);
+    AllToAll job(2, 1, [](auto, auto) { return std::size_t{3'000'000}; });
+    const std::uint64_t id = team[0].post(job.spec(0, 0, {}, 0));
+    team[1].close(0);
+    const Outcome outcome = wait_for(team[0], id);
+    CHECK(outcome.status == Status::peer_left);
+    CHECK_EQUAL(outcome.peer, 1);
+}
+
+TEST(injected_faults_have_data_travel_by_datagram) {
+    Team team(2);
+    share_memory(team);
+    FaultSettings faults;
+    faults.default_link.loss = 0.1;
+    Driver::set_faults(std::make_shared<const FaultSettings>(faults));
+    const std::uint64_t before = shared_bytes(team);
+    train(team, 3, 300'000);
+    CHECK_EQUAL(shared_bytes(team), before);
+    CHECK(team[0].health().faults.lost + team[1].health().faults.lost > 0);
+    Driver::set_faults(nullptr);
+    train(team, 3, 300'000, {}, 3);
+    CHECK(shared_bytes(team) > before);
+}
+
+TEST(several_threads_pass_data_at_once) {
+    Team team(3);
+    share_memory(team);
+    std::vector<std::future<void>> threads;
+    for (std::uint32_t thread = 0; thread < 4; ++thread) {
+        threads.push_back(on_thread([&, thread] { train(team, 6, 70'001 + thread, {}, 100 * thread); }));
+    }
+    for (auto& thread : threads) thread.get();
+}
+
+TEST(idle_drivers_that_share_memory_use_no_processor_time) {
+    Team team(3);
+    share_memory(team);
+    train(team, 2, 10'000);
+    const std::clock_t before = std::clock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    CHECK(std::clock() - before < CLOCKS_PER_SEC / 20);
+}
+
+TEST(memory_and_descriptors_are_given_back) {
+    const std::size_t before = descriptors_now();
+    for (int round = 0; round < 3; ++round) {
+        Team team(3);
+        share_memory(team);
+        train(team, 1, 10'000);
+    }
+    CHECK_EQUAL(descriptors_now(), before);
+}
+
+TEST(a_descriptor_that_is_no_ring_is_refused) {
+    Team team(2);
+    Driver::Offer offer = team[0].offer_passage(1);
+    const auto refused = [&](int fd) {
+        try {
+            team[1].take_passage(0, Descriptor(fd), Descriptor(dup(offer.bell.get())));
+        } catch (const std::exception&) {
+            return true;
+        }
+        return false;
+    };
+    CHECK(refused(dup(0)));
+    const int unsealed = memfd_create("other", MFD_CLOEXEC);
+    CHECK(ftruncate(unsealed, 64 << 10) == 0);
+    CHECK(refused(unsealed));
+    try {
+        team[1].use_passage(0, 0);
+        CHECK(false);
+    } catch (const std::invalid_argument&) {
+    }
+}

@@ -1,0 +1,217 @@
+"""Shared memory between ranks of one machine: they find each other by their cards and pass each other descriptors.
+
+Of two ranks the lower one connects to the higher one's socket, which has a name that only this machine knows. Until
+both have what they need, and where anything fails, data travels by datagram as between machines.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from stormtorch.transport.machine import machine_id
+
+if TYPE_CHECKING:
+    from stormtorch.transport.cards import Card
+    from stormtorch.transport.udp import UdpTransport
+
+_log = logging.getLogger("stormtorch")
+# Longest time until the thread notices that nobody has its transport any more.
+_SLICE_S = 1.0
+# Longest time for which one side of a handshake waits for the other.
+_ANSWER_S = 2.0
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 1.0
+# A peer that has not agreed for so long never will.
+_GIVE_UP_S = 60.0
+_MOST_BYTES = 1024
+
+
+class Sharing:
+    """Shares memory with the other ranks of this machine, in a thread of its own, until it is closed."""
+
+    def __init__(self, transport: UdpTransport) -> None:
+        self._transport = weakref.ref(transport)
+        self._rank = transport.rank
+        self._wanted: dict[int, _Wanted] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(_name(transport.cards[transport.rank]))
+        self._listener.listen(64)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        for peer, card in transport.cards.items():
+            self.seek(peer, card)
+        self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
+        self._thread.start()
+
+    def seek(self, peer: int, card: Card) -> None:
+        """Shares memory with the process of a card, if it is on this machine. Returns at once."""
+        if card.machine and card.machine == machine_id() and peer > self._rank:
+            with self._lock:
+                self._wanted[peer] = _Wanted(card)
+            self._wake()
+
+    def close(self) -> None:
+        """Ends the thread. Memory that is shared stays so, as it belongs to the engine."""
+        self._closed = True
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _ANSWER_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
+
+    def _run(self) -> None:
+        with self._listener, self._wake_in, self._wake_out:
+            while not self._closed:
+                with self._lock:
+                    due_at = min((each.at for each in self._wanted.values()), default=float("inf"))
+                wait_s = max(min(due_at - time.monotonic(), _SLICE_S), 0.0)
+                readable, _, _ = select.select([self._listener, self._wake_out], [], [], wait_s)
+                if self._wake_out in readable:
+                    self._wake_out.recv(64)
+                transport = self._transport()
+                if transport is None or transport.closed or self._closed:
+                    return
+                if self._listener in readable:
+                    self._serve(transport)
+                self._connect_all(transport)
+                del transport
+
+    # --- the lower rank asks ----------------------------------------------------------------------------------------
+
+    def _connect_all(self, transport: UdpTransport) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = {peer: each for peer, each in self._wanted.items() if each.at <= now}
+        for peer, wanted in due.items():
+            try:
+                self._connect(transport, peer, wanted.card)
+            except (OSError, RuntimeError, ValueError) as error:
+                wanted.later(str(error))
+            else:
+                wanted.done = True
+                _log.debug("rank %d: shares memory with rank %d", self._rank, peer)
+            if wanted.why and now >= wanted.give_up_at:
+                _log.warning(
+                    "rank %d: cannot share memory with rank %d on the same machine, so data travels by datagram: %s",
+                    self._rank,
+                    peer,
+                    wanted.why,
+                )
+                wanted.done = True
+            with self._lock:
+                if wanted.done and self._wanted.get(peer) is wanted:
+                    del self._wanted[peer]
+
+    def _connect(self, transport: UdpTransport, peer: int, card: Card) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(_name(card))
+            own = transport.cards[self._rank]
+            hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
+            _send(connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer))
+            answer, descriptors = _receive(connection)
+            if answer != b"yes":
+                _close(descriptors)
+                raise ValueError(answer.decode(errors="replace") or "it closed the connection")
+            _take(transport, peer, descriptors)
+            transport.endpoint.use_passage(peer, card.incarnation)
+            connection.send(b"use")
+
+    # --- the higher rank answers ------------------------------------------------------------------------------------
+
+    def _serve(self, transport: UdpTransport) -> None:
+        with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.settimeout(_ANSWER_S)
+                if _user(connection) != os.getuid():
+                    return
+                hello, descriptors = _receive(connection)
+                try:
+                    peer, incarnation = self._find(transport, json.loads(hello))
+                except BaseException:
+                    _close(descriptors)
+                    connection.send(b"this process does not know the other as a rank of its job, or not yet")
+                    raise
+                _take(transport, peer, descriptors)
+                _send(connection, b"yes", transport.endpoint.offer_passage(peer))
+                if connection.recv(16) == b"use":
+                    transport.endpoint.use_passage(peer, incarnation)
+
+    def _find(self, transport: UdpTransport, hello: dict[str, Any]) -> tuple[int, int]:
+        peer = int(hello["rank"])
+        card = transport.cards[peer]
+        if hello["nonce"] != card.nonce or hello["to"] != transport.cards[self._rank].nonce or peer >= self._rank:
+            raise ValueError("this is another process")
+        return peer, card.incarnation
+
+
+class _Wanted:
+    """A process with which memory is to be shared, and when to try."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.at = time.monotonic()
+        self.give_up_at = self.at + _GIVE_UP_S
+        self.why = ""
+        self.done = False
+        self._nap_s = _FIRST_NAP_S
+
+    def later(self, why: str) -> None:
+        """Tries again after a while, longer each time."""
+        self.why = why
+        self.at = time.monotonic() + self._nap_s
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+
+
+def _name(card: Card) -> str:
+    # An abstract name: it belongs to the network namespace, and ends with the socket.
+    return f"\0stormtorch-{card.nonce}"
+
+
+def _user(connection: socket.socket) -> int:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
+
+
+def _take(transport: UdpTransport, peer: int, descriptors: list[int]) -> None:
+    if len(descriptors) != 2:
+        _close(descriptors)
+        raise ValueError(f"expected 2 descriptors, got {len(descriptors)}")
+    transport.endpoint.take_passage(peer, *descriptors)  # the engine owns them from now on, even if it fails
+
+
+def _send(connection: socket.socket, message: bytes, descriptors: tuple[int, int]) -> None:
+    try:
+        socket.send_fds(connection, [message], list(descriptors))
+    finally:
+        _close(list(descriptors))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    room = socket.CMSG_LEN(4 * array.array("i").itemsize)
+    message, ancillary, _, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return message, list(found)
+
+
+def _close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        os.close(each)
