@@ -210,7 +210,8 @@ Driver::Offer Driver::offer_passage(std::uint16_t peer) {
     const Lock lock(door_);
     check_open();
     const auto copy = [](int fd) {
-        return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0), "shared memory needs more descriptors, see `ulimit -n`");
+        return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0),
+                                   "shared memory needs more descriptors, see `ulimit -n`");
     };
     Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get())};
     ring->close_file();

@@ -136,9 +136,9 @@ private:
 
     Socket socket_;
     Descriptor epoll_, timer_;
-    Descriptor wake_;   // wakes the engine's thread
-    Descriptor nudge_;  // wakes a caller that drives
-    Descriptor bell_;   // rung by peers of this machine: wakes whoever drives
+    Descriptor wake_;    // wakes the engine's thread
+    Descriptor nudge_;   // wakes a caller that drives
+    Descriptor bell_;    // rung by peers of this machine: wakes whoever drives
     Descriptor inputs_;  // the socket and the bell, as one
     Door door_;
     std::condition_variable_any changed_;  // an exchange ended, or nobody drives

@@ -235,7 +235,8 @@ void Core::refresh_timers() {
 
 Nanos Core::next_timer() {
     refresh_timers();
-    const Nanos at = std::min({paced_until_, defer_until_, peers_.next(), exchanges_.next_timer(due_at_), views_timer()});
+    const Nanos at =
+        std::min({paced_until_, defer_until_, peers_.next(), exchanges_.next_timer(due_at_), views_timer()});
 #ifdef STORM_CHECK_TIMERS
     if (at != scanned_timer()) throw std::logic_error("the next timer is not the one that a scan finds");
 #endif

@@ -34,7 +34,8 @@ void* map_at(void* place, std::size_t bytes, int flags, int file, std::size_t of
 }  // namespace
 
 RingMemory::RingMemory()
-    : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING), "cannot make memory to share")) {
+    : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING),
+                                "cannot make memory to share")) {
     if (ftruncate(file_.get(), static_cast<off_t>(file_bytes)) != 0) fail("cannot size memory to share");
     // Neither side can cut the file off under the other, which would end that process with SIGBUS.
     if (fcntl(file_.get(), F_ADD_SEALS, seals) != 0) fail("cannot seal memory to share");
@@ -42,7 +43,7 @@ RingMemory::RingMemory()
 }
 
 RingMemory::RingMemory(Descriptor file) : file_(std::move(file)) {
-    struct stat status {};
+    struct stat status{};
     if (fstat(file_.get(), &status) != 0) fail("cannot look at shared memory");
     const int sealed = fcntl(file_.get(), F_GET_SEALS);
     if (sealed < 0 || (sealed & seals) != seals || status.st_size != static_cast<off_t>(file_bytes))

@@ -42,7 +42,7 @@ public:
         alignas(64) std::atomic<std::uint64_t> tail;
         std::atomic<std::uint32_t> writer_waits;  // the writer found no room
         alignas(64) std::atomic<std::uint64_t> head;
-        std::atomic<std::uint32_t> reader_waits;  // the reader sleeps, or is about to
+        std::atomic<std::uint32_t> reader_waits;      // the reader sleeps, or is about to
         alignas(64) std::atomic<std::uint32_t> shut;  // the reader wants datagrams instead, for now
     };
     [[nodiscard]] Shared& shared() const { return *shared_; }

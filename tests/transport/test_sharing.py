@@ -1,4 +1,4 @@
-"""Ranks of one machine share memory: they find each other, get the same bits as by datagram, and survive one another."""
+"""Ranks of one machine share memory: they find each other, and get the same bits as by datagram."""
 
 import contextlib
 import json
