@@ -4,8 +4,6 @@ Of two ranks the lower one connects to the higher one's socket, which has a name
 both have what they need, and where anything fails, data travels by datagram as between machines.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import json
@@ -17,13 +15,11 @@ import struct
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import stormtorch._engine as _engine
+from stormtorch.transport.cards import Card
 from stormtorch.transport.machine import machine_id
-
-if TYPE_CHECKING:
-    from stormtorch.transport.cards import Card
-    from stormtorch.transport.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")
 # Longest time until the thread notices that nobody has its transport any more.
@@ -36,10 +32,19 @@ _GIVE_UP_S = 60.0
 _MOST_BYTES = 1024
 
 
+class Shares(Protocol):
+    """A transport that shares memory: see `stormtorch.transport.udp`."""
+
+    rank: int
+    endpoint: _engine.Endpoint
+    cards: dict[int, Card]
+    closed: bool
+
+
 class Sharing:
     """Shares memory with the other ranks of this machine, in a thread of its own, until it is closed."""
 
-    def __init__(self, transport: UdpTransport) -> None:
+    def __init__(self, transport: Shares) -> None:
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
         self._wanted: dict[int, _Wanted] = {}
@@ -92,7 +97,7 @@ class Sharing:
 
     # --- the lower rank asks ----------------------------------------------------------------------------------------
 
-    def _connect_all(self, transport: UdpTransport) -> None:
+    def _connect_all(self, transport: Shares) -> None:
         now = time.monotonic()
         with self._lock:
             due = {peer: each for peer, each in self._wanted.items() if each.at <= now}
@@ -116,7 +121,7 @@ class Sharing:
                 if wanted.done and self._wanted.get(peer) is wanted:
                     del self._wanted[peer]
 
-    def _connect(self, transport: UdpTransport, peer: int, card: Card) -> None:
+    def _connect(self, transport: Shares, peer: int, card: Card) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(_name(card))
@@ -133,7 +138,7 @@ class Sharing:
 
     # --- the higher rank answers ------------------------------------------------------------------------------------
 
-    def _serve(self, transport: UdpTransport) -> None:
+    def _serve(self, transport: Shares) -> None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
             connection, _ = self._listener.accept()
             with connection:
@@ -152,7 +157,7 @@ class Sharing:
                 if connection.recv(16) == b"use":
                     transport.endpoint.use_passage(peer, incarnation)
 
-    def _find(self, transport: UdpTransport, hello: dict[str, Any]) -> tuple[int, int]:
+    def _find(self, transport: Shares, hello: dict[str, Any]) -> tuple[int, int]:
         peer = int(hello["rank"])
         card = transport.cards[peer]
         if hello["nonce"] != card.nonce or hello["to"] != transport.cards[self._rank].nonce or peer >= self._rank:
@@ -188,7 +193,7 @@ def _user(connection: socket.socket) -> int:
     return int(user)
 
 
-def _take(transport: UdpTransport, peer: int, descriptors: list[int]) -> None:
+def _take(transport: Shares, peer: int, descriptors: list[int]) -> None:
     if len(descriptors) != 2:
         _close(descriptors)
         raise ValueError(f"expected 2 descriptors, got {len(descriptors)}")
