@@ -22,7 +22,11 @@ from stormtorch.collectives import (
     reduce_scatter,
     reduce_scatter_int8,
 )
+from stormtorch.collectives.all_gather import all_gather as flat_all_gather
+from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
+from stormtorch.collectives.broadcast import broadcast as flat_broadcast
 from stormtorch.collectives.pipeline import Pipeline
+from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
 from stormtorch.errors import Closed, PeerFailed, PeerSilent, SizeMismatch, StormError
 from stormtorch.transport.exchange import Plan, Transport
 from stormtorch.transport.options import Options
@@ -194,10 +198,10 @@ def test_bytes_between_machines_fall_by_the_ranks_of_a_machine() -> None:
 
 
 class Flat:
-    all_reduce = staticmethod(hierarchy.flat_all_reduce)
-    reduce_scatter = staticmethod(hierarchy.flat_reduce_scatter)
-    all_gather = staticmethod(hierarchy.flat_all_gather)
-    broadcast = staticmethod(hierarchy.flat_broadcast)
+    all_reduce = staticmethod(flat_all_reduce)
+    reduce_scatter = staticmethod(flat_reduce_scatter)
+    all_gather = staticmethod(flat_all_gather)
+    broadcast = staticmethod(flat_broadcast)
 
 
 class Layered:
