@@ -26,10 +26,11 @@ from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_
 from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
 
-# Below this size, the additional exchanges inside a machine take longer than the bytes that they save.
-_SMALLEST_BYTES = 1 << 20
-# Larger tensors travel in pieces of this size, so that exchanges inside a machine and between machines overlap.
-_PIECE_BYTES = 4 << 20
+# Below this size, the additional exchanges inside a machine take as long as the bytes that they save.
+_SMALLEST_BYTES = 512 << 10
+# Large tensors travel in pieces of so many bytes per rank, so that exchanges inside a machine and between machines
+# overlap. Smaller ones would make messages of a few datagrams.
+_PIECE_BYTES_PER_RANK = 256 << 10
 
 
 def _chosen(group: Group, length: int) -> Islands | None:
@@ -134,7 +135,7 @@ def all_gather(
     if own.data_ptr() != tensor.data_ptr():
         own.copy_(tensor.view(-1))
     machine, place = islands.place(group.rank)
-    count = _pieces_of(sum(map(size, outputs)))
+    count = _pieces_of(group, sum(map(size, outputs)))
     others = [at for at in range(len(islands.machines)) if at != machine]
     before = islands.inside.ahead(count)
     across = islands.between.ahead(count)
@@ -172,7 +173,7 @@ def broadcast(
     address(tensor, "tensor")
     from_machine, from_place = islands.place(root)
     machine, place = islands.place(group.rank)
-    count = _pieces_of(size(tensor))
+    count = _pieces_of(group, size(tensor))
     before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
     send = partial(flat_broadcast, timeout_s=timeout_s)
     pieces = []
@@ -197,7 +198,7 @@ def _all_reduce(
     timeout_s: float | None,
 ) -> Pending:
     # A deadline is that of the call, not of a piece.
-    count = 1 if whole else _pieces_of(size(flat))
+    count = 1 if whole else _pieces_of(group, size(flat))
     before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
     pieces = []
     for piece in _cut(flat, count):
@@ -225,7 +226,7 @@ def _reduce_scatter(
     timeout_s: float | None,
 ) -> Pending:
     # A lossy one stays whole, so that its counts are those of the output's chunks.
-    count = 1 if whole else _pieces_of(sum(map(size, inputs)))
+    count = 1 if whole else _pieces_of(group, sum(map(size, inputs)))
     machines = islands.machines
     before, across = islands.inside.ahead(count * len(machines)), islands.between.ahead(count)
     cut, outputs = [_cut(each, count) for each in inputs], _cut(output, count)
@@ -246,8 +247,8 @@ def _reduce_scatter(
     return Pipeline(pieces, islands.each, group.ahead(1))
 
 
-def _pieces_of(length: int) -> int:
-    return max(round(length / _PIECE_BYTES), 1)
+def _pieces_of(group: Group, length: int) -> int:
+    return max(round(length / (group.size * _PIECE_BYTES_PER_RANK)), 1)
 
 
 def _cut(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ Stage = Callable[[], Pending]
 """Function that begins a collective."""
 
 # Pieces that travel between machines at once: the next one must be under way before the last has ended.
-_AT_ONCE = 2
+_AT_ONCE = 4
 # Seconds in which ranks tell each other why a call failed. Only a rank that is gone, or busy elsewhere, lets them pass.
 _VERDICT_S = 2.0
 _VERDICT_BYTES = 1024

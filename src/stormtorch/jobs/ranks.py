@@ -6,9 +6,9 @@
 
     run_ranks(work, 4, ("good day",), timeout_s=60)      # [0, 1, 2, 3]
 
-On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host, or several are with
-`per_host`; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a function of a module, not of a notebook cell, and a
-script that calls this needs `if __name__ == "__main__":`.
+On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host, or of a host that has
+`per_host` of them; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a
+function of a module, not of a notebook cell, and a script that calls this needs `if __name__ == "__main__":`.
 """
 
 import contextlib
