@@ -33,7 +33,7 @@ from stormtorch.transport.exchange import Plan, Transport
 from stormtorch.transport.options import Options
 from stormtorch.transport.simulated import SimulatedNetwork
 
-LAYOUTS = ["aabb", "abab", "aabbcc", "abcabc", "aaabbb", "abbcca", "aabbccdd", "aaaabbbb"]
+LAYOUTS = ["aabb", "abab", "abbcca", "aaabbb", "aabbccdd"]
 
 
 @pytest.fixture
@@ -343,7 +343,8 @@ def test_a_wrong_size_is_told_to_every_rank(small: None) -> None:
     errors = run("aabbcc", work)
     assert any(isinstance(error, SizeMismatch) for error in errors)
     for error in errors:
-        assert "bytes where" in str(error), error
+        assert isinstance(error, SizeMismatch | PeerFailed) and error.culprit in (2, 3), error
+        assert isinstance(error, SizeMismatch) or "another number of bytes" in str(error)
 
 
 @pytest.mark.pure

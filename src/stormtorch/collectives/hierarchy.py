@@ -153,7 +153,7 @@ def all_gather(
                 after=[partial(gather, after, by_machine[other], same_place[other]) for other in others],
             )
         )
-    return Pipeline(pieces, islands.each, group.ahead(1))
+    return Pipeline(pieces, islands.each)
 
 
 @wraps(flat_broadcast)
@@ -185,7 +185,7 @@ def broadcast(
         else:
             gather = partial(flat_all_gather, after, parts, parts[place], timeout_s=timeout_s)
             pieces.append(Piece(across=[slice_], after=[gather]))
-    return Pipeline(pieces, islands.each, group.ahead(1))
+    return Pipeline(pieces, islands.each)
 
 
 def _all_reduce(
@@ -212,7 +212,7 @@ def _all_reduce(
                 after=[partial(flat_all_gather, after, parts, own, timeout_s=timeout_s)],
             )
         )
-    return Pipeline(pieces, islands.each, group.ahead(1))
+    return Pipeline(pieces, islands.each)
 
 
 def _reduce_scatter(
@@ -244,7 +244,7 @@ def _reduce_scatter(
                 across=[partial(between, across, outputs[at], rooms)],
             )
         )
-    return Pipeline(pieces, islands.each, group.ahead(1))
+    return Pipeline(pieces, islands.each)
 
 
 def _pieces_of(group: Group, length: int) -> int:

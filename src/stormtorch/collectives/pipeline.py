@@ -1,16 +1,13 @@
 """Collectives made of smaller ones, piece by piece: while one piece travels between machines, others move inside."""
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from stormtorch.collectives.all_gather import all_gather
-from stormtorch.collectives.group import Group, Pending
-from stormtorch.errors import Closed, PeerFailed, StormError
-from stormtorch.reliability import Reliability
+from stormtorch.collectives.group import Pending
+from stormtorch.errors import Closed, StormError
 from stormtorch.transport.exchange import Arrival
 
 Stage = Callable[[], Pending]
@@ -18,9 +15,6 @@ Stage = Callable[[], Pending]
 
 # Pieces that travel between machines at once: the next one must be under way before the last has ended.
 _AT_ONCE = 4
-# Seconds in which ranks tell each other why a call failed. Only a rank that is gone, or busy elsewhere, lets them pass.
-_VERDICT_S = 2.0
-_VERDICT_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +51,18 @@ class Pipeline(Pending):
     """Collective under way, made of pieces. `wait` returns the arrivals of what passed between machines.
 
     Stages begin in the same order on all ranks, so none can wait for one that another has put off. If a stage fails,
-    this rank begins and cancels all that are left, so that no rank waits for them, and the ranks tell each other why.
+    this rank begins and cancels all that are left, and the engine tells its peers the first cause. So all ranks fail, and
+    name the culprit, also those that have no exchange with it.
 
     Args:
         pieces: What to do.
         each: Number of ranks on each machine.
-        verdict: Group of all ranks with one sequence number taken ahead, for the case of an error.
     """
 
-    def __init__(self, pieces: Sequence[Piece], each: int, verdict: Group) -> None:
+    def __init__(self, pieces: Sequence[Piece], each: int) -> None:
         self.exchanges = sum(len(stages) for piece in pieces for _, stages in piece.kinds())
         self._pieces = pieces
         self._each = each
-        self._verdict = verdict
         self._arrivals: list[Arrival] = []
         self._left = {(at, kind): stages for at, piece in enumerate(pieces) for kind, stages in piece.kinds()}
         self._open: list[Pending] = []
@@ -105,8 +98,6 @@ class Pipeline(Pending):
             return
         self._give_up()
         self._error = Closed("the collective was given up")
-        with contextlib.suppress(StormError):
-            _tell(self._verdict, "", None)[0].cancel()
 
     def _run(self) -> Iterator[Pending]:
         """Begins stages, and yields each when nothing is left to do before it has ended."""
@@ -142,9 +133,8 @@ class Pipeline(Pending):
         except Exception as error:
             # If the stage still runs, only this wait timed out, not the collective.
             if self._current is not current or current.ended:
+                self._error = error
                 self._give_up()
-                self._error = self._why(error)
-                raise self._error from None
             raise
 
     def _give_up(self) -> None:
@@ -157,37 +147,3 @@ class Pipeline(Pending):
                     begin().cancel()
         self._open.clear()
         self._left.clear()
-
-    def _why(self, error: Exception) -> Exception:
-        """Tells the other ranks of the error; returns theirs if this rank knows only that a peer gave up."""
-        first_hand = not isinstance(error, PeerFailed)
-        culprit = error.culprit if isinstance(error, StormError) else None
-        try:
-            pending, rooms = _tell(self._verdict, str(error) if first_hand else "", culprit)
-            pending.wait()
-        except StormError:
-            return error
-        said = [(rank, *_unpack(room)) for rank, room in zip(self._verdict.ranks, rooms, strict=True)]
-        told = next((each for each in said if each[2]), None)
-        if first_hand or told is None:
-            return error
-        rank, culprit, text = told
-        better = PeerFailed(f"{error} The first error was that of rank {rank}: {text}")
-        better.culprit = culprit
-        return better
-
-
-def _tell(group: Group, text: str, culprit: int | None) -> tuple[Pending, list[torch.Tensor]]:
-    """Begins to send an error to all ranks, and to receive theirs; a rank without one sends an empty text."""
-    raw = struct.pack("<i", -1 if culprit is None else culprit) + text.encode()
-    # As float32, since only floating-point tensors may be lossy: a rank that is gone must hold up nobody.
-    own = torch.frombuffer(bytearray(raw[:_VERDICT_BYTES].ljust(_VERDICT_BYTES, b"\0")), dtype=torch.float32)
-    rooms = [torch.zeros(_VERDICT_BYTES // 4, dtype=torch.float32, device="cpu") for _ in group.ranks]
-    return all_gather(group, rooms, own, reliability=Reliability(deadline_s=_VERDICT_S)), rooms
-
-
-def _unpack(room: torch.Tensor) -> tuple[int | None, str]:
-    raw = room.view(torch.uint8).numpy().tobytes()
-    (culprit,) = struct.unpack_from("<i", raw)
-    text = raw[4:].rstrip(b"\0").decode(errors="ignore")
-    return (None if culprit < 0 else culprit), text
