@@ -51,8 +51,8 @@ class Pipeline(Pending):
     """Collective under way, made of pieces. `wait` returns the arrivals of what passed between machines.
 
     Stages begin in the same order on all ranks, so none can wait for one that another has put off. If a stage fails,
-    this rank begins and cancels all that are left, and the engine tells its peers the first cause. So all ranks fail, and
-    name the culprit, also those that have no exchange with it.
+    this rank begins and cancels all that are left, and the engine tells its peers the first cause. So all ranks fail,
+    and name the culprit, also those that have no exchange with it.
 
     Args:
         pieces: What to do.
