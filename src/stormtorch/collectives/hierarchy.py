@@ -30,7 +30,7 @@ from stormtorch.reliability import EXACT, Reliability
 _SMALLEST_BYTES = 512 << 10
 # Large tensors travel in pieces of so many bytes per rank, so that exchanges inside a machine and between machines
 # overlap. Smaller ones would make messages of a few datagrams.
-_PIECE_BYTES_PER_RANK = 256 << 10
+_PIECE_BYTES_PER_RANK = 512 << 10
 
 
 def _chosen(group: Group, length: int) -> Islands | None:
