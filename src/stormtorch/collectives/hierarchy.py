@@ -31,6 +31,8 @@ _SMALLEST_BYTES = 512 << 10
 # Large tensors travel in pieces of so many bytes per rank, so that exchanges inside a machine and between machines
 # overlap. Smaller ones would make messages of a few datagrams.
 _PIECE_BYTES_PER_RANK = 512 << 10
+# The first and the last piece are cut further: while the first moves inside, and the last, no line is used.
+_PIECES_AT_ENDS = 4
 
 
 def _chosen(group: Group, length: int) -> Islands | None:
@@ -198,10 +200,11 @@ def _all_reduce(
     timeout_s: float | None,
 ) -> Pending:
     # A deadline is that of the call, not of a piece.
-    count = 1 if whole else _pieces_of(group, size(flat))
+    tensors = [flat] if whole else _tapered(group, flat)
+    count = len(tensors)
     before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
     pieces = []
-    for piece in _cut(flat, count):
+    for piece in tensors:
         parts = _cut(piece, islands.each)
         own = parts[islands.inside.rank]
         pieces.append(
@@ -249,6 +252,14 @@ def _reduce_scatter(
 
 def _pieces_of(group: Group, length: int) -> int:
     return max(round(length / (group.size * _PIECE_BYTES_PER_RANK)), 1)
+
+
+def _tapered(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Cuts a tensor into pieces, with smaller ones at both ends."""
+    parts = _cut(flat, _pieces_of(group, size(flat)))
+    if len(parts) < 3:
+        return parts
+    return [*_cut(parts[0], _PIECES_AT_ENDS), *parts[1:-1], *_cut(parts[-1], _PIECES_AT_ENDS)]
 
 
 def _cut(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:

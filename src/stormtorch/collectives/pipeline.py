@@ -14,7 +14,7 @@ Stage = Callable[[], Pending]
 """Function that begins a collective."""
 
 # Pieces that travel between machines at once: the next one must be under way before the last has ended.
-_AT_ONCE = 4
+_AT_ONCE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
