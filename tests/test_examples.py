@@ -67,6 +67,17 @@ def test_an_elastic_loop_uses_every_sample_once(tmp_path: Path) -> None:
     assert all(float(accuracy) > 60 for _, accuracy in found)
 
 
+@pytest.mark.slow
+def test_storm_replicates_across_hosts_what_another_backend_shards_inside(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN[:-1], "4", str(EXAMPLES / "hsdp_replicate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("replicate by storm") == 4
+    (accuracy,) = re.findall(r"4 ranks: loss [0-9.]+, accuracy ([0-9.]+)%, replicas identical", done.stdout)
+    assert float(accuracy) > 80
+
+
 def test_any_model_is_simulated(tmp_path: Path) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*PYTHON, str(EXAMPLES / "simulate.py")]

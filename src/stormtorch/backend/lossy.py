@@ -71,11 +71,12 @@ class LossyGradients:
         return _storm(self.group or dist.distributed_c10d._get_default_group())
 
     def count(self, pending: Pending) -> None:
-        """Counts what arrived in a reduction."""
-        for arrival in pending.wait():
+        """Counts what arrived in a reduction, as one of them however many exchanges it took."""
+        arrivals = pending.wait()
+        if arrivals:
             with self._lock:
                 self.reductions += 1
-                self.arrived_sum += arrival.fraction(stage=0)
+                self.arrived_sum += sum(arrival.fraction(stage=0) for arrival in arrivals) / len(arrivals)
 
     def wire_for(self, gradients: torch.Tensor) -> torch.dtype:
         """Returns the type in which gradients travel: their own if they may not lose."""

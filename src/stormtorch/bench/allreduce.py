@@ -8,7 +8,7 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, Copies, check_backends, congestion_controls
+from stormtorch.bench.backends import BACKENDS, DTYPES, FLAT, Copies, check_backends, congestion_controls
 from stormtorch.bench.results import AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import BadSetting, check_between, check_subset
@@ -21,7 +21,7 @@ from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.surroundings import surroundings
 
 LINE_IDEAL = (
-    "computed: 2(n-1)/n x bytes x 8 / rate, what every rank must send and receive, at the rate of its line with "
+    "computed: 2(n-1)/n x bytes x 8 / rate, what each of n hosts must send and receive, at the rate of its line with "
     "nothing else on it: no headers, no loss, no round trips"
 )
 
@@ -31,7 +31,9 @@ class AllReduceSettings:
     """Settings of the benchmark."""
 
     ranks: int = 2
-    """Processes of this machine, or hosts of a lab with one each."""
+    """Processes of this machine, or of the hosts of a lab."""
+    ranks_per_host: int = 1
+    """Ranks on each host of a lab."""
     mb: tuple[float, ...] = (25.0,)
     """Sizes of the tensor in 10^6 bytes."""
     iters: int = 20
@@ -56,6 +58,11 @@ class AllReduceSettings:
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
+        check_between("ranks_per_host", self.ranks_per_host, 1, 32)
+        if self.ranks_per_host > 1 and self.network is None:
+            raise BadSetting("ranks_per_host", "is for a lab: loopback has one host, give a --rate")
+        if self.ranks % self.ranks_per_host or self.hosts < 2:
+            raise BadSetting("ranks_per_host", f"must divide the ranks, {self.ranks}, among two hosts or more")
         if not self.mb:
             raise BadSetting("mb", "must name at least one size")
         for size in self.mb:
@@ -64,7 +71,7 @@ class AllReduceSettings:
             raise BadSetting("mb", "must name each size only once")
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network)
+        check_backends(self.backends, self.network, further=(FLAT,))
         # Nearer to 1, exact transfers hardly end.
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
@@ -76,6 +83,11 @@ class AllReduceSettings:
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
 
+    @property
+    def hosts(self) -> int:
+        """Number of hosts of a lab."""
+        return self.ranks // self.ranks_per_host
+
 
 def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
     """Runs the benchmark, and returns when all ranks are gone.
@@ -85,7 +97,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
         stormtorch.lab.LabError: The lab failed, or none can be made here.
     """
     if settings.network is not None:
-        with open_lab(settings.ranks, settings.network, congestion_controls(settings.backends)) as lab:
+        with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
     logs, where = run_here(
@@ -111,10 +123,11 @@ def run_allreduce_in(lab: Lab, settings: AllReduceSettings, advance: Advance = i
         run_rounds,
         lab,
         settings.network,
-        settings.ranks,
+        settings.hosts,
         (_schedule(settings),),
         timeout_s=settings.timeout_s,
         advance=advance,
+        per_host=settings.ranks_per_host,
     )
     conditions |= where | {"ideal": LINE_IDEAL, "patience_s": settings.patience_s}
     return _report(settings, conditions, merge(logs))
@@ -140,6 +153,7 @@ def _schedule(settings: AllReduceSettings) -> Schedule:
 def _requested(settings: AllReduceSettings) -> dict[str, Any]:
     return {
         "ranks": settings.ranks,
+        "ranks_per_host": settings.ranks_per_host,
         "mb": list(settings.mb),
         "iters": settings.iters,
         "warmup": settings.warmup,
@@ -156,5 +170,5 @@ def _report(settings: AllReduceSettings, conditions: dict[str, Any], log: Log) -
     conditions["kernel_drops"] = sum(counters.kernel_drops for counters in log.counters.values())
     conditions["chunk_bytes"] = log.chunk_bytes
     rate_bits = None if settings.network is None else settings.network.rate_bits
-    results = summarize(log, settings.backends, settings.mb, settings.ranks, rate_bits)
+    results = summarize(log, settings.backends, settings.mb, settings.hosts, rate_bits)
     return AllReduceReport(conditions, results, log.samples)

@@ -1,7 +1,7 @@
 """Backends that are compared: the same all-reduce by stormtorch and its peers, each with its own connections."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -9,7 +9,8 @@ import torch
 
 from stormtorch.bench.tcp import opened_by
 from stormtorch.checks import BadSetting, check_subset
-from stormtorch.collectives import Group, all_reduce
+from stormtorch.collectives import Group, Pending, all_reduce
+from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.gloo import GlooGroup, gloo_group
@@ -21,6 +22,9 @@ from stormtorch.transport.rendezvous import connect
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """Backends that can be asked for."""
+
+FLAT = "storm-flat"
+"""Backend in a lab: storm without the hierarchy that it chooses where hosts have several ranks."""
 
 BY_TCP = ("gloo-bbr", "gloo-cubic")
 """Further backends in a lab, where TCP meets real loss: "gloo-" is followed by its congestion control."""
@@ -67,10 +71,11 @@ class Storm:
         self.transport = connect(member.store, member.rank, member.world, options, prefix=name)
         self.group = Group(self.transport)
         self._reliability = reliability
+        self._begin: Callable[..., Pending] = flat_all_reduce if name == FLAT else all_reduce
 
     def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
-        return Delivery.of(all_reduce(self.group, tensor, reliability=self._reliability).wait())
+        return Delivery.of(self._begin(self.group, tensor, reliability=self._reliability).wait())
 
     def close(self) -> None:
         """Frees everything."""
@@ -155,22 +160,28 @@ def congestion_controls(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.removeprefix("gloo-") for name in names if name in BY_TCP)
 
 
-def check_backends(names: Sequence[str], network: Conditions | None, known: Sequence[str] = BACKENDS) -> None:
+def check_backends(
+    names: Sequence[str],
+    network: Conditions | None,
+    known: Sequence[str] = BACKENDS,
+    further: Sequence[str] = (),
+) -> None:
     """Raises `BadSetting` unless all of these backends can be compared there.
 
     Args:
         names: Backends that were asked for.
         network: Conditions of a lab; None is loopback, which has no choice of congestion control.
         known: Names that loopback has.
+        further: Names that a lab has in addition, beside those by TCP's congestion control.
     """
-    check_subset("backends", names, (*known, *BY_TCP))
+    check_subset("backends", names, (*known, *BY_TCP, *further))
     for name in names:
         if network is None and name not in known:
             raise BadSetting("backends", f"has {name} only in a lab; here it must be one of {', '.join(known)}")
 
 
 def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
-    """Connects the backends of those names, of `BACKENDS` and `BY_TCP`; all ranks call this together."""
+    """Connects the backends of those names, of `BACKENDS`, `BY_TCP` and `FLAT`; all ranks call this together."""
     return [_open_backend(name, member, datagram_bytes) for name in names]
 
 

@@ -81,18 +81,18 @@ class BenchReport(Generic[Result]):
 AllReduceReport: TypeAlias = BenchReport[AllReduceResult]
 
 
-def ideal_s(ranks: int, size_bytes: float, rate_bits: float) -> float:
-    """Seconds that a line of that rate needs for what each rank must send, and receive as much."""
-    return 2 * (ranks - 1) / ranks * size_bytes * 8 / rate_bits
+def ideal_s(hosts: int, size_bytes: float, rate_bits: float) -> float:
+    """Seconds that a line of that rate needs for what each host must send, and receive as much."""
+    return 2 * (hosts - 1) / hosts * size_bytes * 8 / rate_bits
 
 
-def ideal_bytes(ranks: int, seconds: float, rate_bits: float) -> float:
+def ideal_bytes(hosts: int, seconds: float, rate_bits: float) -> float:
     """Size of the tensor whose ideal takes so long."""
-    return seconds / ideal_s(ranks, 1, rate_bits)
+    return seconds / ideal_s(hosts, 1, rate_bits)
 
 
 def summarize(
-    log: Log, backends: Sequence[str], sizes_mb: Sequence[float], ranks: int, rate_bits: float | None
+    log: Log, backends: Sequence[str], sizes_mb: Sequence[float], hosts: int, rate_bits: float | None
 ) -> list[AllReduceResult]:
     """One result per size and backend that has at least begun a call of it."""
     results = []
@@ -101,7 +101,7 @@ def summarize(
         size = round(mb * 1e6)
         of_size = [sample for sample in log.samples if size - 4 < sample.bytes <= size]
         copies_s = [sample.seconds for sample in of_size if sample.backend == Copies.name]
-        ideal = median(copies_s) if copies_s else ideal_s(ranks, size, rate_bits) if rate_bits else None
+        ideal = median(copies_s) if copies_s else ideal_s(hosts, size, rate_bits) if rate_bits else None
         for name in backends:
             samples = [sample for sample in of_size if sample.backend == name]
             if samples:

@@ -66,6 +66,9 @@ def allreduce(
     queue: Queue = None,
     tcp: Tcp = None,
     patience_s: Patience = 30.0,
+    ranks_per_host: Annotated[
+        int, typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-flat does without their hierarchy.")
+    ] = 1,
 ) -> None:
     """Time the all-reduce of large tensors, beside gloo.
 
@@ -83,6 +86,8 @@ def allreduce(
 
       stormtorch bench allreduce --ranks 4 --rate 100mbit --delay 20ms --mb 5 --loss 0.01 --burst 8
 
+      stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
+
       stormtorch bench allreduce --faults 0.01 --datagram-bytes 1472 --plot out.png
     """
     with friendly_errors():
@@ -94,6 +99,7 @@ def allreduce(
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = AllReduceSettings(
             ranks=ranks,
+            ranks_per_host=ranks_per_host,
             mb=numbers("mb", mb),
             iters=iters,
             warmup=warmup if warmup is not None else (WARMUP if network is None else LAB_WARMUP),

@@ -1,17 +1,20 @@
 """Collectives over any transport, one file each. A collective is made of one or more exchanges."""
 
-from stormtorch.collectives.all_gather import all_gather
-from stormtorch.collectives.all_reduce import all_reduce
 from stormtorch.collectives.all_to_all import all_to_all
 from stormtorch.collectives.barrier import barrier
-from stormtorch.collectives.broadcast import broadcast
 from stormtorch.collectives.gather import gather
 from stormtorch.collectives.group import Group, Pending
-from stormtorch.collectives.int8 import all_reduce_int8, reduce_scatter_int8
+from stormtorch.collectives.hierarchy import (
+    all_gather,
+    all_reduce,
+    all_reduce_int8,
+    broadcast,
+    reduce_scatter,
+    reduce_scatter_int8,
+)
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pair import receive, send
 from stormtorch.collectives.reduce import reduce
-from stormtorch.collectives.reduce_scatter import reduce_scatter
 from stormtorch.collectives.scatter import scatter
 
 __all__ = [

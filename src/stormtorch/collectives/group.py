@@ -1,6 +1,9 @@
 """Groups of ranks that call the same collectives in the same order, and collectives under way."""
 
+import copy
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from stormtorch.errors import Closed
@@ -122,6 +125,7 @@ class Group:
         self.rank = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
         self._channel = (name, *self.ranks)
+        self._taken: tuple[int, range] | None = None
 
     def turned(self, order: Sequence[int]) -> "Group":
         """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
@@ -141,7 +145,42 @@ class Group:
 
     def reserve(self, count: int = 1) -> tuple[int, int]:
         """Reserves `count` sequence numbers; returns the group's channel and the first number."""
-        return self.transport.channels.take(self._channel, count)
+        if self._taken is None:
+            return self.transport.channels.take(self._channel, count)
+        channel, left = self._taken
+        if count > len(left):
+            raise RuntimeError(f"group {self.name}: {len(left)} sequence numbers were taken ahead, {count} are needed")
+        self._taken = channel, left[count:]
+        return channel, left[0]
+
+    def ahead(self, count: int) -> "Group":
+        """Takes `count` sequence numbers now, for collectives that begin later.
+
+        Returns a group of the same ranks that hands them out. Ranks may begin these collectives before or after others
+        of this group, but must begin them in the same order.
+        """
+        channel, first = self.reserve(count)
+        other = copy.copy(self)
+        other._taken = channel, range(first, first + count)
+        return other
+
+    @cached_property
+    def islands(self) -> "Islands | None":
+        """Layout of the ranks over machines, if several machines have the same number of ranks, two or more.
+
+        None for any other layout, and for a group with a view, whose exchanges go on without ranks that are gone: a
+        hierarchy would lose a whole machine's contributions with one rank.
+        """
+        if self.view or self.interrupted is not None:
+            return None
+        by_machine: dict[str, list[int]] = {}
+        for position, rank in enumerate(self.ranks):
+            by_machine.setdefault(self.transport.machine_of(rank), []).append(position)
+        each = len(by_machine[self.transport.machine_of(self.ranks[0])])
+        even = all(len(positions) == each for positions in by_machine.values())
+        if "" in by_machine or not even or each == 1 or len(by_machine) == 1:
+            return None
+        return Islands.of(self, tuple(tuple(positions) for positions in by_machine.values()))
 
     def begun_elsewhere(self) -> list[tuple[int, bytes]]:
         """Lists ranks that have started the next exchange before this rank, each with the first chunk that it sent."""
@@ -167,3 +206,36 @@ class Group:
         """Raises ValueError unless `rank` is one of the group's."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{what} must lie in [0, {self.size}), got {rank}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Ranks of a group by machine, the same number on each machine. Ranks are positions in the group."""
+
+    machines: tuple[tuple[int, ...], ...]
+    """Ranks of each machine, in the order of the group; machines in the order of their first ranks."""
+    inside: Group
+    """Ranks of this rank's machine."""
+    between: Group
+    """Ranks that have the same place on their machines as this rank, one of each machine."""
+
+    @classmethod
+    def of(cls, group: Group, machines: tuple[tuple[int, ...], ...]) -> "Islands":
+        """Makes the groups of this rank."""
+        mine = next(ranks for ranks in machines if group.rank in ranks)
+        peers = [ranks[mine.index(group.rank)] for ranks in machines]
+        transport, name = group.transport, group.name
+        return cls(
+            machines=machines,
+            inside=Group(transport, [group.ranks[rank] for rank in mine], name=f"{name}/inside"),
+            between=Group(transport, [group.ranks[rank] for rank in peers], name=f"{name}/between"),
+        )
+
+    @property
+    def each(self) -> int:
+        """Number of ranks on each machine."""
+        return self.inside.size
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Returns the machine of a rank, and its place there."""
+        return next((at, ranks.index(rank)) for at, ranks in enumerate(self.machines) if rank in ranks)

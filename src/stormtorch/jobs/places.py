@@ -54,9 +54,10 @@ def run_in_lab(
     timeout_s: float,
     advance: Advance,
     hear: Callable[[object], None] | None = None,
+    per_host: int = 1,
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Runs ranks in a lab whose conditions are as asked for; its loss follows the cues of the ranks. Returns what
-    `run_here` returns.
+    """Runs ranks in a lab whose conditions are as asked for, `per_host` on each host; its loss follows the cues of the
+    ranks. Returns what `run_here` returns.
     """
     lab.set(loss=0.0)
     counts: list[Measured] = []
@@ -73,7 +74,8 @@ def run_in_lab(
         else:
             told(rank, what)
 
-    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=listen, lab=lab)
+    world = hosts * per_host
+    results = run_ranks(work, world, args, timeout_s=timeout_s, listen=listen, lab=lab, per_host=per_host)
     measured = counts[-1]
     conditions = {
         "network": f"lab: {lab.kind}",

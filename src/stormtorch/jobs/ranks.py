@@ -6,9 +6,9 @@
 
     run_ranks(work, 4, ("good day",), timeout_s=60)      # [0, 1, 2, 3]
 
-On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host; the rest is the same. The
-processes are spawned, not forked, so `work` must be importable: a function of a module, not of a notebook cell, and a
-script that calls this needs `if __name__ == "__main__":`.
+On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host, or of a host that has
+`per_host` of them; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a
+function of a module, not of a notebook cell, and a script that calls this needs `if __name__ == "__main__":`.
 """
 
 import contextlib
@@ -105,6 +105,7 @@ def run_ranks(
     timeout_s: float,
     listen: Callable[[int, object], object] | None = None,
     lab: Lab | None = None,
+    per_host: int = 1,
 ) -> list[Result]:
     """Calls `work(member, *args)` in `world` processes and returns what each returned, by rank.
 
@@ -116,7 +117,8 @@ def run_ranks(
         args: Further arguments for it, picklable.
         timeout_s: All ranks must have ended by then.
         listen: Called here with the rank and what it sent; a rank that asked gets what this returns.
-        lab: Lab whose hosts run the ranks, one each; it needs a management network. None runs them beside this process.
+        lab: Lab whose hosts run the ranks; it needs a management network. None runs them beside this process.
+        per_host: Number of ranks on each host of the lab: host 0 has the first ones.
 
     Raises:
         RankFailed: The first rank to fail, with its message; the others are ended.
@@ -126,7 +128,7 @@ def run_ranks(
     lines: list[Connection] = []
     # Otherwise it is started on first use, and undoes _interrupts_held for the first rank.
     resource_tracker.ensure_running()
-    with _site(lab) as site, _pythons(lab, world) as pythons:
+    with _site(lab) as site, _pythons(lab, world, per_host) as pythons:
         try:
             for rank in range(world):
                 line, far_end = context.Pipe()
@@ -169,7 +171,7 @@ def _site(lab: Lab | None) -> Iterator[_Site]:
 
 
 @contextlib.contextmanager
-def _pythons(lab: Lab | None, world: int) -> Iterator[list[str]]:
+def _pythons(lab: Lab | None, world: int, per_host: int) -> Iterator[list[str]]:
     """Finds the executable of each rank. On a host of a lab it is a script that enters it and passes everything on.
 
     Such a rank is a grandchild: what `_end` signals is its parent, nsenter. The rank itself ends when its process
@@ -181,7 +183,8 @@ def _pythons(lab: Lab | None, world: int) -> Iterator[list[str]]:
             yield [before] * world
         else:
             with tempfile.TemporaryDirectory(prefix="stormtorch-") as folder:
-                yield [str(lab.python(host, Path(folder))) for host in range(world)]
+                hosts = [str(lab.python(host, Path(folder))) for host in range(-(-world // per_host))]
+                yield [hosts[rank // per_host] for rank in range(world)]
     finally:
         spawn.set_executable(before)
 

@@ -7,14 +7,15 @@ of them computes and advances when all wait, so a run depends on its seed alone.
     results = network.run(train)        # train(transport) on each rank
 """
 
+import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import stormtorch._engine as _engine
 from stormtorch.errors import ExchangeTimeout, StormError
-from stormtorch.network.faults import faults
+from stormtorch.network.faults import LinkOptions, faults
 from stormtorch.network.loss import LossModel
 from stormtorch.network.units import parse_rate
 from stormtorch.transport.channels import Channels
@@ -108,8 +109,8 @@ class SimulatedTransport:
         return self.network.peek(self.rank, channel, seq)
 
     def machine_of(self, rank: int) -> str:
-        """Identity of the machine on which a rank runs: here every rank has one of its own."""
-        return f"host {rank}"
+        """Identity of the machine on which a rank runs, as the network was told."""
+        return self.network.machines[rank]
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
@@ -190,6 +191,13 @@ class SimulatedTransport:
         """Does nothing: the network ends when nothing refers to it any more."""
 
 
+def _links_inside(machines: Sequence[str]) -> dict[tuple[int, int], LinkOptions]:
+    """Faults between ranks of one machine: none."""
+    none = LinkOptions(loss=0.0, burst=1.0, duplicate=0.0, reorder=0.0, corrupt=0.0)
+    pairs = itertools.permutations(range(len(machines)), 2)
+    return {(source, target): none for source, target in pairs if machines[source] == machines[target]}
+
+
 class SimulatedNetwork:
     """Ranks joined by one simulated switch.
 
@@ -201,6 +209,8 @@ class SimulatedNetwork:
         queue_bytes: Queue of the switch towards each rank; datagrams that do not fit are dropped.
         seed: Seed of the loss.
         options: Options of the transports; those about sockets have no effect.
+        machines: Name of the machine on which each rank runs; None gives every rank one of its own. Between
+            ranks of one machine, nothing is lost. Each still has a line of its own, with the same delay and rate.
         knobs: Further arguments of `stormtorch.faults`, such as `duplicate`, `reorder` and `corrupt`.
     """
 
@@ -214,12 +224,18 @@ class SimulatedNetwork:
         queue_bytes: int = 512 << 10,
         seed: int = 0,
         options: Options | None = None,
+        machines: Sequence[str] | None = None,
         **knobs: Any,
     ) -> None:
         if not 1 <= world <= 65535:
             raise ValueError(f"world must lie in [1, 65535], got {world}")
         if not delay_s >= 0.0:
             raise ValueError(f"delay_s must not be negative, got {delay_s}")
+        self.machines = tuple(f"host {rank}" for rank in range(world)) if machines is None else tuple(machines)
+        if len(self.machines) != world:
+            raise ValueError(f"machines must name one machine per rank, {world}, got {len(self.machines)}")
+        if machines is not None:
+            knobs["links"] = {**knobs.get("links", {}), **_links_inside(self.machines)}
         self.world = world
         self.options = options or Options(datagram_bytes=1472)
         datagram_bytes = self.options.datagram_bytes or 1472

@@ -30,7 +30,9 @@ def allreduce_table(report: AllReduceReport) -> Table:
     conditions = report.conditions
     in_lab = "requested" in conditions
     where = network_text(conditions["requested"]) if in_lab else "loopback"
-    title = f"all-reduce of {conditions['dtype']} over {conditions['ranks']} ranks, {where}"
+    each = conditions.get("ranks_per_host", 1)
+    ranks = f"{conditions['ranks']} ranks" + (f", {each} on each host" if each > 1 else "")
+    title = f"all-reduce of {conditions['dtype']} over {ranks}, {where}"
     table = new_table(title, _lab_caption(conditions) if in_lab else _loopback_caption(conditions))
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
@@ -81,7 +83,7 @@ def _lab_caption(conditions: dict[str, Any]) -> str:
         "x: ratio of medians, below 1 is faster. "
     )
     if conditions["requested"]["rate_bits_per_s"] is not None:
-        text += "Ideal: what each rank must send, at the rate of its line."
+        text += "Ideal: what each host must send, at the rate of its line."
     return text.rstrip() + drops_text(conditions)
 
 

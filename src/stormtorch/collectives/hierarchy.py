@@ -1,0 +1,284 @@
+"""Collectives of ranks that share machines: inside each machine first, so that fewer bytes pass between machines.
+
+Where several machines have k ranks each, a large tensor is cut into k slices. The ranks of a machine add up their
+slices, each rank exchanges its slice with those that have the same place on other machines, and gives the result to the
+others of its machine. A machine's line carries 1/k of the bytes, and only what it carries may be lost.
+
+The functions have the names and arguments of those that they call, and choose the way by themselves: small tensors,
+other layouts and groups with a view go the flat way, in which all ranks exchange with all.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+
+import torch
+
+from stormtorch.collectives import ops
+from stormtorch.collectives.all_gather import all_gather as flat_all_gather
+from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
+from stormtorch.collectives.broadcast import broadcast as flat_broadcast
+from stormtorch.collectives.group import Group, Islands, Pending
+from stormtorch.collectives.int8 import all_reduce_int8 as flat_all_reduce_int8
+from stormtorch.collectives.int8 import reduce_scatter_int8 as flat_reduce_scatter_int8
+from stormtorch.collectives.ops import Op
+from stormtorch.collectives.pipeline import Piece, Pipeline
+from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
+from stormtorch.collectives.spans import address, shards, size
+from stormtorch.reliability import EXACT, Reliability
+
+# Below this size, the additional exchanges inside a machine take as long as the bytes that they save.
+_SMALLEST_BYTES = 512 << 10
+# Large tensors travel in pieces of so many bytes per rank, so that exchanges inside a machine and between machines
+# overlap. Smaller ones would make messages of a few datagrams.
+_PIECE_BYTES_PER_RANK = 512 << 10
+# The first and the last piece are cut further: while the first moves inside, and the last, no line is used.
+_PIECES_AT_ENDS = 4
+
+
+def _chosen(group: Group, length: int) -> Islands | None:
+    """Chooses the way of a collective that moves so many bytes: by machines, or None for the flat way."""
+    return group.islands if length >= _SMALLEST_BYTES and group.size > 2 else None
+
+
+@wraps(flat_all_reduce)
+def all_reduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op = Op.SUM,
+    *,
+    reliability: Reliability = EXACT,
+    share: Reliability | None = None,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Reduces `tensor` over the group, in place."""
+    islands = _chosen(group, size(tensor))
+    if islands is None or not ops.on_arrival(tensor, op):
+        return flat_all_reduce(group, tensor, op, reliability=reliability, share=share, timeout_s=timeout_s)
+    ops.check(tensor, op, reliability)
+    address(tensor, "tensor")
+    share = reliability if share is None else share
+    between = partial(flat_all_reduce, op=op, reliability=reliability, share=share, timeout_s=timeout_s)
+    whole = reliability.deadline_s is not None or share.deadline_s is not None
+    return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
+
+
+@wraps(flat_all_reduce_int8)
+def all_reduce_int8(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op = Op.AVG,
+    *,
+    reliability: Reliability,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Replaces `tensor` by the mean of the contributions that arrived, the same bits on every rank."""
+    islands = _chosen(group, size(tensor))
+    if islands is None or tensor.dtype != torch.float32 or op not in (Op.AVG, Op.SUM):
+        return flat_all_reduce_int8(group, tensor, op, reliability=reliability, timeout_s=timeout_s)
+    address(tensor, "tensor")
+    between = partial(flat_all_reduce_int8, op=op, reliability=reliability, timeout_s=timeout_s)
+    whole = reliability.deadline_s is not None
+    return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
+
+
+@wraps(flat_reduce_scatter)
+def reduce_scatter(
+    group: Group,
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Op = Op.SUM,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Reduces `inputs[i]` of all ranks into rank i's `output`."""
+    islands = _chosen(group, sum(map(size, inputs)))
+    if islands is None or not _sound(group, output, inputs, op):
+        return flat_reduce_scatter(group, output, inputs, op, reliability=reliability, timeout_s=timeout_s)
+    ops.check(inputs[group.rank], op, reliability)
+    between = partial(flat_reduce_scatter, op=op, reliability=reliability, timeout_s=timeout_s)
+    return _reduce_scatter(group, islands, output, inputs, op, between, not reliability.exact, timeout_s)
+
+
+@wraps(flat_reduce_scatter_int8)
+def reduce_scatter_int8(
+    group: Group,
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Op = Op.AVG,
+    *,
+    reliability: Reliability,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Writes the mean of the `inputs[i]` that arrived into rank i's `output`."""
+    islands = _chosen(group, sum(map(size, inputs)))
+    floats = all(each.dtype == torch.float32 for each in (output, *inputs))
+    if islands is None or not floats or not _sound(group, output, inputs, op):
+        return flat_reduce_scatter_int8(group, output, inputs, op, reliability=reliability, timeout_s=timeout_s)
+    between = partial(flat_reduce_scatter_int8, op=op, reliability=reliability, timeout_s=timeout_s)
+    return _reduce_scatter(group, islands, output, inputs, op, between, True, timeout_s)
+
+
+@wraps(flat_all_gather)
+def all_gather(
+    group: Group,
+    outputs: list[torch.Tensor],
+    tensor: torch.Tensor,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies rank i's `tensor` into every rank's `outputs[i]`."""
+    islands = _chosen(group, sum(map(size, outputs)))
+    # A lossy one tells its caller which chunks are missing, and leaves the caller's old values there.
+    if islands is None or not reliability.exact or not _sound_outputs(group, outputs, tensor):
+        return flat_all_gather(group, outputs, tensor, reliability=reliability, timeout_s=timeout_s)
+    own = outputs[group.rank].view(-1)
+    if own.data_ptr() != tensor.data_ptr():
+        own.copy_(tensor.view(-1))
+    machine, place = islands.place(group.rank)
+    count = _pieces_of(group, sum(map(size, outputs)))
+    others = [at for at in range(len(islands.machines)) if at != machine]
+    before = islands.inside.ahead(count)
+    across = islands.between.ahead(count)
+    after = islands.inside.ahead(count * len(others))
+    gather = partial(flat_all_gather, timeout_s=timeout_s)
+    pieces = []
+    cut = [_cut(each, count) for each in outputs]
+    for at in range(count):
+        by_machine = [[cut[rank][at] for rank in ranks] for ranks in islands.machines]
+        same_place = [parts[place] for parts in by_machine]
+        pieces.append(
+            Piece(
+                before=[partial(gather, before, by_machine[machine], cut[group.rank][at])],
+                across=[partial(gather, across, same_place, cut[group.rank][at])],
+                after=[partial(gather, after, by_machine[other], same_place[other]) for other in others],
+            )
+        )
+    return Pipeline(pieces, islands.each)
+
+
+@wraps(flat_broadcast)
+def broadcast(
+    group: Group,
+    tensor: torch.Tensor,
+    root: int,
+    *,
+    reliability: Reliability = EXACT,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Copies the root's `tensor` into every rank's `tensor`."""
+    islands = _chosen(group, size(tensor))
+    # A lossy one leaves the caller's old values where chunks are missing.
+    if islands is None or not reliability.exact or not 0 <= root < group.size:
+        return flat_broadcast(group, tensor, root, reliability=reliability, timeout_s=timeout_s)
+    address(tensor, "tensor")
+    from_machine, from_place = islands.place(root)
+    machine, place = islands.place(group.rank)
+    count = _pieces_of(group, size(tensor))
+    before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
+    send = partial(flat_broadcast, timeout_s=timeout_s)
+    pieces = []
+    for piece in _cut(tensor.view(-1), count):
+        parts = _cut(piece, islands.each)
+        slice_ = partial(send, across, parts[place], from_machine)
+        if machine == from_machine:
+            pieces.append(Piece(before=[partial(send, before, piece, from_place)], across=[slice_]))
+        else:
+            gather = partial(flat_all_gather, after, parts, parts[place], timeout_s=timeout_s)
+            pieces.append(Piece(across=[slice_], after=[gather]))
+    return Pipeline(pieces, islands.each)
+
+
+def _all_reduce(
+    group: Group,
+    islands: Islands,
+    flat: torch.Tensor,
+    op: Op,
+    between: Callable[[Group, torch.Tensor], Pending],
+    whole: bool,
+    timeout_s: float | None,
+) -> Pending:
+    # A deadline is that of the call, not of a piece.
+    tensors = [flat] if whole else _tapered(group, flat)
+    count = len(tensors)
+    before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
+    pieces = []
+    for piece in tensors:
+        parts = _cut(piece, islands.each)
+        own = parts[islands.inside.rank]
+        pieces.append(
+            Piece(
+                # The mean of means of equally many ranks is the mean. It cannot overflow where a sum could.
+                before=[partial(flat_reduce_scatter, before, own, parts, op, timeout_s=timeout_s)],
+                across=[partial(between, across, own)],
+                after=[partial(flat_all_gather, after, parts, own, timeout_s=timeout_s)],
+            )
+        )
+    return Pipeline(pieces, islands.each)
+
+
+def _reduce_scatter(
+    group: Group,
+    islands: Islands,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    op: Op,
+    between: Callable[[Group, torch.Tensor, list[torch.Tensor]], Pending],
+    whole: bool,
+    timeout_s: float | None,
+) -> Pending:
+    # A lossy one stays whole, so that its counts are those of the output's chunks.
+    count = 1 if whole else _pieces_of(group, sum(map(size, inputs)))
+    machines = islands.machines
+    before, across = islands.inside.ahead(count * len(machines)), islands.between.ahead(count)
+    cut, outputs = [_cut(each, count) for each in inputs], _cut(output, count)
+    pieces = []
+    for at in range(count):
+        # For each machine, what this machine gives to the rank there that has this rank's place.
+        parts = [[cut[rank][at] for rank in ranks] for ranks in machines]
+        rooms = [torch.empty_like(each[islands.inside.rank]) for each in parts]
+        pieces.append(
+            Piece(
+                before=[
+                    partial(flat_reduce_scatter, before, room, each, op, timeout_s=timeout_s)
+                    for room, each in zip(rooms, parts, strict=True)
+                ],
+                across=[partial(between, across, outputs[at], rooms)],
+            )
+        )
+    return Pipeline(pieces, islands.each)
+
+
+def _pieces_of(group: Group, length: int) -> int:
+    return max(round(length / (group.size * _PIECE_BYTES_PER_RANK)), 1)
+
+
+def _tapered(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Cuts a tensor into pieces, with smaller ones at both ends."""
+    parts = _cut(flat, _pieces_of(group, size(flat)))
+    if len(parts) < 3:
+        return parts
+    return [*_cut(parts[0], _PIECES_AT_ENDS), *parts[1:-1], *_cut(parts[-1], _PIECES_AT_ENDS)]
+
+
+def _cut(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    flat = tensor.view(-1)
+    return [flat.narrow(0, *span) for span in shards(flat.numel(), flat.element_size(), count)]
+
+
+def _sound(group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> bool:
+    """Tells whether the engine can reduce these tensors. The flat way deals with others, or refuses them."""
+    fits = len(inputs) == group.size and output.numel() == inputs[group.rank].numel()
+    kinds = {each.dtype for each in inputs}
+    fits = fits and len(kinds) == 1 and output.dtype in {*kinds, torch.float32}
+    return fits and ops.on_arrival(inputs[0], op) and _plain(output, *inputs)
+
+
+def _sound_outputs(group: Group, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+    fits = len(outputs) == group.size and outputs[group.rank].numel() == tensor.numel()
+    return fits and {each.dtype for each in outputs} == {tensor.dtype} and _plain(tensor, *outputs)
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    return all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)

@@ -1,0 +1,149 @@
+"""Collectives made of smaller ones, piece by piece: while one piece travels between machines, others move inside."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stormtorch.collectives.group import Pending
+from stormtorch.errors import Closed, StormError
+from stormtorch.transport.exchange import Arrival
+
+Stage = Callable[[], Pending]
+"""Function that begins a collective."""
+
+# Pieces that travel between machines at once: the next one must be under way before the last has ended.
+_AT_ONCE = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Stages of one piece: those of each kind begin together, when all of the kind before have ended."""
+
+    before: Sequence[Stage] = ()
+    """Exact collectives inside the machine."""
+    across: Sequence[Stage] = ()
+    """Collectives between machines, the only ones that may lose."""
+    after: Sequence[Stage] = ()
+    """Exact collectives inside the machine."""
+
+    def kinds(self) -> list[tuple[str, Sequence[Stage]]]:
+        """Lists the three kinds of stages, in order."""
+        return [("before", self.before), ("across", self.across), ("after", self.after)]
+
+
+class ArrivalAcross(Arrival):
+    """Arrival of an exchange between machines, in which each message stands for all ranks of a machine."""
+
+    __slots__ = ("_each",)
+
+    def __init__(self, arrival: Arrival, each: int) -> None:
+        super().__init__(arrival._outcome, arrival.rank)
+        self._each = each
+
+    def counts(self) -> torch.Tensor:
+        """Number of ranks whose copies are in each chunk of this rank's reduction, this rank included."""
+        return super().counts() * self._each
+
+
+class Pipeline(Pending):
+    """Collective under way, made of pieces. `wait` returns the arrivals of what passed between machines.
+
+    Stages begin in the same order on all ranks, so none can wait for one that another has put off. If a stage fails,
+    this rank begins and cancels all that are left, and the engine tells its peers the first cause. So all ranks fail,
+    and name the culprit, also those that have no exchange with it.
+
+    Args:
+        pieces: What to do.
+        each: Number of ranks on each machine.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], each: int) -> None:
+        self.exchanges = sum(len(stages) for piece in pieces for _, stages in piece.kinds())
+        self._pieces = pieces
+        self._each = each
+        self._arrivals: list[Arrival] = []
+        self._left = {(at, kind): stages for at, piece in enumerate(pieces) for kind, stages in piece.kinds()}
+        self._open: list[Pending] = []
+        self._error: Exception | None = None
+        self._order = self._run()
+        self._current: Pending | None = next(self._order, None)
+
+    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+        """Blocks until the collective has ended and returns the arrivals of its exchanges between machines."""
+        if self._error is not None:
+            raise self._error
+        while self._current is not None:
+            self._pass(self._current, timeout_s)
+        return self._arrivals
+
+    def done(self) -> bool:
+        """Asks whether the collective has ended, well or not; starts what follows when a stage has ended."""
+        while not self.ended and self._current is not None and self._current.done():
+            try:
+                self._pass(self._current, None)
+            except Exception:
+                return True  # `wait` will raise the error again
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the collective is already known to have ended, without asking the transport."""
+        return self._current is None or self._error is not None
+
+    def cancel(self) -> None:
+        """Gives the collective up. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
+        if self.ended:
+            return
+        self._give_up()
+        self._error = Closed("the collective was given up")
+
+    def _run(self) -> Iterator[Pending]:
+        """Begins stages, and yields each when nothing is left to do before it has ended."""
+        count = len(self._pieces)
+        before = [self._begin(0, "before")] if count else []
+        across: list[list[Pending]] = []
+        after: list[Pending] = []
+        for at in range(count + _AT_ONCE):
+            if at < count:
+                if at + 1 < count:
+                    before.append(self._begin(at + 1, "before"))
+                yield from before[at]
+                across.append(self._begin(at, "across"))
+            if at >= _AT_ONCE and at - _AT_ONCE < count:
+                for pending in across[at - _AT_ONCE]:
+                    yield pending
+                    self._arrivals += [ArrivalAcross(arrival, self._each) for arrival in pending.wait()]
+                after += self._begin(at - _AT_ONCE, "after")
+        yield from after
+
+    def _begin(self, piece: int, kind: str) -> list[Pending]:
+        begun = []
+        for begin in self._left.pop((piece, kind)):
+            begun.append(begin())
+            self._open.append(begun[-1])
+        return begun
+
+    def _pass(self, current: Pending, timeout_s: float | None) -> None:
+        try:
+            current.wait(timeout_s)
+            self._open.remove(current)
+            self._current = next(self._order, None)
+        except Exception as error:
+            # If the stage still runs, only this wait timed out, not the collective.
+            if self._current is not current or current.ended:
+                self._error = error
+                self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Ends all stages here and at the peers, also those that have not begun."""
+        for pending in self._open:
+            pending.cancel()
+        for stages in self._left.values():
+            for begin in stages:
+                with contextlib.suppress(StormError):  # the transport may be closed
+                    begin().cancel()
+        self._open.clear()
+        self._left.clear()
