@@ -253,9 +253,11 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         ++counters_.malformed;
         return;
     }
-    // What it passed before it left is still in shared memory.
+    // What it passed before it left is still in shared memory, some of it perhaps waiting for its turn.
+    defer_until_ = now;
     while (peer.passage && take_records(peer.rank, 1, now)) {
     }
+    defer_until_ = never;
     // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);
     peer.leave(*blame);

@@ -92,11 +92,11 @@ bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     return taken > 0;
 }
 
-// Whether the contribution to an exact sum would be added up at once.
+// Whether a contribution to an exact sum need not wait for those before it.
 bool Core::in_turn(Exchange& exchange, const Header& header) {
     const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
     return message == nullptr || message->reduction == nullptr || message->closed ||
-           header.chunk >= message->cut.chunks || message->reduction->adds_now(message->contributor, header.chunk);
+           header.chunk >= message->cut.chunks || !message->reduction->early(message->contributor, header.chunk);
 }
 
 // A record that is not taken stays where it is.

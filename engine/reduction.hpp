@@ -43,9 +43,11 @@ public:
     // Each (contributor, chunk) is settled once, by one of these two.
     void contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload);
     void give_up(std::uint32_t contributor, std::uint32_t chunk);
-    // Whether a contribution would be added up at once, and not be kept until others have come.
-    [[nodiscard]] bool adds_now(std::uint32_t contributor, std::uint32_t chunk) const {
-        return spec_.mode != Reduce::in_order || pending_[chunk] == 1 || is_next(chunk, contributor);
+    // Whether a contribution would be added up at once if those before it had come, and now has to be kept until they have.
+    [[nodiscard]] bool early(std::uint32_t contributor, std::uint32_t chunk) const {
+        // 16-bit terms are kept in any case: see `is_next`.
+        return spec_.mode == Reduce::in_order && spec_.wire == Dtype::float32 && pending_[chunk] > 1 &&
+               !is_next(chunk, contributor);
     }
 
     [[nodiscard]] std::uint32_t chunks() const { return chunks_; }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstring>
 #include <ctime>
 #include <future>
 #include <thread>
@@ -93,6 +94,31 @@ TEST(what_was_passed_before_a_goodbye_still_arrives) {
         team[0].close(0);
         CHECK(wait_for(team[1], team[1].post(receives)).status == Status::ok);
         CHECK(job.complete(1));
+    }
+}
+
+TEST(a_term_that_waits_for_its_turn_is_taken_before_a_goodbye) {
+    for (int round = 0; round < 20; ++round) {
+        Team team(3);
+        share_memory(team);
+        AllReduce job(3, 3'000, 1);
+        ExchangeSpec collects = job.spec(0, 0, Reduce::in_order);
+        collects.sends.clear();
+        std::erase_if(collects.receives, [](const ReceiveSpec& receive) { return receive.second_stage; });
+        const auto gives = [&](std::uint16_t rank) {
+            ExchangeSpec spec = job.spec(rank, 0, Reduce::in_order);
+            spec.receives.clear();
+            spec.reduction.reset();
+            std::erase_if(spec.sends, [](const SendSpec& send) { return send.second_stage || send.peer != 0; });
+            return spec;
+        };
+        const std::uint64_t id = team[0].post(collects);
+        // Rank 2 leaves before rank 1 has begun, whose turn is first.
+        CHECK(wait_for(team[2], team[2].post(gives(2))).status == Status::ok);
+        team[2].close(second / 10);
+        CHECK(wait_for(team[1], team[1].post(gives(1))).status == Status::ok);
+        CHECK(wait_for(team[0], id).status == Status::ok);
+        CHECK(std::memcmp(job.expected().data(), job.out[0].data(), job.bytes(0)) == 0);
     }
 }
 
