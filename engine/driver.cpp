@@ -99,6 +99,8 @@ public:
         if (!driver_.over()) {
             driver_.listen(true);
             driver_.arm();
+            // The engine's own thread sleeps already: peers must ring, or have passed something before they could know.
+            if (!driver_.core_->may_sleep()) wake(driver_.wake_);
         }
         driver_.changed_.notify_all();
     }
@@ -290,9 +292,12 @@ void Driver::run() {
         for (int i = 0; i < count; ++i) {
             std::uint64_t drained = 0;
             const int fd = events[static_cast<std::size_t>(i)].data.fd;
-            (void)!read(fd == inputs_.get() ? bell_.get() : fd, &drained, sizeof drained);
+            if (fd != inputs_.get()) (void)!read(fd, &drained, sizeof drained);
         }
         lock.lock();
+        // Only whoever drives may silence the bell: it may ring for a caller that has taken over meanwhile.
+        std::uint64_t rung = 0;
+        if (!caller_drives_) (void)!read(bell_.get(), &rung, sizeof rung);
         armed_at_ = never;
     }
 }
