@@ -130,6 +130,8 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
         const Turn turn(*this);
         while (!ready() && !over()) {
             const bool busy = drive();
+            // It may have ended by a timer, or by what came while this thread lingered.
+            if (ready()) break;
             const Nanos now = clock_now();
             if (now >= give_up_at) break;
             if (busy) {
