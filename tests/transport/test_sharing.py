@@ -193,8 +193,9 @@ def test_strangers_at_the_socket_get_nothing() -> None:
     def work(transport: UdpTransport) -> list[bytes]:
         if transport.rank == 1:
             name = f"\0stormtorch-{transport.cards[1].nonce}"
-            hello = {"rank": 0, "nonce": "another", "to": transport.cards[1].nonce}
-            for message in (b"", b"{", b"[]", b"{}", json.dumps(hello).encode(), os.urandom(200)):
+            hello = {"rank": 0, "nonce": "another", "to": transport.cards[1].nonce, "proof": ""}
+            keyless = hello | {"nonce": transport.cards[0].nonce}
+            for message in (b"", b"{", b"[]", b"{}", *(json.dumps(each).encode() for each in (hello, keyless))):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.settimeout(5.0)
                     stranger.connect(name)
@@ -206,9 +207,23 @@ def test_strangers_at_the_socket_get_nothing() -> None:
         barrier(Group(transport)).wait()
         return some_collectives(transport, 10, seed=6)
 
-    assert local_world(2, work, options=SHARING) == local_world(
+    sealed = replace(SHARING, key=b"a job key of any length from sixteen bytes")
+    assert local_world(2, work, options=sealed) == local_world(
         2, lambda transport: some_collectives(transport, 10, seed=6)
     )
+
+
+def test_a_process_of_another_user_that_takes_the_name_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The other side of each connection is this process, so pretend that it is somebody else.
+    monkeypatch.setattr("stormtorch.transport.sharing._user", lambda _: os.getuid() + 1)
+
+    def work(transport: UdpTransport) -> list[int]:
+        barrier(Group(transport)).wait()
+        time.sleep(0.3)
+        barrier(Group(transport)).wait()
+        return transport.near()
+
+    assert local_world(2, work, options=SHARING) == [[], []]
 
 
 def test_a_machine_is_known_by_its_network() -> None:

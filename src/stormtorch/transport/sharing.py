@@ -6,6 +6,8 @@ both have what they need, and where anything fails, data travels by datagram as 
 
 import array
 import contextlib
+import hashlib
+import hmac
 import json
 import logging
 import os
@@ -15,6 +17,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import stormtorch._engine as _engine
@@ -38,6 +41,8 @@ class Shares(Protocol):
     rank: int
     endpoint: _engine.Endpoint
     cards: dict[int, Card]
+    key_of: Callable[[int, Card], bytes]
+    """Returns the key of a process, empty if the job has none."""
     closed: bool
 
 
@@ -125,11 +130,14 @@ class Sharing:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(_name(card))
+            if _user(connection) != os.getuid():
+                raise ValueError("a process of another user answers in its name")
             own = transport.cards[self._rank]
             hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
+            hello["proof"] = _proof(transport, self._rank, own, card)
             _send(connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer))
             answer, descriptors = _receive(connection)
-            if answer != b"yes":
+            if not hmac.compare_digest(answer, b"yes " + _proof(transport, peer, card, own).encode()):
                 _close(descriptors)
                 raise ValueError(answer.decode(errors="replace") or "it closed the connection")
             _take(transport, peer, descriptors)
@@ -153,15 +161,20 @@ class Sharing:
                     connection.send(b"this process does not know the other as a rank of its job, or not yet")
                     raise
                 _take(transport, peer, descriptors)
-                _send(connection, b"yes", transport.endpoint.offer_passage(peer))
+                own, other = transport.cards[self._rank], transport.cards[peer]
+                answer = b"yes " + _proof(transport, self._rank, own, other).encode()
+                _send(connection, answer, transport.endpoint.offer_passage(peer))
                 if connection.recv(16) == b"use":
                     transport.endpoint.use_passage(peer, incarnation)
 
     def _find(self, transport: Shares, hello: dict[str, Any]) -> tuple[int, int]:
         peer = int(hello["rank"])
         card = transport.cards[peer]
-        if hello["nonce"] != card.nonce or hello["to"] != transport.cards[self._rank].nonce or peer >= self._rank:
+        own = transport.cards[self._rank]
+        if hello["nonce"] != card.nonce or hello["to"] != own.nonce or peer >= self._rank:
             raise ValueError("this is another process")
+        if not hmac.compare_digest(str(hello["proof"]), _proof(transport, peer, card, own)):
+            raise ValueError("it does not have the job's key")
         return peer, card.incarnation
 
 
@@ -186,6 +199,12 @@ class _Wanted:
 def _name(card: Card) -> str:
     # An abstract name: it belongs to the network namespace, and ends with the socket.
     return f"\0stormtorch-{card.nonce}"
+
+
+def _proof(transport: Shares, rank: int, of: Card, to: Card) -> str:
+    """What only a process that has the job's key can tell another; the same for all if there is none."""
+    key = transport.key_of(rank, of)
+    return hmac.new(key, f"share {of.nonce} {to.nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def _user(connection: socket.socket) -> int:

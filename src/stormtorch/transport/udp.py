@@ -158,7 +158,7 @@ class UdpTransport(EndpointMembership):
         self._reception: Receives | None = None
         self._sharing: Sharing | None = None
         self._lock = threading.RLock()
-        self._key_of = key_of
+        self.key_of = key_of
         self._linger_s = linger_s
         # A process forked from this one has a copy of all this, but neither its threads nor a place in the job.
         self._owner = os.getpid()
@@ -274,7 +274,7 @@ class UdpTransport(EndpointMembership):
         self.check_owner(f"readmitting rank {peer}")
         with self._lock:
             try:
-                self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self._key_of(peer, card))
+                self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self.key_of(peer, card))
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
@@ -301,7 +301,7 @@ class UdpTransport(EndpointMembership):
         be at the same numbers.
         """
         self.endpoint, self.closed = other.endpoint, False
-        self.cards, self._key_of = other.cards, other._key_of
+        self.cards, self.key_of = other.cards, other.key_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
         if other._listener is not None and other._reception is not None:
