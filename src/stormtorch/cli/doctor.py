@@ -95,7 +95,7 @@ def doctor(
 
       stormtorch doctor localhost node1 --interface eth0 --port 29500 --capture links.json
 
-      torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint node0:29400 -m stormtorch doctor
+      torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m stormtorch doctor
     """
     with friendly_errors(), ending_signals():
         from stormtorch.doctor.starting import launched

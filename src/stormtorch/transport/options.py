@@ -41,7 +41,8 @@ class Options:
     receive_buffer_bytes: int = 8 << 20
     """Receive buffer to request for the socket, up to net.core.rmem_max. The peers share it as their credit."""
     pool_bytes: int = 64 << 20
-    """Most memory for chunks of exchanges that this rank has not posted yet, over all peers."""
+    """Most memory for chunks of exchanges that this rank has not posted yet, over all peers; those of this machine may
+    take 16 times their share."""
     eager_bytes: int = 256 << 10
     """Bytes of a message that may be sent before the receiver says that it has posted the exchange."""
     silence_s: float = 10.0
