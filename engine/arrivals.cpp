@@ -63,13 +63,19 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
             taken = take_data(peer, *header, *payload, now);
             break;
         case Kind::report: take_report(peer, *payload, now); break;
-        case Kind::end: taken = take_end(peer, *header, now); break;
+        case Kind::end:
+            if (header->has(flag_repair)) drain(peer, now);
+            taken = take_end(peer, *header, now);
+            break;
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
         case Kind::ping: peer.in.report_now(); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
-        case Kind::failed: take_failed(peer, *header, now); break;
+        case Kind::failed:
+            drain(peer, now);
+            take_failed(peer, *header, now);
+            break;
         case Kind::note: take_note(peer, *payload, now); break;
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
@@ -253,11 +259,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         ++counters_.malformed;
         return;
     }
-    // What it passed before it left is still in shared memory, some of it perhaps waiting for its turn.
-    defer_until_ = now;
-    while (peer.passage && take_records(peer.rank, 1, now)) {
-    }
-    defer_until_ = never;
+    drain(peer, now);
     // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);
     peer.leave(*blame);

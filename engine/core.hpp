@@ -84,7 +84,7 @@ public:
     void transmitted(const Batch& batch, Nanos now);
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
-    void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage);
+    void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
     // While shut, peers send us datagrams instead.
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
@@ -136,6 +136,7 @@ private:
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header);
+    void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
@@ -169,6 +170,7 @@ private:
     enum class Taken : std::uint8_t { yes, no_room, not_its_turn };
     Taken take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now);
     [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
+    [[nodiscard]] bool awaits(std::uint16_t rank) const;
     bool put_records(std::uint16_t rank, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
@@ -230,7 +232,8 @@ private:
     std::vector<std::uint16_t> near_;      // peers with which memory is shared
     Bitmap bells_;                         // peers whose bells must be rung
     bool passages_shut_{};
-    Nanos defer_until_{never};  // when terms that came before their turn are taken nevertheless
+    Nanos defer_until_{never};  // the earliest time at which a term that came before its turn is taken nevertheless
+    bool draining_{};           // whatever is in the ring is taken
     std::uint32_t overflow_{};
     Counters counters_;
 };

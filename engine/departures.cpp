@@ -254,7 +254,7 @@ void Core::share_line(Nanos now) {
     line_.begin(now);
     for (const auto& [key, exchange] : exchanges_.active()) {
         for (const Outgoing& message : exchange->sends) {
-            if (!message.wanted) continue;
+            if (!message.wanted || passes(message.peer)) continue;
             const std::uint64_t chunks = message.cut.chunks - message.cursor + message.repairs.size();
             const Nanos deadline = exchange->stage(message.second_stage).deadline;
             line_.add(message.peer, chunks * message.cut.chunk_bytes,

@@ -23,6 +23,8 @@ constexpr Nanos tick_every = 200 * microsecond;
 constexpr Nanos read_every = 50 * microsecond;
 // How long a caller looks for what comes through shared memory before it sleeps: to be woken takes about as long.
 constexpr Nanos longest_linger = 50 * microsecond;
+// Rounds of passing data in a call that only begins something: peers may go on writing for as long as we read.
+constexpr int most_rounds = 8;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -36,7 +38,7 @@ Nanos clock_now() {
 
 bool Driver::drive() {
     try {
-        return step();
+        return more_ = step();
     } catch (...) {
         fail();
         throw;
@@ -73,9 +75,8 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
-        // The loops end: until receivers answer, no more than the eager bytes may leave.
-        while (pass()) {
-        }
+        pass_some();
+        // The loop ends: until receivers answer, no more than the eager bytes may leave.
         while (flush(now)) {
         }
         collect();
@@ -99,8 +100,8 @@ public:
         if (!driver_.over()) {
             driver_.listen(true);
             driver_.arm();
-            // The engine's own thread sleeps already: peers must ring, or have passed something before they could know.
-            if (!driver_.core_->may_sleep()) wake(driver_.wake_);
+            // The engine's own thread sleeps already: it goes on with what is left, and peers ring from now on.
+            if (driver_.more_ || !driver_.core_->may_sleep()) wake(driver_.wake_);
         }
         driver_.changed_.notify_all();
     }
@@ -142,7 +143,7 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             if (linger(lock) || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
-            const timespec remaining = to_timespec(std::max<Nanos>(until - now, 0));
+            const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
             const bool full = !unsent_.empty();
             lock.unlock();
             std::array<pollfd, 3> waits{
@@ -198,6 +199,7 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
         core_->readmit(peer, incarnation, key, clock_now());
         socket_.set_peer(peer, address);
         near_.erase(peer);
+        pass_some();
         flush(clock_now());
         collect();
     });
@@ -211,6 +213,7 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
 
 Driver::Offer Driver::offer_passage(std::uint16_t peer) {
     auto ring = std::make_unique<RingMemory>();
+    ring->shared().shut.store(1, std::memory_order_release);  // until we read
     const Lock lock(door_);
     check_open();
     const auto copy = [](int fd) {
@@ -226,6 +229,7 @@ Driver::Offer Driver::offer_passage(std::uint16_t peer) {
 void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
     auto memory = std::make_unique<RingMemory>(std::move(ring));
     memory->close_file();
+    if ((fcntl(bell.get(), F_GETFL) & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
     const Lock lock(door_);
     check_open();
     near_[peer].to_it = std::move(memory);
@@ -237,7 +241,11 @@ void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
     check_open();
     Near& near = near_[peer];
     if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
-    core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)));
+    attempt([&] {
+        core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
+                       clock_now());
+        collect();
+    });
     // It may have passed something already.
     wake(wake_);
     wake(nudge_);
@@ -308,6 +316,13 @@ bool Driver::pass() {
     const bool any = core_->pass(clock_now());
     core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
     return any;
+}
+
+void Driver::pass_some() {
+    for (int round = 0; round < most_rounds; ++round) {
+        if (!pass()) return;
+    }
+    wake(caller_drives_ ? nudge_ : wake_);
 }
 
 bool Driver::linger(Lock& lock) {
@@ -382,7 +397,10 @@ void Driver::collect() {
         view_number_ = core_->view_number();
         any = true;
     }
-    if (any) changed_.notify_all();
+    if (!any) return;
+    changed_.notify_all();
+    // A caller that drives may sleep, and wait for what another thread's call has just ended.
+    if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
 }
 
 Nanos Driver::next_timer() const { return std::min(core_->next_timer(), faults_->next_release_at()); }

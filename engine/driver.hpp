@@ -121,6 +121,8 @@ private:
     bool flush(Nanos now);
     // One round of what passes through shared memory; true if there may be more.
     bool pass();
+    // Some rounds of it, for callers that do not drive: if there is more, whoever drives goes on.
+    void pass_some();
     // Looks for a moment whether anything comes through shared memory; false if nothing did.
     bool linger(Lock& lock);
     void collect();
@@ -157,6 +159,7 @@ private:
     std::uint32_t view_number_{};  // the latest that waiting threads were told of
     bool caller_drives_{};
     bool listening_{};
+    bool more_{};  // the last step may have left something to do
     bool closing_{}, closed_{};
     std::exception_ptr failure_;
     Nanos ticked_at_{};
@@ -185,6 +188,7 @@ auto Driver::with_views(Work&& work) {
     check_open();
     const Nanos now = clock_now();
     const auto moved_on = [&] {
+        pass_some();
         flush(now);
         collect();
         rearm();

@@ -12,6 +12,7 @@
 #include <span>
 #include <utility>
 
+#include "clock.hpp"
 #include "ring.hpp"
 #include "wire.hpp"
 
@@ -52,8 +53,8 @@ static_assert(sizeof(Record) <= Record::head_bytes);
 struct Passage {
     RingWriter out;
     RingReader in;
-    bool stalled{};   // the pool has no room for what comes next
-    bool deferred{};  // what comes next is a term of a sum whose turn has not come
+    bool stalled{};            // the pool has no room for what comes next
+    Nanos defer_until{never};  // when a term of a sum that comes next is taken although its turn has not come
 
     Passage(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it)
         : out(std::move(to_it)), in(std::move(from_it)) {}

@@ -30,11 +30,12 @@ Record Record::parse(std::span<const std::byte> from) {
     return record;
 }
 
-void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage) {
+void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
     if (rank >= config_.world || rank == config_.rank || incarnation != seal_.incarnation(rank) ||
         peers_.look(rank).vacant)
         throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
     Peer& peer = peers_[rank];
+    drain(peer, now);  // of an earlier passage, if there was one
     passage->in.set_shut(passages_shut_);
     peer.passage = std::move(passage);
     const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
@@ -52,44 +53,43 @@ bool Core::passes(std::uint16_t rank) const {
 }
 
 bool Core::pass(Nanos now) {
-    bool taken = false, put = false, deferred = false;
+    bool any = false;
+    defer_until_ = never;
     // In rising order, which is that of most sums.
     for (const std::uint16_t rank : near_) {
-        taken = take_records(rank, records_per_turn, now) || taken;
-        put = put_records(rank, now) || put;
-        deferred = deferred || peers_.look(rank).passage->deferred;
+        const bool taken = take_records(rank, records_per_turn, now), put = put_records(rank, now);
+        any = any || taken || put;
+        defer_until_ = std::min(defer_until_, peers_.look(rank).passage->defer_until);
     }
-    if (taken || !deferred) defer_until_ = never;
-    if (deferred && defer_until_ == never) defer_until_ = now + longest_deferral;
-    return taken || put;
+    return any;
 }
 
 bool Core::may_sleep() {
     return std::all_of(near_.begin(), near_.end(), [&](std::uint16_t rank) {
         Passage& passage = *peers_.attempt(rank).passage;
-        return passage.in.may_sleep() || passage.stalled || passage.deferred;
+        return passage.in.may_sleep() || passage.stalled || passage.defer_until != never;
     });
 }
 
 bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     Passage& passage = *peers_.attempt(rank).passage;
     std::span<const std::byte> front = passage.in.front();
-    passage.deferred = false;
-    if (front.empty() || passage.stalled) return false;
+    if (front.empty()) passage.defer_until = never;
+    if (front.empty() || (passage.stalled && !draining_)) return false;
     Peer& peer = peers_[rank];
-    peer.hear(now);
-    if (views_) views_->hear(rank, now);
     std::size_t taken = 0;
     for (; taken < most && !front.empty(); ++taken) {
         const Record record = Record::parse(front);
         const Taken how = take_record(peer, record, front.subspan(Record::head_bytes, record.bytes), now);
         passage.stalled = how == Taken::no_room;
-        passage.deferred = how == Taken::not_its_turn;
         if (how != Taken::yes) break;
         if (passage.in.pop(Record::size(record.bytes))) bells_.set(rank);
         front = passage.in.front();
     }
-    return taken > 0;
+    if (taken == 0) return false;
+    peer.hear(now);
+    if (views_) views_->hear(rank, now);
+    return true;
 }
 
 // Whether a contribution to an exact sum need not wait for those before it.
@@ -99,8 +99,24 @@ bool Core::in_turn(Exchange& exchange, const Header& header) {
            header.chunk >= message->cut.chunks || !message->reduction->early(message->contributor, header.chunk);
 }
 
+bool Core::awaits(std::uint16_t rank) const {
+    const auto& active = exchanges_.active();
+    return std::any_of(active.begin(), active.end(), [&](const auto& each) { return each.second->waits_for(rank); });
+}
+
+// Takes all that a peer has passed, before something is heeded that came by datagram and may have overtaken it.
+void Core::drain(Peer& peer, Nanos now) {
+    if (!peer.passage || draining_) return;
+    draining_ = true;
+    while (take_records(peer.rank, records_per_turn, now)) {
+    }
+    draining_ = false;
+}
+
 // A record that is not taken stays where it is.
 Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
+    if (record.kind != Kind::data && record.kind != Kind::end)
+        throw std::runtime_error("shared memory was overwritten");
     Header header = record.header(peer.rank);
     Exchange* exchange = exchanges_.find(header.channel, header.seq);
     if (exchange == nullptr && sequences_.posted(header.channel, header.seq)) {
@@ -108,12 +124,21 @@ Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const 
         answer_for_ended(peer, header);
         return Taken::yes;
     }
-    if (exchange == nullptr && pool_.crowded(peer.rank, pool_shares)) return Taken::no_room;
+    // Something that we wait for may lie behind it: then it is kept in any case. No more of it than the eager bytes comes.
+    if (exchange == nullptr && !draining_ && pool_.crowded(peer.rank, pool_shares) && !awaits(peer.rank))
+        return Taken::no_room;
     if (exchange != nullptr && record.kind == Kind::end) {
         take_end(peer, header, now);
         return Taken::yes;
     }
-    if (exchange != nullptr && now < defer_until_ && !in_turn(*exchange, header)) return Taken::not_its_turn;
+    Nanos& defer_until = peer.passage->defer_until;
+    if (exchange == nullptr || in_turn(*exchange, header)) {
+        defer_until = never;
+    } else if (!draining_) {
+        // Once one was taken early, so are those that follow, until one comes in its turn.
+        if (defer_until == never) defer_until = now + longest_deferral;
+        if (now < defer_until) return Taken::not_its_turn;
+    }
     counters_.shared_bytes_received += payload.size();
     do {
         const std::span<const std::byte> chunk = payload.first(std::min(payload.size(), chunk_bytes_));
@@ -197,10 +222,12 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
         counters_.shared_bytes_sent += record.bytes;
         used = Record::size(record.bytes);
     }
-    // Nothing more will come of what never reached us.
-    if (message.first_pass_over() && message.given_up > 0) {
+    // What is missing will not come, or, if some of it travels by datagram, may not.
+    const bool settled = message.acked + message.given_up >= message.cut.chunks;
+    if (message.first_pass_over() && message.repairs.empty() && message.acked < message.cut.chunks &&
+        (settled || !message.lossless())) {
         record.kind = Kind::end;
-        record.flags |= flag_repair;
+        if (settled) record.flags |= flag_repair;
         record.bytes = 0;
         record.write(room + used);
         used += Record::size(0);
