@@ -52,6 +52,19 @@ TEST(drivers_that_share_memory_all_reduce_exactly_and_lossily) {
     }
 }
 
+TEST(nothing_is_passed_to_a_rank_that_does_not_read_yet) {
+    Team team(2);
+    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
+    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
+    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    team[0].use_passage(1, 0);
+    train(team, 2, 50'000);
+    CHECK_EQUAL(shared_bytes(team), 0U);
+    team[1].use_passage(0, 0);
+    train(team, 2, 50'000, {}, 2);
+    CHECK(shared_bytes(team) > 0);
+}
+
 TEST(messages_larger_than_the_ring_pass_with_any_size_of_chunk) {
     for (const std::size_t datagram : std::initializer_list<std::size_t>{256, 1'472, 65'000}) {
         Team team(3, {}, "127.0.0.1", [&](CoreConfig& config) { config.datagram_bytes = datagram; });

@@ -5,6 +5,7 @@ both have what they need, and where anything fails, data travels by datagram as 
 """
 
 import array
+import atexit
 import contextlib
 import hashlib
 import hmac
@@ -30,8 +31,8 @@ _SLICE_S = 1.0
 # Longest time for which one side of a handshake waits for the other.
 _ANSWER_S = 2.0
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 1.0
-# A peer that has not agreed for so long never will.
-_GIVE_UP_S = 60.0
+# A peer that has not agreed for so long may never do: say so, and try less often.
+_WARN_S, _RARE_NAP_S = 60.0, 30.0
 _MOST_BYTES = 1024
 
 
@@ -63,7 +64,12 @@ class Sharing:
         for peer, card in transport.cards.items():
             self.seek(peer, card)
         self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
-        self._thread.start()
+        _all.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.forget()
+            raise
 
     def seek(self, peer: int, card: Card) -> None:
         """Shares memory with the process of a card, if it is on this machine. Returns at once."""
@@ -71,6 +77,15 @@ class Sharing:
             with self._lock:
                 self._wanted[peer] = _Wanted(card)
             self._wake()
+
+    def serve(self, transport: Shares) -> None:
+        """Shares the memory of another transport of the same rank from now on."""
+        self._transport = weakref.ref(transport)
+
+    def forget(self) -> None:
+        """Closes the sockets and tells nobody: for a process without this thread."""
+        for each in (self._listener, self._wake_in, self._wake_out):
+            each.close()
 
     def close(self) -> None:
         """Ends the thread. Memory that is shared stays so, as it belongs to the engine."""
@@ -84,18 +99,21 @@ class Sharing:
             self._wake_in.send(b"x")
 
     def _run(self) -> None:
+        ready = select.poll()  # select() knows no descriptors above 1023
+        ready.register(self._listener, select.POLLIN)
+        ready.register(self._wake_out, select.POLLIN)
         with self._listener, self._wake_in, self._wake_out:
             while not self._closed:
                 with self._lock:
                     due_at = min((each.at for each in self._wanted.values()), default=float("inf"))
                 wait_s = max(min(due_at - time.monotonic(), _SLICE_S), 0.0)
-                readable, _, _ = select.select([self._listener, self._wake_out], [], [], wait_s)
-                if self._wake_out in readable:
+                readable = {descriptor for descriptor, _ in ready.poll(1000 * wait_s)}
+                if self._wake_out.fileno() in readable:
                     self._wake_out.recv(64)
                 transport = self._transport()
                 if transport is None or transport.closed or self._closed:
                     return
-                if self._listener in readable:
+                if self._listener.fileno() in readable:
                     self._serve(transport)
                 self._connect_all(transport)
                 del transport
@@ -107,6 +125,8 @@ class Sharing:
         with self._lock:
             due = {peer: each for peer, each in self._wanted.items() if each.at <= now}
         for peer, wanted in due.items():
+            if self._closed:
+                return
             try:
                 self._connect(transport, peer, wanted.card)
             except (OSError, RuntimeError, ValueError) as error:
@@ -114,14 +134,14 @@ class Sharing:
             else:
                 wanted.done = True
                 _log.debug("rank %d: shares memory with rank %d", self._rank, peer)
-            if wanted.why and now >= wanted.give_up_at:
+            if not wanted.done and now >= wanted.warn_at:
                 _log.warning(
                     "rank %d: cannot share memory with rank %d on the same machine, so data travels by datagram: %s",
                     self._rank,
                     peer,
                     wanted.why,
                 )
-                wanted.done = True
+                wanted.warn_at = float("inf")
             with self._lock:
                 if wanted.done and self._wanted.get(peer) is wanted:
                     del self._wanted[peer]
@@ -184,7 +204,7 @@ class _Wanted:
     def __init__(self, card: Card) -> None:
         self.card = card
         self.at = time.monotonic()
-        self.give_up_at = self.at + _GIVE_UP_S
+        self.warn_at = self.at + _WARN_S
         self.why = ""
         self.done = False
         self._nap_s = _FIRST_NAP_S
@@ -193,7 +213,7 @@ class _Wanted:
         """Tries again after a while, longer each time."""
         self.why = why
         self.at = time.monotonic() + self._nap_s
-        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S if self.at < self.warn_at else _RARE_NAP_S)
 
 
 def _name(card: Card) -> str:
@@ -239,3 +259,23 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 def _close(descriptors: list[int]) -> None:
     for each in descriptors:
         os.close(each)
+
+
+_all: weakref.WeakSet[Sharing] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for each in list(_all):
+        each.forget()
+    _all.clear()
+
+
+# A forked process has no such thread, and must not keep the name of the socket.
+os.register_at_fork(after_in_child=_in_child)
+
+
+@atexit.register
+def _end() -> None:
+    """Ends all threads: one inside the engine must not meet an interpreter that is being taken down."""
+    for each in list(_all):
+        each.close()

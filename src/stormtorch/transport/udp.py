@@ -285,7 +285,7 @@ class UdpTransport(EndpointMembership):
         """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
         try:
             self._sharing = Sharing(self)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             _log.warning("rank %d: cannot share memory with ranks of this machine: %s", self.rank, error)
 
     def near(self) -> list[int]:
@@ -304,6 +304,9 @@ class UdpTransport(EndpointMembership):
         self.cards, self.key_of = other.cards, other.key_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
+        self._sharing, other._sharing = other._sharing, None
+        if self._sharing is not None:
+            self._sharing.serve(self)
         if other._listener is not None and other._reception is not None:
             other._reception.speak_for(self)
             self.receive_by(other._listener, other._reception)

@@ -193,7 +193,8 @@ class Patience:
 
     def _bytes(self) -> int:
         health = self._transport.health()
-        return int(health["bytes_received"]) + int(health["bytes_sent"])
+        ways = ("bytes_received", "bytes_sent", "shared_bytes_received", "shared_bytes_sent")
+        return sum(int(health[each]) for each in ways)
 
     def _key(self, rank: int) -> str:
         return f"{self._transport.prefix}/waits/{rank}"
