@@ -274,7 +274,8 @@ def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
     (name,) = [each for each in tables.iterdir() if "seconds" in each.name]
     with name.open() as file:
         rows = list(csv.reader(file))
-    kept = json.loads(source.read_text())["results"]
+    # Whoever made no step has no curve.
+    kept = [each for each in json.loads(source.read_text())["results"] if len(each["losses"]) > 1]
     assert rows[0][1:] == ["seconds of training", "validation loss, nats per byte"]
     assert len(rows) == 1 + sum(len(each["losses"]) for each in kept)
     assert float(rows[1][2]) == kept[0]["losses"][0]
