@@ -109,7 +109,11 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         ("--mb", "1,x", "must be numbers separated by commas, got '1,x'"),
         ("--mb", "-3", "got -3"),
         ("--iters", "0", "got 0"),
-        ("--backends", "storm,nccl", "must be one of storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, got 'nccl'"),
+        (
+            "--backends",
+            "storm,nccl",
+            "must be one of storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, storm-flat, got 'nccl'",
+        ),
         ("--backends", "storm,gloo-bbr", "has gloo-bbr only in a lab; here it must be one of storm, storm-lossy, gloo"),
         ("--faults", "1.5", "must lie in [0, 0.9], got 1.5"),
         ("--rate", "fast", "must be a rate such as 400mbit"),

@@ -64,7 +64,7 @@ class Counters:
             lost=faults["lost"],
             seen=faults["seen"],
             kernel_drops=health["overflow"],
-            sent_bytes=health["bytes_sent"],
+            sent_bytes=health["bytes_sent"] + health["shared_bytes_sent"],
         )
 
     def __add__(self, other: "Counters") -> "Counters":

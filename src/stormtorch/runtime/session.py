@@ -268,7 +268,8 @@ class Session(ABC):
 
     def bytes_sent(self) -> int:
         """Returns the bytes that this rank's transport has sent since the last call."""
-        before, self._bytes_sent = self._bytes_sent, int(self.group.transport.health()["bytes_sent"])
+        health = self.group.transport.health()
+        before, self._bytes_sent = self._bytes_sent, int(health["bytes_sent"]) + int(health["shared_bytes_sent"])
         return self._bytes_sent - before
 
     def channel(self, name: str, *, interruptible: bool = False) -> Group:
