@@ -222,7 +222,7 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
         counters_.shared_bytes_sent += record.bytes;
         used = Record::size(record.bytes);
     }
-    // What is missing will not come, or, if some of it travels by datagram, may not.
+    // The receiver need not wait for chunks that we do not have; those still under way by datagram may yet arrive.
     const bool settled = message.acked + message.given_up >= message.cut.chunks;
     if (message.first_pass_over() && message.repairs.empty() && message.acked < message.cut.chunks &&
         (settled || !message.lossless())) {

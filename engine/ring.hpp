@@ -2,7 +2,7 @@
 //
 // Memory order. `tail` says how far the writer has written, `head` how far the reader has read; each is stored by one side
 // with release and loaded by the other with acquire, so whoever sees an index sees all that was done before it was stored.
-// That is all that ordered access needs, on ARM too. Sleep needs more: whoever is about to sleep stores a flag and then
+// Reading and writing need no more than that, on ARM too. Sleep does: whoever is about to sleep stores a flag and then
 // looks at the other's index, and the other stores its index and then looks at the flag. One of the two must see the
 // other's store, or the sleeper is never woken. So these four are sequentially consistent.
 #pragma once

@@ -35,7 +35,7 @@ Work = Callable[[UdpTransport], Any]
 
 
 def near(work: Work) -> Work:
-    """The same work, once all ranks share memory."""
+    """Returns work for a rank that begins once all ranks share memory."""
 
     def begins(transport: UdpTransport) -> Any:
         wait_until_near(transport)
