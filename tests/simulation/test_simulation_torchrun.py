@@ -2,6 +2,9 @@
 
 import json
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -78,26 +81,34 @@ def test_more_processes_than_workers_are_refused_once() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
-    steps = 2000
+    steps = 800
     asked = ("--workers", "4", "--policy", "lead", "--burst", "4", "--checkpoint", str(tmp_path / "run"))
+    # In a terminal, the bar shows how far the steps are.
+    screen, terminal = pty.openpty()
     process = subprocess.Popen(
         [*TORCHRUN, "stormtorch.cli", "simulate", *SMALL, "--steps", str(steps), *asked],
-        env=ONE_THREAD,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        env=ONE_THREAD | {"COLUMNS": "200", "TERM": "xterm"},
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
         start_new_session=True,
     )
-    give_up_at = time.monotonic() + 60
-    while not (tmp_path / "run" / "settings.json").exists():
-        assert process.poll() is None
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
-    time.sleep(3.0)  # into the steps, and not to their end
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert errors.count("interrupted: the same command goes on from here") == 1
+    os.close(terminal)
+    shown, interrupted = "", False
+    give_up_at = time.monotonic() + 100
+    while time.monotonic() < give_up_at:
+        if not select.select([screen], [], [], 1.0)[0]:
+            continue
+        try:
+            shown += os.read(screen, 65536).decode(errors="replace")
+        except OSError:  # nobody has the terminal any more
+            break
+        if not interrupted and re.search(rf"[1-9]\d*/{steps}", shown):
+            os.killpg(process.pid, signal.SIGINT)
+            interrupted = True
+    os.close(screen)
+    assert interrupted, shown
+    assert process.wait(timeout=10) != 0
+    assert shown.count("interrupted: the same command goes on from here") == 1, shown
     kept = sorted(each.name for each in (tmp_path / "run").iterdir())
     assert kept == ["lead-0.pt.0", "lead-0.pt.1", "settings.json"]
     out = tmp_path / "resumed.json"
