@@ -185,9 +185,9 @@ again = { status=$$?; [ $$status = 5 ] || { [ $$status = 1 ] && $(few_failed) &&
 	echo "== what failed runs once more, alone" && \
 	$(BIN)/python -m pytest -m '($(1)) and ($(MARKS))' --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }; }
 python-pure: setup
-	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 $(PYTEST_ARGS) || $(call again,pure)
+	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 --cache-clear $(PYTEST_ARGS) || $(call again,pure)
 python-clocked: setup
-	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' $(PYTEST_ARGS) || $(call again,not pure)
+	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' --cache-clear $(PYTEST_ARGS) || $(call again,not pure)
 
 python-all: setup
 	@$(MAKE) --no-print-directory python-test MARKS='slow or not slow'
