@@ -1,5 +1,5 @@
 // The protocol without any input or output: datagrams and time go in; datagrams, timers and outcomes come out.
-// One Core is one endpoint. It is used by one thread at a time.
+// One Core is one lane of an endpoint. It is used by one thread at a time.
 #pragma once
 
 #include <algorithm>
@@ -39,6 +39,7 @@ struct Record;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
+    std::uint16_t lane{};                 // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
     std::size_t datagram_bytes{1472};     // the same on every rank of a job; a path that carries less gets pieces
     std::size_t least_path_bytes{512};    // a path that does not even carry datagrams of this size is of no use
     std::size_t receive_buffer{1 << 20};  // what the socket holds; all peers together get credit for less
@@ -75,7 +76,14 @@ public:
     template <class Work>
     decltype(auto) with_views(Nanos now, Work&& work);
     // Number of the latest view that is known and usable here; 0 as long as nobody has asked for any.
-    [[nodiscard]] std::uint32_t view_number() const { return view_number_; }
+    [[nodiscard]] std::uint32_t view_number() const { return view_ ? view_->number : 0; }
+    // That view, if there is one, and whether this process is in it.
+    [[nodiscard]] const std::optional<View>& view() const { return view_; }
+    [[nodiscard]] bool inside() const { return inside_; }
+    // In a lane other than 0: acts on a view that lane 0 has learned of, or on its coming to be inside or outside.
+    void follow(const View& view, bool inside, Nanos now);
+    // In a lane other than 0: peers to which no data got through of late, once each. Lane 0 has the vote.
+    [[nodiscard]] std::vector<std::uint16_t> take_blocked();
 
     // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
@@ -148,6 +156,7 @@ private:
     // membership.cpp: notes, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);
     void heed_views(Nanos now);
+    void adopt(const View& view, Nanos now);
     void drop_absent(Exchange& exchange);
     void drop_peer(Exchange& exchange, std::uint16_t peer);
     void take_note(Peer& peer, std::span<const std::byte> body, Nanos now);
@@ -220,7 +229,8 @@ private:
     Peers peers_;
     ExchangeTimers due_at_;
     std::optional<Views> views_;
-    std::uint32_t view_number_{};
+    std::optional<View> view_;             // the latest that is usable
+    bool inside_{};                        // whether this process is in it
     std::vector<std::uint32_t> since_;     // by rank: the view since which it is a member without a break
     std::vector<int> there_;               // by rank: the incarnation that is a member of the latest view, or -1
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost

@@ -65,7 +65,7 @@ void Driver::check_open() const {
     throw std::runtime_error("the engine has failed and can only be closed: " + why);
 }
 
-std::uint64_t Driver::post(ExchangeSpec spec) {
+std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
     const Lock lock(door_);
     check_open();
     const Nanos now = clock_now();
@@ -75,6 +75,11 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
+        if (by_thread) {
+            more_ = true;
+            wake(caller_drives_ ? nudge_ : wake_);
+            return posted;
+        }
         pass_some();
         // The loop ends: until receivers answer, no more than the eager bytes may leave.
         while (flush(now)) {
@@ -83,7 +88,7 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
         return posted;
     });
     // The exchange may have brought an earlier timer.
-    rearm();
+    if (!by_thread) rearm();
     return id;
 }
 
@@ -167,6 +172,17 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
 bool Driver::ended(std::uint64_t id) {
     const Lock lock(door_);
     return failure_ || ended_.contains(id);
+}
+
+bool Driver::failed() {
+    const Lock lock(door_);
+    return failure_ != nullptr;
+}
+
+std::optional<Status> Driver::status(std::uint64_t id) {
+    const Lock lock(door_);
+    const auto found = ended_.find(id);
+    return found == ended_.end() ? std::nullopt : std::optional(found->second.status);
 }
 
 std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
@@ -276,6 +292,26 @@ bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
     }
     check_open();
     return core_->view_number() > above;
+}
+
+void Driver::on_view(std::function<void(const View&, bool)> tell) {
+    const Lock lock(door_);
+    tell_view_ = std::move(tell);
+}
+
+void Driver::follow(const View& view, bool inside) {
+    const Lock lock(door_);
+    if (!core_ || over()) return;
+    attempt([&] {
+        core_->follow(view, inside, clock_now());
+        collect();
+    });
+    wake(caller_drives_ ? nudge_ : wake_);
+}
+
+std::vector<std::uint16_t> Driver::take_blocked() {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->take_blocked() : std::vector<std::uint16_t>{};
 }
 
 void Driver::run() {
@@ -393,9 +429,11 @@ void Driver::collect() {
         ended_.emplace(finished->id, std::move(finished->outcome));
         any = true;
     }
-    if (core_->view_number() != view_number_) {
+    if (core_->view_number() != view_number_ || core_->inside() != inside_) {
         view_number_ = core_->view_number();
+        inside_ = core_->inside();
         any = true;
+        if (tell_view_ && core_->view()) tell_view_(*core_->view(), inside_);
     }
     if (!any) return;
     changed_.notify_all();

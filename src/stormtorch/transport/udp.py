@@ -125,7 +125,7 @@ class UdpTransport(EndpointMembership):
         store: Store,
         prefix: str,
         cards: Mapping[int, Card],
-        key_of: Callable[[int, Card], bytes],
+        key_of: Callable[[int, Card, int], bytes],
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
@@ -274,12 +274,18 @@ class UdpTransport(EndpointMembership):
         self.check_owner(f"readmitting rank {peer}")
         with self._lock:
             try:
-                self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self.key_of(peer, card))
+                keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
+                self.endpoint.readmit(peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key])
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
             if self._sharing is not None:
                 self._sharing.seek(peer, card)
+
+    @property
+    def lanes(self) -> int:
+        """Sockets and threads of this rank between which large messages are divided."""
+        return self.endpoint.lanes
 
     def share_memory(self) -> None:
         """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
