@@ -59,13 +59,13 @@ struct Arrival {
 struct Outcome {
     Status status{Status::running};
     std::uint16_t peer{};                               // the peer at which the error showed
-    Blame blame;                                        // whose fault it was: that peer's, or whoever that peer blames
+    Blame blame{};                                      // whose fault it was: that peer's, or whoever that peer blames
     std::uint64_t missing_bytes{};                      // bytes that the peer had not sent, or not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};                           // chunks that we sent again
     Nanos started{}, ended{};
-    std::vector<Arrival> arrivals;
-    std::vector<std::uint16_t> counts;  // the reduction's copies per chunk
+    std::vector<Arrival> arrivals{};
+    std::vector<std::uint16_t> counts{};  // the reduction's copies per chunk
 };
 
 // Throws std::invalid_argument if an exchange makes no sense for this rank of the world.

@@ -204,7 +204,8 @@ def card(**changes: Any) -> Card:
     ("lanes", "cards"),
     [
         (4, [card(cores=16), card(cores=16)]),
-        (2, [card(cores=16)] * 4),
+        (4, [card(cores=16)] * 4),
+        (2, [card(cores=16)] * 8),
         (1, [card(cores=16)] * 16),
         (1, [card(cores=2)] * 2),
         # Between machines the line decides, too.

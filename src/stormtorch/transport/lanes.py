@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 # Beyond these, memory is the limit and not the number of threads that copy.
 _MOST_UNASKED = 4
-# A rank computes, too, and its peers' lanes work at the same time as its own.
-_CORES_PER_LANE = 2
+# A lane keeps a core busy while a large message is on its way.
+_CORES_PER_LANE = 1
 # One core sends and receives about this much.
 _MBIT_PER_LANE = 10_000
 
