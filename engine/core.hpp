@@ -138,6 +138,7 @@ private:
     void obey(Exchange& exchange, Peer& peer, const Header& header);
     void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
+    void part(Peer& peer, Status status, Blame blame, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
     void answer_for_ended(Peer& peer, const Header& header);
@@ -172,6 +173,7 @@ private:
     [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
     [[nodiscard]] bool awaits(std::uint16_t rank) const;
     bool put_records(std::uint16_t rank, Nanos now);
+    void sever(Peer& peer, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
     [[nodiscard]] std::size_t put_run(Outgoing& message, std::byte* room);
