@@ -85,6 +85,8 @@ public:
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
     void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
+    // Gives all shared memory back; nothing passes any more.
+    void disconnect();
     // While shut, peers send us datagrams instead.
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.

@@ -47,6 +47,14 @@ void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_pt
     if (place == near_.end() || *place != rank) near_.insert(place, rank);
 }
 
+void Core::disconnect() {
+    for (const std::uint16_t rank : near_) {
+        peers_[rank].passage.reset();
+        bells_.clear(rank);
+    }
+    near_.clear();
+}
+
 void Core::shut_passages(bool shut) {
     passages_shut_ = shut;
     for (const std::uint16_t rank : near_) peers_[rank].passage->in.set_shut(shut);

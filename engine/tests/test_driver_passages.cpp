@@ -5,7 +5,9 @@
 #include <chrono>
 #include <cstring>
 #include <ctime>
+#include <fstream>
 #include <future>
+#include <string>
 #include <thread>
 
 #include "driver.hpp"
@@ -290,6 +292,21 @@ TEST(memory_and_descriptors_are_given_back) {
         train(team, 1, 10'000);
     }
     CHECK_EQUAL(descriptors_now(), before);
+}
+
+TEST(a_driver_that_is_closed_keeps_no_shared_memory) {
+    const auto mapped = [] {
+        std::ifstream maps("/proc/self/maps");
+        std::size_t rings = 0;
+        for (std::string line; std::getline(maps, line);) rings += line.find("memfd:stormtorch") != std::string::npos;
+        return rings;
+    };
+    Team team(3);
+    share_memory(team);
+    train(team, 1, 10'000);
+    CHECK(mapped() > 0);
+    for (const auto& driver : team.drivers) driver->close(0);
+    CHECK_EQUAL(mapped(), 0U);
 }
 
 TEST(a_descriptor_that_is_no_ring_is_refused) {

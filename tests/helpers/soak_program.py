@@ -100,13 +100,15 @@ def _call(drawn: random.Random, index: int, world: int, most_bytes: int) -> Call
     lossy = kind == "int8" or drawn.random() < 0.2
     dtype = drawn.choice(ENGINE_DTYPES if drawn.random() < 0.6 or lossy else DTYPES)
     dtype = torch.float32 if kind == "int8" else dtype
-    op = drawn.choice([Op.SUM, Op.AVG] if lossy or drawn.random() < 0.5 and dtype is not torch.bool else ops_of(dtype))
+    op = drawn.choice(
+        [Op.SUM, Op.AVG] if lossy or (drawn.random() < 0.5 and dtype is not torch.bool) else ops_of(dtype)
+    )
     by_backend = not lossy and not dtype.is_complex and drawn.random() < 0.25
     lane = 0 if by_backend else drawn.randrange(LANES)
     draw = drawn.random()
     size = 0.0 if draw < 0.06 else 10 ** drawn.uniform(0.0, 4.5) if draw < 0.985 else drawn.uniform(3e4, most_bytes)
     split = 1 if kind in ("all_reduce", "broadcast", "reduce", "pair", "int8") else len(members)
-    elements = int(min(size, most_bytes) / dtype.itemsize / split)
+    elements = min(int(min(size, most_bytes) / dtype.itemsize / split), _POOL_ELEMENTS - 4096)
     root = drawn.randrange(len(members))
     return Call(
         index=index,
