@@ -48,7 +48,7 @@ def _left() -> dict[str, Any]:
 
 
 def _calls(drawn: random.Random, world: int) -> list[program.Call]:
-    """Draws a round in which every call is one of all ranks, and ends each lane with a barrier: nobody gets far ahead."""
+    """Draws a round in which every call is one of all ranks, and each lane ends with a barrier: nobody gets ahead."""
     calls: list[program.Call] = []
     while len(calls) < 6:
         for call in next(program.rounds(drawn.randrange(1 << 30), 10, world, most_bytes=1 << 20)):
@@ -221,11 +221,12 @@ def run_job(seed: int, kills: int) -> list[float]:
                     break
                 for rank in alive:
                     job.lines[rank].send(list(alive))
-            # The rest go on once more, then close.
             for rank in alive:
                 job.lines[rank].send(None)
             for rank, (_, before, after) in job.hear(alive, "closed", 20.0).items():
-                assert after == before, f"rank {rank} left something: {before} before, {after} after"
+                # Fewer threads may be left: some of torch's own end by themselves.
+                left = {what: count for what, count in after.items() if count > before[what]}
+                assert not left, f"rank {rank} left something: {before} before, {after} after"
             for rank in alive:
                 job.processes[rank].join(20.0)
                 assert job.processes[rank].exitcode == 0, f"rank {rank} ended with {job.processes[rank].exitcode}"
@@ -233,7 +234,7 @@ def run_job(seed: int, kills: int) -> list[float]:
             job.kill()
     names = Path("/proc/net/unix").read_text()
     assert not [nonce for nonce in nonces.values() if nonce in names], "the name of a socket is left"
-    assert set(os.listdir("/dev/shm")) <= shm or not any("storm" in each for each in os.listdir("/dev/shm"))
+    assert not [each for each in set(os.listdir("/dev/shm")) - shm if "storm" in each], "a file in /dev/shm is left"
     return took
 
 

@@ -1,4 +1,4 @@
-"""A rank that runs a random program of collectives, by several threads, with calls that end in another order than begun."""
+"""A rank that runs a random program of collectives, by several threads, and waits for them in another order."""
 
 import random
 from collections.abc import Callable
@@ -90,7 +90,7 @@ class Runner:
                     keep(call, _end(each))
                 else:
                     begun.append(each)
-            # A call of several exchanges begins the next one in `wait`: all ranks must wait for these in the same order.
+            # A call of several exchanges begins the next one in `wait`: all ranks wait for these in the same order.
             several = [each for each in begun if _has_several(each)]
             single = [each for each in begun if not _has_several(each)]
             random.Random(f"{self.rank} {calls[0].index if calls else 0}").shuffle(single)
