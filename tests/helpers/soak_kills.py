@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import FileStore
 
 import soak_program as program
 from soak_rank import Runner
-from stormtorch import Options, StormError, connect
+from stormtorch import EXACT, Options, StormError, connect
 from stormtorch.collectives import Op
 
 RANKS, KILLS_PER_JOB = 5, 2
@@ -66,7 +66,7 @@ def _check_sum(runner: Runner, world: int, round_: int) -> None:
         if call.kind == "all_reduce" and len(call.members) == world and call.dtype is torch.float32
     )
     call = program.Call(**{**vars(call), "whole": True, "op": Op.SUM, "lane": 0, "by_backend": False})
-    call = program.Call(**{**vars(call), "reliability": program.EXACT, "waits_at_once": True})
+    call = program.Call(**{**vars(call), "reliability": EXACT, "waits_at_once": True})
     got: list[int] = []
     runner.run([call], lambda _, checksum: got.append(checksum))
     expected = torch.stack([program.values(rank, call) for rank in range(world)]).sum(0)
@@ -91,7 +91,8 @@ def _work(line: Connection, rank: int, store_path: str) -> None:
     while len(transport.near()) < RANKS - 1:
         time.sleep(0.001)
     line.send(("ready", transport.cards[rank].nonce))
-    alive, phase = list(range(RANKS)), 0
+    alive: list[int] | None = list(range(RANKS))
+    phase = 0
     rounds = [0]
     forks = threading.Event()
     while alive is not None:
@@ -117,7 +118,7 @@ def _work(line: Connection, rank: int, store_path: str) -> None:
                 rounds[0] += 1
         except* StormError as group:
             raised = time.monotonic()
-            line.send(("raised", raised, [(error.culprit, str(error)) for error in _flat(group)]))  # type: ignore[attr-defined]
+            line.send(("raised", raised, [(getattr(error, "culprit", None), str(error)) for error in _flat(group)]))
         runner.close()
         alive, phase, rounds[0] = line.recv(), phase + 1, 0
     transport.close()
@@ -141,7 +142,7 @@ class Job:
     def __init__(self, folder: str, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.lines: dict[int, Connection] = {}
-        self.processes = {}
+        self.processes: dict[int, Any] = {}
         for rank in range(RANKS):
             here, there = context.Pipe()
             process = context.Process(target=_rank, args=(there, rank, str(Path(folder) / name)), daemon=True)
@@ -154,14 +155,14 @@ class Job:
         found: dict[int, tuple[Any, ...]] = {}
         end = time.monotonic() + within_s
         while len(found) < len(ranks):
-            lines = {self.lines[rank]: rank for rank in ranks if rank not in found}
-            ready = wait(list(lines), timeout=max(end - time.monotonic(), 0.0))
+            lines: dict[Any, int] = {self.lines[rank]: rank for rank in ranks if rank not in found}
+            ready: list[Any] = wait(list(lines), timeout=max(end - time.monotonic(), 0.0))
             missing = sorted(set(ranks) - set(found))
             assert ready, f"within {within_s:.1f} s, ranks {missing} did not say {what!r}: {found}"
             for line in ready:
-                message = line.recv()  # type: ignore[union-attr]
-                assert message[0] == what, f"rank {lines[line]} said {message} instead of {what!r}"  # type: ignore[index]
-                found[lines[line]] = message  # type: ignore[index]
+                message = line.recv()
+                assert message[0] == what, f"rank {lines[line]} said {message} instead of {what!r}"
+                found[lines[line]] = message
         return found
 
     def progress(self, ranks: list[int]) -> None:

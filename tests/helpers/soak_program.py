@@ -154,5 +154,5 @@ def checksum(tensors: list[torch.Tensor]) -> int:
     value = 1
     for each in tensors:
         raw = torch.view_as_real(each) if each.is_complex() else each
-        value = zlib.crc32(raw.contiguous().view(torch.uint8).numpy(), value)
+        value = zlib.crc32(raw.contiguous().view(torch.uint8).numpy().data, value)
     return value

@@ -75,7 +75,7 @@ class Runner:
             self._run_lane(lanes[0], keep)
         except Exception as error:
             errors.append(error)
-        errors += [error for each in others if (error := each.exception()) is not None]
+        errors += [found for each in others if (found := each.exception()) is not None]
         if errors:
             raise ExceptionGroup("a round failed", [error for error in errors if isinstance(error, Exception)])
 
@@ -128,7 +128,8 @@ class Runner:
 
     def _begin_by_group(self, call: Call) -> Begun:
         group, n = self._group(call), len(call.members)
-        me, root, lossy = call.members.index(self.rank), call.root, {"reliability": call.reliability}
+        me, root = call.members.index(self.rank), call.root
+        lossy: dict[str, Any] = {"reliability": call.reliability}
         own = program.values(self.rank, call)
         rooms = [torch.zeros_like(own) for _ in range(n)] if call.kind in _WITH_ROOMS else []
         parts = [program.values(self.rank, call, part) for part in range(n)] if call.kind in _WITH_PARTS else []
