@@ -13,12 +13,15 @@ FUZZ_RUNS ?= 1000000
 # Schedules that `make check-views` runs, and the seed of the first.
 SCHEDULES ?= 1000000
 SEED ?= 1
+# What `make soak` runs: random collectives, in each of four worlds, and ranks killed in the midst of others.
+COLLECTIVES ?= 100000
+KILLS ?= 50
 # Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
 BENCH_OUT ?= benchmarks/results
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -155,6 +158,10 @@ views-test: build/tests/build.ninja
 check-views: build/tests/build.ninja  ## SCHEDULES random schedules (1,000,000) of the agreement on views, from SEED on
 	@cmake --build build/tests --target check_views
 	build/tests/check_views --schedules $(SCHEDULES) --seed $(SEED)
+
+soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datagrams and hosts, bit for bit; KILLS ranks killed (50)
+	$(BIN)/python tests/helpers/soak.py --collectives $(COLLECTIVES) --seed $(SEED)
+	$(BIN)/python tests/helpers/soak_kills.py --kills $(KILLS) --seed $(SEED)
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone.

@@ -265,7 +265,8 @@ NB_MODULE(_engine, m) {
         .value("PEER_FAILED", Status::peer_failed)
         .value("SIZE_MISMATCH", Status::size_mismatch)
         .value("CLOSED", Status::closed)
-        .value("PATH_BLOCKED", Status::path_blocked);
+        .value("PATH_BLOCKED", Status::path_blocked)
+        .value("MEMORY_BROKEN", Status::memory_broken);
 
     nb::class_<Arrival>(m, "Arrival")
         .def_ro("peer", &Arrival::peer)

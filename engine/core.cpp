@@ -192,6 +192,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
     std::erase(near_, rank);
+    bells_.clear(rank);
     std::erase(config_.vacant, rank);
     credit_.arrive(rank);
     count_peers();

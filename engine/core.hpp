@@ -93,6 +93,8 @@ public:
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
     void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
+    // Gives all shared memory back; nothing passes any more.
+    void disconnect();
     // While shut, peers send us datagrams instead.
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
@@ -146,6 +148,7 @@ private:
     void obey(Exchange& exchange, Peer& peer, const Header& header);
     void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
+    void part(Peer& peer, Status status, Blame blame, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
     void answer_for_ended(Peer& peer, const Header& header);
@@ -181,6 +184,7 @@ private:
     [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
     [[nodiscard]] bool awaits(std::uint16_t rank) const;
     bool put_records(std::uint16_t rank, Nanos now);
+    void sever(Peer& peer, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
     [[nodiscard]] std::size_t put_run(Outgoing& message, std::byte* room);

@@ -154,6 +154,7 @@ void Driver::close(Nanos linger) {
     changed_.wait(lock, [&] { return !caller_drives_; });
     for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_, &bell_, &inputs_}) each->close();
     near_.clear();
+    core_->disconnect();
     socket_.close();
 }
 

@@ -23,6 +23,8 @@ class Status(enum.Enum):
 
     PATH_BLOCKED = 8
 
+    MEMORY_BROKEN = 9
+
 class Arrival:
     @property
     def peer(self) -> int: ...
