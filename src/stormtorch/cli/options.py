@@ -223,6 +223,13 @@ Tcp = Annotated[
         rich_help_panel=_LAB,
     ),
 ]
+Cable = Annotated[
+    int | None,
+    typer.Option(
+        help="Join two hosts by a cable of this MTU, without switch or limits: 1500, or 9000 for jumbo frames.",
+        rich_help_panel=_LAB,
+    ),
+]
 LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several run.")]
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -33,12 +33,14 @@ def allreduce_table(report: AllReduceReport) -> Table:
     each = conditions.get("ranks_per_host", 1)
     ranks = f"{conditions['ranks']} ranks" + (f", {each} on each host" if each > 1 else "")
     title = f"all-reduce of {conditions['dtype']} over {ranks}, {where}"
-    table = new_table(title, _lab_caption(conditions) if in_lab else _loopback_caption(conditions))
+    table = new_table(title, _caption(conditions))
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
-    # Of the few rounds that a slow network allows, the 99th percentile is the worst one.
-    spread = "rounds" if in_lab else "p99"
-    for heading in ("median", spread, "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
+    # Of the few rounds that a slow network allows, the 99th percentile is the worst one. A cable has no rate to compare
+    # with: its rate is the result.
+    by_cable = in_lab and "cable_mtu" in conditions["requested"]
+    further = "Gbit/s" if by_cable else "rounds" if in_lab else "p99"
+    for heading in ("median", further, "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mb in conditions["mb"]:
         rows = [result for result in report.results if result.mb == mb]
@@ -49,7 +51,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
                 size_text(round(mb * 1e6)) if result is rows[0] else "",
                 result.backend,
                 above + time_text(result.median_s),
-                f"{result.rounds}" if in_lab else time_text(result.p99_s),
+                f"{result.gbit_per_s:.2f}" if by_cable else f"{result.rounds}" if in_lab else time_text(result.p99_s),
                 (">" if result.gave_up else "") + time_text(result.worst_s),
                 above + ratio_text(result.median_s / gloo_s) if gloo_s else "-",
                 above + ratio_text(result.over_ideal) if result.over_ideal else "-",
@@ -62,11 +64,25 @@ def allreduce_table(report: AllReduceReport) -> Table:
     return table
 
 
+def _caption(conditions: dict[str, Any]) -> str:
+    if "requested" not in conditions:
+        return _loopback_caption(conditions)
+    return _cable_caption(conditions) if "cable_mtu" in conditions["requested"] else _lab_caption(conditions)
+
+
+_RATIOS = "x: ratio of medians, below 1 is faster. "
+_COPIES = "Ideal: the time to copy as many bytes once in and once out, on all ranks at once. "
+_CPU = "CPU: processor time of all ranks per GB of the tensor."
+
+
+def _cable_caption(conditions: dict[str, Any]) -> str:
+    text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}"
+    text += f"Gbit/s: what each rank sends, and receives as much, over the median. {_CPU}"
+    return text + drops_text(conditions)
+
+
 def _loopback_caption(conditions: dict[str, Any]) -> str:
-    text = (
-        f"{conditions['iters']} interleaved rounds; times are the slowest rank's; x: ratio of medians, below 1 is "
-        "faster. Ideal: the time to copy as many bytes once in and once out, on all ranks at once."
-    )
+    text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}{_CPU}"
     text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     if conditions["faults_requested"]:
         text += (
@@ -78,13 +94,10 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
 
 
 def _lab_caption(conditions: dict[str, Any]) -> str:
-    text = (
-        f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; "
-        "x: ratio of medians, below 1 is faster. "
-    )
+    text = f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; {_RATIOS}"
     if conditions["requested"]["rate_bits_per_s"] is not None:
-        text += "Ideal: what each host must send, at the rate of its line."
-    return text.rstrip() + drops_text(conditions)
+        text += "Ideal: what each host must send, at the rate of its line. "
+    return text + _CPU + drops_text(conditions)
 
 
 def sweep_table(report: "SweepReport") -> Table:
