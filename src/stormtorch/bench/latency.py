@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.bench.backends import BACKENDS, Storm
+from stormtorch.bench.results import CPU, cpu_s_per_gb
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import check_between, check_subset
 from stormtorch.collectives import Group, barrier
@@ -60,6 +61,10 @@ class LatencyResult:
     p99_s: float
     worst_s: float
     arrived: float
+    cpu_s: float
+    """CPU seconds of all ranks in a call, on average."""
+    cpu_s_per_gb: float
+    """CPU seconds of all ranks per 10^9 bytes of the tensor; it counts once, however many ranks add it up."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "rate": None,
         "loss_requested": 0.0,
         "times": TIMES,
+        "cpu": CPU,
         "barrier": BARRIER,
         "idle_s": settings.idle_s,
         "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
@@ -124,6 +130,8 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
                     p99_s=percentile(times_s, 99),
                     worst_s=max(times_s),
                     arrived=sum(sample.arrived for sample in samples) / len(samples),
+                    cpu_s=sum(sample.cpu_s for sample in samples) / len(samples),
+                    cpu_s_per_gb=cpu_s_per_gb(samples),
                 )
             )
     empty_s = {

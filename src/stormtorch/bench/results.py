@@ -10,11 +10,10 @@ from stormtorch.jobs.counters import Log, Sample
 from stormtorch.results.report import write_json
 from stormtorch.results.statistics import median, percentile
 
-
 CPU = (
-    "user and system time of all ranks, all their threads, from leaving the barrier until all ranks are done, per 10^9 "
-    "bytes of the tensor, which counts once. What the kernel does for packets counts where it does it in a rank's time; "
-    "its own threads (ksoftirqd) do not"
+    "user and system time of all ranks, all their threads, from leaving the barrier until all ranks are done, per "
+    "10^9 bytes of the tensor, which counts once. What the kernel does for packets counts where it does it in a "
+    "rank's time; its own threads (ksoftirqd) do not"
 )
 """What `cpu_s_per_gb` counts, for the conditions of every report."""
 

@@ -143,32 +143,36 @@ def _cell(result: AllReduceResult, iters: int) -> str:
 
 
 def latency_table(report: "LatencyReport") -> Table:
-    """One row per size; median and 99th percentile of each backend."""
+    """One row per size and backend."""
     conditions = report.conditions
-    names: list[str] = conditions["backends"]
     empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
     idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
     table = new_table(
         f"latency of all-reduce over {conditions['ranks']} ranks, loopback",
-        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier."
+        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier; CPU "
+        "is processor time of all ranks, per call and per GB of the tensor."
         + crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
         + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
     )
     table.add_column("size", justify="right")
-    for name in names:
-        table.add_column(f"{name.removeprefix('storm-')}\nmedian", justify="right", no_wrap=True)
-        table.add_column("\np99", justify="right", no_wrap=True)
-    compared = [name for name in names if name != "gloo"] if "gloo" in names else []
-    for name in compared:
-        table.add_column(f"{name.removeprefix('storm-')}\nx gloo", justify="right", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for heading in ("median", "p99", "x\ngloo", "CPU", "CPU\ns/GB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for size in sorted({result.bytes for result in report.results}):
-        by_name = {result.backend: result for result in report.results if result.bytes == size}
-        cells = [size_text(size)]
-        for name in names:
-            cells += [time_text(by_name[name].median_s), time_text(by_name[name].p99_s)]
-        cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in compared]
-        table.add_row(*cells)
+        rows = [result for result in report.results if result.bytes == size]
+        gloo_s = next((result.median_s for result in rows if result.backend == "gloo"), None)
+        for result in rows:
+            table.add_row(
+                size_text(size) if result is rows[0] else "",
+                result.backend,
+                time_text(result.median_s),
+                time_text(result.p99_s),
+                ratio_text(result.median_s / gloo_s) if gloo_s else "-",
+                time_text(result.cpu_s),
+                f"{result.cpu_s_per_gb:,.{0 if result.cpu_s_per_gb >= 100 else 2}f}",
+            )
+        table.add_section()
     return table
 
 
