@@ -8,7 +8,7 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, FLAT, Copies, check_backends, congestion_controls
+from stormtorch.bench.backends import BACKENDS, DTYPES, FLAT, MPI, Copies, check_backends, congestion_controls
 from stormtorch.bench.results import CPU, AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import BadSetting, check_between, check_subset
@@ -71,7 +71,9 @@ class AllReduceSettings:
             raise BadSetting("mb", "must name each size only once")
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network, further=(FLAT,))
+        check_backends(self.backends, self.network, further=(FLAT,), here=(MPI,))
+        if MPI in self.backends and self.dtype != "float32":
+            raise BadSetting("dtype", "must be float32 beside mpi, which knows no shorter ones")
         if self.network is not None:
             self.network.check(self.hosts)
         # Nearer to 1, exact transfers hardly end.
@@ -103,14 +105,19 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
     logs, where = run_here(
-        run_rounds, settings.ranks, (_schedule(settings),), timeout_s=settings.timeout_s, advance=advance
+        run_rounds,
+        settings.ranks,
+        (_schedule(settings),),
+        timeout_s=settings.timeout_s,
+        advance=advance,
+        by_mpi=MPI in settings.backends,
     )
     log = merge(logs)
     lossy = [counters for counters in log.counters.values() if counters.seen]
     conditions |= where | {
         "ideal": Copies.MEANING,
         "faults_requested": settings.faults,
-        "faults_apply_to": [name for name in settings.backends if name != "gloo"] if settings.faults else [],
+        "faults_apply_to": [name for name in settings.backends if name.startswith("storm")] if settings.faults else [],
         "seed": settings.seed,
         "loss_measured": sum(lossy, Counters()).loss,
     }

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stormtorch.cli import bench_steps
+from stormtorch.cli import bench_all, bench_steps
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
@@ -33,6 +33,7 @@ from stormtorch.cli.options import (
 )
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app.command("all")(bench_all.all_parts)
 app.command()(bench_steps.ddp)
 app.command()(bench_steps.convergence)
 

@@ -326,7 +326,8 @@ BackendsAnywhere = Annotated[
     str | None,
     typer.Option(
         "--backends",
-        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control.",
+        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control; one host also "
+        "has mpi, in `allreduce` and `latency`, where it is installed.",
         show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
         autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),
