@@ -20,6 +20,7 @@ COLOURS = {
     "storm-drift-bf16": "#e64980",
     "storm-drift-fp16": "#be4bdb",
     "storm-drift-int8": "#f783ac",
+    "mpi": "#0b7285",
     "gloo": "#495057",
     "gloo-bbr": "#1c7ed6",
     "gloo-cubic": "#5f3dc4",
