@@ -115,7 +115,8 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         (
             "--backends",
             "storm,nccl",
-            "must be one of storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, storm-flat, got 'nccl'",
+            "must be one of storm, storm-lossy, gloo, storm-one-lane, mpi, gloo-bbr, gloo-cubic, storm-flat, "
+            "got 'nccl'",
         ),
         ("--backends", "storm,gloo-bbr", "has gloo-bbr only in a lab; here it must be one of storm, storm-lossy, gloo"),
         ("--faults", "1.5", "must lie in [0, 0.9], got 1.5"),

@@ -11,7 +11,6 @@ from conftest import OPTIONS, SHARING, local_world, processes, wait_until_near
 from stormtorch import LOSSY, Options, StormError, faults
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from stormtorch.transport.cards import Card, agree
-from stormtorch.transport.lanes import agree_lanes
 from stormtorch.transport.udp import UdpTransport
 
 KEY = bytes(range(32))
@@ -100,7 +99,7 @@ def test_means_of_what_arrived_are_those_of_the_counts() -> None:
         value = torch.full((900_000,), float(transport.rank + 1))
         all_reduce(group, value, Op.AVG, reliability=LOSSY).wait()
         means = {(a + b) / 2 for a in (1, 2, 3) for b in (1, 2, 3)} | {1.0, 2.0, 3.0}
-        assert set(value.unique().tolist()) <= means
+        assert set(value.tolist()) <= means
 
     with faults(seed=2, loss=0.2):
         local_world(3, work, options=with_lanes(3, datagram_bytes=1472))
@@ -219,7 +218,6 @@ def card(**changes: Any) -> Card:
     ],
 )
 def test_the_number_of_lanes_follows_from_cores_and_lines(lanes: int, cards: list[Card]) -> None:
-    assert agree_lanes(cards) == lanes
     assert agree(cards).lanes == lanes
 
 

@@ -8,7 +8,16 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, FLAT, MPI, Copies, check_backends, congestion_controls
+from stormtorch.bench.backends import (
+    BACKENDS,
+    DTYPES,
+    FLAT,
+    MPI,
+    ONE_LANE,
+    Copies,
+    check_backends,
+    congestion_controls,
+)
 from stormtorch.bench.results import CPU, AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import BadSetting, check_between, check_subset
@@ -71,7 +80,7 @@ class AllReduceSettings:
             raise BadSetting("mb", "must name each size only once")
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network, further=(FLAT,), here=(MPI,))
+        check_backends(self.backends, self.network, known=(*BACKENDS, ONE_LANE), further=(FLAT,), here=(MPI,))
         if MPI in self.backends and self.dtype != "float32":
             raise BadSetting("dtype", "must be float32 beside mpi, which knows no shorter ones")
         if self.network is not None:

@@ -30,6 +30,9 @@ MPI = "mpi"
 FLAT = "storm-flat"
 """Backend in a lab: storm without the hierarchy that it chooses where hosts have several ranks."""
 
+ONE_LANE = "storm-one-lane"
+"""Backend anywhere: storm with one socket and thread, where it would choose several by cores and line."""
+
 BY_TCP = ("gloo-bbr", "gloo-cubic")
 """Further backends in a lab, where TCP meets real loss: "gloo-" is followed by its congestion control."""
 
@@ -216,7 +219,7 @@ def check_backends(
 
 
 def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
-    """Connects the backends of those names, of `BACKENDS`, `BY_TCP`, `FLAT` and `MPI`; all ranks call this together."""
+    """Connects the backends of those names, of `BACKENDS`, `BY_TCP` and further ones; all ranks call this together."""
     return [_open_backend(name, member, datagram_bytes) for name in names]
 
 
@@ -225,7 +228,7 @@ def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Back
         return Gloo(name, member)
     if name == MPI:
         return Mpi()
-    options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
+    options = Options(interface=member.interface, datagram_bytes=datagram_bytes, lanes=1 if name == ONE_LANE else None)
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
 
 

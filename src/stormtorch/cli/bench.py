@@ -95,6 +95,8 @@ def allreduce(
 
       stormtorch bench allreduce --cable 9000 --mb 25,100
 
+      stormtorch bench allreduce --ranks 2 --backends gloo,storm,storm-one-lane --mb 100
+
       stormtorch bench allreduce --faults 0.01 --datagram-bytes 1472 --plot out.png
     """
     with friendly_errors():

@@ -5,13 +5,14 @@ import hmac
 import ipaddress
 import json
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import get_origin
 
 from torch.distributed.distributed_c10d import Store
 
-from stormtorch.transport.lanes import agree_lanes
+from stormtorch.transport.lanes import lanes_for
 from stormtorch.transport.options import MOST_LANES
 
 # Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
@@ -115,6 +116,19 @@ def agree(cards: Sequence[Card]) -> Agreement:
         spare_ranks=min(card.spare_ranks for card in cards),
         lanes=agree_lanes(cards),
     )
+
+
+def agree_lanes(cards: Sequence[Card]) -> int:
+    """Derives the number of lanes of a job: the smallest that any rank wants, or has cores and line for."""
+    fewest = min(1 + len(card.lanes) for card in cards)
+    ranks = Counter(card.machine for card in cards)
+    for card in cards:
+        if not card.cores:  # its user chose a number
+            continue
+        if not card.machine:
+            return 1
+        fewest = min(fewest, lanes_for(card.cores, ranks[card.machine], card.line_mbit if len(ranks) > 1 else None))
+    return fewest
 
 
 def pack(card: Card) -> bytes:

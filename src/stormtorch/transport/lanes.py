@@ -1,14 +1,8 @@
-"""How many lanes a job uses: sockets and threads of each rank between which large messages are divided."""
+"""How many lanes a rank has cores and line for: sockets and threads between which large messages are divided."""
 
 import os
-from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stormtorch.transport.options import Options
-
-if TYPE_CHECKING:
-    from stormtorch.transport.cards import Card
 
 # Beyond these, memory is the limit and not the number of threads that copy.
 _MOST_UNASKED = 4
@@ -34,20 +28,14 @@ def sockets_to_open(options: Options) -> int:
     return max(min(own_cores() // _CORES_PER_LANE, _MOST_UNASKED), 1)
 
 
-def agree_lanes(cards: Sequence["Card"]) -> int:
-    """Derives the number of lanes of a job from the first card of every rank: the smallest that any of them wants.
+def lanes_for(cores: int, ranks: int, line_mbit: int | None) -> int:
+    """Number of lanes that pay for a rank.
 
-    Without being asked for, a rank wants as many lanes as it has cores for, and between machines no more than its line
-    needs: up to 10 Gbit/s, one core fills it.
+    Args:
+        cores: Cores that it may use.
+        ranks: Ranks that share them.
+        line_mbit: Speed of its line to other machines in Mbit/s, 0 if it is not known; None if there are none. Up to
+            10 Gbit/s, one core fills it.
     """
-    fewest = min(1 + len(card.lanes) for card in cards)
-    ranks = Counter(card.machine for card in cards)
-    for card in cards:
-        if not card.cores:  # its user chose a number
-            continue
-        if not card.machine:
-            return 1
-        fewest = min(fewest, max(card.cores // ranks[card.machine] // _CORES_PER_LANE, 1))
-        if len(ranks) > 1:
-            fewest = min(fewest, max(card.line_mbit // _MBIT_PER_LANE, 1))
-    return fewest
+    lanes = cores // ranks // _CORES_PER_LANE
+    return max(lanes if line_mbit is None else min(lanes, line_mbit // _MBIT_PER_LANE), 1)

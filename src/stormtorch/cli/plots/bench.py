@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "storm": "#d9480f",
     "storm-flat": "#868e96",
+    "storm-one-lane": "#adb5bd",
     "storm-lossy": "#f59f00",
     "storm-lossy-bf16": "#82c91e",
     "storm-lossy-fp16": "#40c057",
