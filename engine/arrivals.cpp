@@ -141,8 +141,8 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
         ++counters_.unexpected;
         return;
     }
-    if (header.message_bytes != message->cut.bytes) {
-        exchange.outcome.expected_bytes = message->cut.bytes;
+    if (header.message_bytes != message->announced) {
+        exchange.outcome.expected_bytes = message->announced;
         exchange.outcome.announced_bytes = header.message_bytes;
         exchange.fail(Status::size_mismatch, peer.rank, message->missing_bytes());
         return;

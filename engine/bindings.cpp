@@ -369,7 +369,7 @@ NB_MODULE(_engine, m) {
         .def(
             "take_passage",
             [](Endpoint& d, std::uint16_t peer, const std::vector<int>& descriptors) {
-                std::vector<Driver::Offer> offers((descriptors.size() + 1) / 2);
+                std::vector<Driver::Offer> offers((descriptors.size() + 1) / 2);  // which own them, whatever happens
                 for (std::size_t at = 0; at < descriptors.size(); ++at) {
                     Driver::Offer& offer = offers[at / 2];
                     (at % 2 == 0 ? offer.ring : offer.bell) = Descriptor(descriptors[at]);
@@ -395,9 +395,11 @@ NB_MODULE(_engine, m) {
                  all["overflow"] = health.overflow;
                  all["segments"] = health.segments;
                  all["coalesces"] = health.coalesces;
-                 all["lane_bytes_sent"] = nb::cast(health.lane_bytes_sent);
                  return all;
              })
+        .def(
+            "lane_bytes_sent", [](Endpoint& d) { return d.health().lane_bytes_sent; },
+            nb::call_guard<nb::gil_scoped_release>())
         .def(
             "links",
             [](Endpoint& d, const std::vector<std::uint16_t>& peers) {

@@ -152,6 +152,13 @@ void Core::cancel(std::uint64_t id, Nanos now) {
     if (Exchange* exchange = exchanges_.find(id)) finish(*exchange, Status::closed, now);
 }
 
+void Core::fail(std::uint64_t id, Status status, std::uint16_t peer, Blame blame, Nanos now) {
+    Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr) return;
+    exchange->fail(status, peer, 0, blame);
+    settle(*exchange, now);
+}
+
 void Core::leave() {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank != config_.rank) peers_[rank].say({.kind = Kind::bye, .blame = blames_.last()});

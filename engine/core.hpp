@@ -63,6 +63,8 @@ public:
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
+    // Ends an exchange of which another lane's part has failed, for the same reason.
+    void fail(std::uint64_t id, Status status, std::uint16_t peer, Blame blame, Nanos now);
     // Tells every peer that we leave. `gone` is true once every peer has heard it, has left itself or is lost.
     void leave();
     [[nodiscard]] bool gone() const;
@@ -82,8 +84,9 @@ public:
     [[nodiscard]] bool inside() const { return inside_; }
     // In a lane other than 0: acts on a view that lane 0 has learned of, or on its coming to be inside or outside.
     void follow(const View& view, bool inside, Nanos now);
-    // In a lane other than 0: peers to which no data got through of late, once each. Lane 0 has the vote.
-    [[nodiscard]] std::vector<std::uint16_t> take_blocked();
+    // Peers of an exchange that this lane does not reach: gone, silent, or answering while no data gets through. An
+    // exchange for a view waits for them; in a lane other than 0 that would be for ever, unless lane 0 is told.
+    [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id, Nanos now) const;
 
     // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);

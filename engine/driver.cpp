@@ -179,10 +179,12 @@ bool Driver::failed() {
     return failure_ != nullptr;
 }
 
-std::optional<Status> Driver::status(std::uint64_t id) {
+std::optional<Driver::Verdict> Driver::verdict(std::uint64_t id) {
     const Lock lock(door_);
     const auto found = ended_.find(id);
-    return found == ended_.end() ? std::nullopt : std::optional(found->second.status);
+    if (found == ended_.end()) return std::nullopt;
+    const Outcome& outcome = found->second;
+    return Verdict{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
 }
 
 std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
@@ -191,10 +193,19 @@ std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) 
 }
 
 void Driver::cancel(std::uint64_t id) {
+    end_by([id](Core& core, Nanos now) { core.cancel(id, now); });
+}
+
+void Driver::fail(std::uint64_t id, const Verdict& why) {
+    end_by([id, &why](Core& core, Nanos now) { core.fail(id, why.status, why.peer, why.blame, now); });
+}
+
+template <class End>
+void Driver::end_by(End&& end) {
     const Lock lock(door_);
     if (!core_ || over()) return;
     attempt([&] {
-        core_->cancel(id, clock_now());
+        end(*core_, clock_now());
         while (flush(clock_now())) {
         }
         collect();
@@ -245,7 +256,8 @@ Driver::Offer Driver::offer_passage(std::uint16_t peer) {
 void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
     auto memory = std::make_unique<RingMemory>(std::move(ring));
     memory->close_file();
-    if ((fcntl(bell.get(), F_GETFL) & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
+    const int flags = fcntl(bell.get(), F_GETFL);
+    if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
     const Lock lock(door_);
     check_open();
     near_[peer].to_it = std::move(memory);
@@ -257,14 +269,22 @@ void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
     check_open();
     Near& near = near_[peer];
     if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
-    attempt([&] {
-        core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
-                       clock_now());
+    const auto go_on = [&] {
         collect();
-    });
-    // It may have passed something already.
-    wake(wake_);
-    wake(nudge_);
+        // It may have passed something already.
+        wake(wake_);
+        wake(nudge_);
+    };
+    try {
+        attempt([&] {
+            core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
+                           clock_now());
+        });
+    } catch (const std::invalid_argument&) {
+        go_on();  // what an earlier passage held may have ended exchanges
+        throw;
+    }
+    attempt(go_on);
 }
 
 std::vector<std::uint16_t> Driver::near() {
@@ -309,9 +329,9 @@ void Driver::follow(const View& view, bool inside) {
     wake(caller_drives_ ? nudge_ : wake_);
 }
 
-std::vector<std::uint16_t> Driver::take_blocked() {
+std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {
     const Lock lock(door_);
-    return core_ && !over() ? core_->take_blocked() : std::vector<std::uint16_t>{};
+    return core_ && !over() ? core_->unreached(id, clock_now()) : std::vector<std::uint16_t>{};
 }
 
 void Driver::run() {

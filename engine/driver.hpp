@@ -64,7 +64,14 @@ public:
     // Whether the engine has failed: see `post`.
     [[nodiscard]] bool failed();
     // How an exchange ended whose outcome nobody has taken; none while it runs.
-    [[nodiscard]] std::optional<Status> status(std::uint64_t id);
+    struct Verdict {
+        Status status{};
+        std::uint16_t peer{};
+        Blame blame{};
+    };
+    [[nodiscard]] std::optional<Verdict> verdict(std::uint64_t id);
+    // Ends an exchange of which another lane's part has ended so.
+    void fail(std::uint64_t id, const Verdict& why);
     // First chunks that arrived for an exchange that was not posted here: see Core::peek.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
@@ -93,8 +100,8 @@ public:
     void on_view(std::function<void(const View&, bool)> tell);
     // What another lane's `on_view` told.
     void follow(const View& view, bool inside);
-    // See Core::take_blocked.
-    [[nodiscard]] std::vector<std::uint16_t> take_blocked();
+    // See Core::unreached.
+    [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id);
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
     void close(Nanos linger);
 
@@ -126,6 +133,8 @@ private:
     bool drive();
     template <class Work>
     auto attempt(Work&& work);
+    template <class End>
+    void end_by(End&& end);
     void fail() noexcept;  // the reason is the exception being handled
     [[nodiscard]] bool over() const { return closed_ || failure_; }
     void check_open() const;

@@ -130,7 +130,11 @@ void Core::tick(Nanos now) {
         Peer& peer = peers_[rank];
         peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
     }
-    if (blocked_.empty() || !views_) return;
+    if (blocked_.empty()) return;
+    if (config_.lane != 0) {
+        blocked_.clear();  // lane 0 learns of them by `unreached`
+        return;
+    }
     for (const std::uint16_t rank : std::exchange(blocked_, {})) views_->blocked(rank, now);
     heed_views(now);
 }
@@ -206,8 +210,7 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     if (exchange.patient() && !message.parked &&
         now >= peer.blocked_at(std::max(started, message.blocked_from), config_.silence)) {
         message.blocked_from = now;
-        // Whoever is not heard at all is lane 0's concern; if only this lane does not hear it, its path is blocked.
-        if (config_.lane != 0 || now < peer.last_heard() + config_.silence) blocked_.push_back(peer.rank);
+        if (now < peer.last_heard() + config_.silence) blocked_.push_back(peer.rank);
     } else if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
         if (silent) forsake(peer);
         if (exchange.lossy(message.second_stage)) {

@@ -11,6 +11,8 @@ namespace {
 
 // How long to wait for one lane before the others are looked at.
 constexpr Nanos look_every = 50 * millisecond;
+// A cancelled part ends at once, unless its last datagrams are still in a full socket.
+constexpr Nanos longest_abandon = second;
 
 void add(Counters& sum, const Counters& more) {
     for (auto counter : {&Counters::datagrams_sent,
@@ -104,20 +106,29 @@ std::uint64_t Endpoint::post(ExchangeSpec spec) {
     exchange->ids.resize(used);
     exchange->outcomes.resize(used);
     // Lane 0 last: its work is done by this thread, while those of the other lanes are busy already.
-    std::size_t begun = used;
     try {
-        while (begun > 0) {
-            const std::size_t lane = begun - 1;
+        for (std::size_t lane = used; lane-- > 0;)
             exchange->ids[lane] = lanes_[lane]->post(division_.part_of(spec, lane), lane != 0);
-            --begun;
-        }
     } catch (...) {
-        for (std::size_t lane = begun; lane < used; ++lane) lanes_[lane]->cancel(exchange->ids[lane]);
+        abandon(*exchange);
         throw;
     }
     const std::lock_guard guard(mutex_);
     divided_.emplace(exchange->ids[0], exchange);
     return exchange->ids[0];
+}
+
+void Endpoint::abandon(Divided& exchange) noexcept {
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        if (exchange.ids[lane] == 0 || exchange.outcomes[lane]) continue;  // ids begin at 1
+        try {
+            Outcome outcome;
+            lanes_[lane]->cancel(exchange.ids[lane]);
+            (void)lanes_[lane]->wait(exchange.ids[lane], longest_abandon, outcome);
+        } catch (...) {
+            // This lane is closed or has failed: it does not touch the caller's memory any more.
+        }
+    }
 }
 
 std::shared_ptr<Endpoint::Divided> Endpoint::find(std::uint64_t id) {
@@ -127,51 +138,73 @@ std::shared_ptr<Endpoint::Divided> Endpoint::find(std::uint64_t id) {
     return found == divided_.end() ? nullptr : found->second;
 }
 
-void Endpoint::fail_rest(Divided& exchange) {
+void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
     {
         const std::lock_guard guard(exchange.mutex);
         if (std::exchange(exchange.failed, true)) return;
     }
     // Those that have ended stay as they are.
-    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) lanes_[lane]->cancel(exchange.ids[lane]);
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        if (why.status == Status::closed) {
+            lanes_[lane]->cancel(exchange.ids[lane]);
+        } else {
+            lanes_[lane]->fail(exchange.ids[lane], why);
+        }
+    }
 }
 
-std::optional<Status> Endpoint::status(Divided& exchange, std::size_t lane) {
+std::optional<Driver::Verdict> Endpoint::verdict(Divided& exchange, std::size_t lane) {
     // In this order: the outcome moves from the lane to here.
-    const std::optional<Status> there = lanes_[lane]->status(exchange.ids[lane]);
+    const std::optional<Driver::Verdict> there = lanes_[lane]->verdict(exchange.ids[lane]);
     const std::lock_guard guard(exchange.mutex);
-    return exchange.outcomes[lane] ? std::optional(exchange.outcomes[lane]->status) : there;
+    if (!exchange.outcomes[lane]) return there;
+    const Outcome& here = *exchange.outcomes[lane];
+    return Driver::Verdict{.status = here.status, .peer = here.peer, .blame = here.blame};
 }
 
 void Endpoint::look_after(Divided& exchange) {
     for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
-        if (status(exchange, lane).value_or(Status::ok) != Status::ok) fail_rest(exchange);
-        if (lane == 0) continue;
-        for (const std::uint16_t peer : lanes_[lane]->take_blocked())
+        const std::optional<Driver::Verdict> ended = verdict(exchange, lane);
+        if (ended && ended->status != Status::ok) fail_rest(exchange, *ended);
+        if (lane == 0 || ended) continue;
+        for (const std::uint16_t peer : lanes_[lane]->unreached(exchange.ids[lane]))
             with_views([peer](Views& views, Nanos now) { views.blocked(peer, now); });
     }
+}
+
+bool Endpoint::wait_for_all(Divided& exchange, Nanos give_up_at) {
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        while (!exchange.outcomes[lane]) {
+            const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
+            Outcome part;
+            if (!lanes_[lane]->wait(exchange.ids[lane], std::min(left, look_every), part)) {
+                look_after(exchange);
+                if (clock_now() >= give_up_at) return false;
+                continue;
+            }
+            const Driver::Verdict why{.status = part.status, .peer = part.peer, .blame = part.blame};
+            {
+                const std::lock_guard guard(exchange.mutex);
+                exchange.outcomes[lane] = std::move(part);
+            }
+            if (why.status != Status::ok) fail_rest(exchange, why);
+        }
+    }
+    return true;
 }
 
 bool Endpoint::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
     const std::shared_ptr<Divided> exchange = find(id);
     if (!exchange) return lanes_[0]->wait(id, timeout, outcome);
     const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
-    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
-        while (!exchange->outcomes[lane]) {
-            const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
-            Outcome part;
-            if (!lanes_[lane]->wait(exchange->ids[lane], std::min(left, look_every), part)) {
-                look_after(*exchange);
-                if (clock_now() >= give_up_at) return false;
-                continue;
-            }
-            const bool failed = part.status != Status::ok;
-            {
-                const std::lock_guard guard(exchange->mutex);
-                exchange->outcomes[lane] = std::move(part);
-            }
-            if (failed) fail_rest(*exchange);
-        }
+    try {
+        if (!wait_for_all(*exchange, give_up_at)) return false;
+    } catch (...) {
+        // A lane is closed or has failed. The others must leave the caller's memory alone before it hears of that.
+        abandon(*exchange);
+        const std::lock_guard guard(mutex_);
+        divided_.erase(id);
+        throw;
     }
     {
         const std::lock_guard guard(mutex_);
@@ -187,7 +220,7 @@ bool Endpoint::ended(std::uint64_t id) {
     const std::shared_ptr<Divided> exchange = find(id);
     if (!exchange) return lanes_[0]->ended(id);
     for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
-        if (status(*exchange, lane) || lanes_[lane]->failed()) continue;
+        if (verdict(*exchange, lane) || lanes_[lane]->failed()) continue;
         look_after(*exchange);
         return false;
     }
@@ -196,7 +229,7 @@ bool Endpoint::ended(std::uint64_t id) {
 
 void Endpoint::cancel(std::uint64_t id) {
     if (const std::shared_ptr<Divided> exchange = find(id)) {
-        fail_rest(*exchange);
+        fail_rest(*exchange, {.status = Status::closed});
     } else {
         lanes_[0]->cancel(id);
     }

@@ -70,11 +70,15 @@ private:
         bool failed{};  // a part has failed, and the others were cancelled
     };
     [[nodiscard]] std::shared_ptr<Divided> find(std::uint64_t id);
-    // Cancels what is left of an exchange of which a part has failed, and passes on which peers a lane does not reach.
+    // Ends what is left of an exchange of which a part has failed, and tells lane 0 which peers another lane does not reach.
     void look_after(Divided& exchange);
-    void fail_rest(Divided& exchange);
+    void fail_rest(Divided& exchange, const Driver::Verdict& why);
     // How the part of a lane has ended, if it has.
-    [[nodiscard]] std::optional<Status> status(Divided& exchange, std::size_t lane);
+    [[nodiscard]] std::optional<Driver::Verdict> verdict(Divided& exchange, std::size_t lane);
+    // False if the time came first.
+    [[nodiscard]] bool wait_for_all(Divided& exchange, Nanos give_up_at);
+    // Cancels all parts and waits until no lane uses the caller's memory.
+    void abandon(Divided& exchange) noexcept;
 
     std::vector<std::unique_ptr<Driver>> lanes_;
     Lanes division_;

@@ -18,6 +18,7 @@ struct SendSpec {
     bool second_stage{};      // sends the reduction's result, each chunk as soon as it is final
     const std::byte* data{};  // must not change until the exchange ends
     std::uint64_t bytes{};
+    std::uint64_t whole{};  // of the message of which this is a lane's part; 0 if this is all of it
 };
 
 struct ReceiveSpec {
@@ -26,6 +27,7 @@ struct ReceiveSpec {
     bool reduce{};      // contributes to the reduction, in the order of these specs; otherwise written to `into`
     std::byte* into{};  // bytes that do not arrive keep their old value
     std::uint64_t bytes{};
+    std::uint64_t whole{};  // as of a SendSpec
 };
 
 // How much of each message may be missing when the stage ends, and when it ends at the latest.

@@ -50,6 +50,7 @@ ExchangeSpec Lanes::part_of(const ExchangeSpec& spec, std::size_t lane) const {
         const Run run = run_of(send.bytes, lane);
         if (run.empty) continue;
         if (send.data != nullptr) send.data += run.first;
+        send.whole = send.bytes;
         send.bytes = run.bytes;
         part.sends.push_back(send);
     }
@@ -57,6 +58,7 @@ ExchangeSpec Lanes::part_of(const ExchangeSpec& spec, std::size_t lane) const {
         const Run run = run_of(receive.bytes, lane);
         if (run.empty) continue;
         if (receive.into != nullptr) receive.into += run.first;
+        receive.whole = receive.bytes;
         receive.bytes = run.bytes;
         part.receives.push_back(receive);
     }

@@ -100,7 +100,26 @@ void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
     }
 }
 
-std::vector<std::uint16_t> Core::take_blocked() { return std::exchange(blocked_, {}); }
+std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
+    std::vector<std::uint16_t> all;
+    const Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr || !exchange->patient()) return all;
+    const Nanos started = exchange->outcome.started;
+    const auto look = [&](std::uint16_t rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || std::find(all.begin(), all.end(), rank) != all.end()) return;
+        if (peer->left() || now >= peer->silent_at(started, config_.silence) ||
+            now >= peer->blocked_at(started, config_.silence))
+            all.push_back(rank);
+    };
+    for (const Outgoing& message : exchange->sends) {
+        if (message.wanted) look(message.peer);
+    }
+    for (const Incoming& message : exchange->receives) {
+        if (!message.closed) look(message.peer);
+    }
+    return all;
+}
 
 void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
     if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours

@@ -220,7 +220,7 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
-    Record record{.message_bytes = static_cast<std::uint32_t>(message.cut.bytes),
+    Record record{.message_bytes = static_cast<std::uint32_t>(message.announced),
                   .channel = message.exchange->channel,
                   .seq = message.exchange->seq,
                   .kind = Kind::data,

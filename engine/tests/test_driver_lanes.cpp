@@ -15,7 +15,8 @@ namespace {
 constexpr std::size_t large = 700'001;
 
 struct Crew {
-    explicit Crew(std::uint16_t world, std::size_t lanes, bool views = false) {
+    // `cut`: the last lane between ranks 0 and 1 leads nowhere.
+    explicit Crew(std::uint16_t world, std::size_t lanes, bool views = false, bool cut = false) {
         std::vector<std::vector<Address>> addresses(lanes);
         for (std::uint16_t rank = 0; rank < world; ++rank) {
             all.push_back(std::make_unique<Endpoint>("127.0.0.1", std::uint16_t{0}, lanes + rank, SocketConfig{}));
@@ -31,7 +32,9 @@ struct Crew {
                 configs[lane].secrets.cookie = 0x5eed'c0de'1234'5678ULL + lane;
                 configs[lane].receive_buffer = all[rank]->receive_buffer();
             }
-            all[rank]->start(configs, addresses);
+            std::vector<std::vector<Address>> reached = addresses;
+            if (cut && rank < 2) reached.back()[1U - rank] = Address("127.0.0.1", nowhere.socket().port());
+            all[rank]->start(configs, reached);
             CHECK_EQUAL(all[rank]->lanes(), lanes);
             if (views) all[rank]->with_views([](Views& mine, Nanos now) { mine.watch(now); });
         }
@@ -39,6 +42,7 @@ struct Crew {
     ~Crew() { Driver::set_faults(nullptr); }
     Endpoint& operator[](std::uint16_t rank) { return *all.at(rank); }
 
+    Driver nowhere{"127.0.0.1", std::uint16_t{0}, SocketConfig{}};  // a socket that nobody reads
     std::vector<std::unique_ptr<Endpoint>> all;
 };
 
@@ -141,6 +145,65 @@ TEST(an_exchange_for_a_view_goes_on_in_all_lanes_without_a_rank_that_died) {
         }));
     }
     for (auto& rank : ranks) rank.get();
+}
+
+TEST(a_lane_that_is_cut_while_others_live_does_not_hold_an_exchange_for_a_view_for_ever) {
+    Crew crew(3, 2, true, true);
+    for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(crew[rank].wait_view(0, plenty));
+    AllReduce job(3, large, 1);
+    std::vector<std::future<void>> ranks;
+    for (std::uint16_t rank = 0; rank < 3; ++rank) {
+        ranks.push_back(on_thread([&, rank] {
+            ExchangeSpec spec = job.spec(rank, 0, Reduce::in_order, {}, {});
+            spec.view = 1;
+            CHECK(wait_for(crew[rank], crew[rank].post(spec)).status == Status::ok);
+        }));
+    }
+    for (auto& rank : ranks) rank.get();
+    // One of the two went on with the third, and the other one was left out.
+    std::size_t members = 3;
+    for (const auto& endpoint : crew.all)
+        members =
+            std::min(members, endpoint->with_views([](Views& views, Nanos) { return views.view()->members.size(); }));
+    CHECK_EQUAL(members, 2U);
+}
+
+TEST(the_sizes_of_whole_messages_are_compared_and_told) {
+    Crew crew(2, 2);
+    // What the one rank receives is exactly the part of the other one's message in lane 0.
+    const Lanes division{.lanes = 2, .chunk_bytes = Core::chunk_bytes_for(1472, false)};
+    const std::uint64_t sent = 4'000'000, expected = division.run_of(sent, 0).bytes;
+    Buffer from(sent), into(expected);
+    ExchangeSpec sends = exchange_on(0, 0), receives = exchange_on(0, 0);
+    sends.sends = {{.peer = 1, .data = from.data(), .bytes = sent}};
+    receives.receives = {{.peer = 0, .into = into.data(), .bytes = expected}};
+    std::future<void> sender =
+        on_thread([&] { CHECK(wait_for(crew[0], crew[0].post(sends)).status == Status::peer_failed); });
+    const Outcome outcome = wait_for(crew[1], crew[1].post(receives));
+    CHECK(outcome.status == Status::size_mismatch);
+    CHECK_EQUAL(outcome.announced_bytes, sent);
+    CHECK_EQUAL(outcome.expected_bytes, expected);
+    sender.get();
+}
+
+TEST(a_wait_that_a_close_ends_leaves_the_memory_alone) {
+    Crew crew(2, 3);
+    auto job = std::make_unique<AllReduce>(2, large, 1);
+    const std::uint64_t id = crew[0].post(job->spec(0, 0, Reduce::in_order, {}, {}));
+    std::future<void> waits = on_thread([&] {
+        bool thrown = false;
+        try {
+            (void)wait_for(crew[0], id);
+        } catch (const std::runtime_error&) {
+            thrown = true;
+        }
+        CHECK(thrown);
+        // No lane may touch it now: the address sanitizer watches.
+        job.reset();
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    crew[0].close(second / 4);
+    waits.get();
 }
 
 TEST(closing_with_lanes_leaves_neither_threads_nor_descriptors) {

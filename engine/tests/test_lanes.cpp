@@ -72,6 +72,7 @@ TEST(a_part_points_at_its_run_in_every_buffer) {
     CHECK(second.sends[0].data == at(1'000'000 + half) && second.sends[0].bytes == half);
     CHECK_EQUAL(second.receives.size(), 1U);
     CHECK_EQUAL(second.receives[0].peer, 2U);
+    CHECK(second.sends[0].whole == large && second.receives[0].whole == large && first.sends[1].whole == small);
     CHECK(second.reduction->own == at(4'000'000 + half));
     CHECK(second.reduction->out == at(8'000'000 + 2 * half));
     CHECK_EQUAL(second.reduction->seed, 5 + half / 2);

@@ -45,7 +45,7 @@ def collectives(transport: UdpTransport) -> list[bytes]:
 
 def near_collectives(transport: UdpTransport) -> tuple[list[bytes], list[int]]:
     wait_until_near(transport)
-    return collectives(transport), transport.health()["lane_bytes_sent"]
+    return collectives(transport), transport.lane_bytes_sent()
 
 
 def test_results_have_the_same_bits_with_any_number_of_lanes() -> None:

@@ -20,7 +20,7 @@ from stormtorch.transport import frames
 from stormtorch.transport.addresses import Address
 from stormtorch.transport.cards import Agreement, Card, Job, fingerprint, pack, unpack
 from stormtorch.transport.frames import Answer, Listener
-from stormtorch.transport.options import Options
+from stormtorch.transport.options import MOST_LANES, Options
 from stormtorch.transport.reception import not_yet
 from stormtorch.transport.starting import bind, receive_newcomers, start
 from stormtorch.transport.udp import UdpTransport
@@ -129,6 +129,8 @@ class _Newcomer:
                 name=str(learned["name"]),
             )
             int(job.cookie, 16)
+            if not 1 <= job.agreement.lanes <= MOST_LANES:
+                raise ValueError(f"{job.agreement.lanes} lanes")
             members = {int(each) for each in learned["members"]}
         except (KeyError, TypeError, ValueError) as error:
             raise NotAdmitted(f"the rank at {self._named()} told nonsense about its job: {error!r}") from error

@@ -247,11 +247,14 @@ def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     room = socket.CMSG_LEN(2 * (MOST_LANES + 1) * array.array("i").itemsize)
-    message, ancillary, _, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        _close(list(found))
+        raise ValueError("not all descriptors arrived: see `ulimit -n`")
     return message, list(found)
 
 

@@ -122,7 +122,7 @@ def start(
             "pool_bytes": max(options.pool_bytes // agreement.lanes, 4096),
             "eager_bytes": agreement.eager_bytes,
             "rate_mode": int(mode),
-            "bytes_per_s": bytes_per_s,
+            "bytes_per_s": bytes_per_s / agreement.lanes,
             "silence_s": options.silence_s,
             "cookie": int(job.cookie, 16),
             "checks_data": agreement.checks_data,

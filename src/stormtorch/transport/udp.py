@@ -245,7 +245,8 @@ class UdpTransport(EndpointMembership):
             if not self.endpoint.ended(exchange_id):
                 self._orphans.append(exchange_id)
             elif self._plans.pop(exchange_id, None) is not None:
-                self.endpoint.wait(exchange_id, 0.0)
+                with contextlib.suppress(RuntimeError):  # a lane has failed: whoever waits for something is told
+                    self.endpoint.wait(exchange_id, 0.0)
 
     def incarnation(self, peer: int) -> int:
         """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
@@ -286,6 +287,11 @@ class UdpTransport(EndpointMembership):
     def lanes(self) -> int:
         """Sockets and threads of this rank between which large messages are divided."""
         return self.endpoint.lanes
+
+    def lane_bytes_sent(self) -> list[int]:
+        """Bytes that each lane has sent, by datagram or through shared memory."""
+        self.check_owner("lane_bytes_sent")
+        return self.endpoint.lane_bytes_sent()
 
     def share_memory(self) -> None:
         """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
@@ -334,7 +340,7 @@ class UdpTransport(EndpointMembership):
                         "rank %d: view %d has no usable card of rank %d: %s", self.rank, view.number, rank, error
                     )
                     continue
-                if card.incarnation == incarnation:
+                if card.incarnation == incarnation and len(card.lanes) + 1 >= self.lanes:
                     self.readmit(rank, card)
 
     def receive_by(self, listener: Listener, reception: Receives) -> None:
