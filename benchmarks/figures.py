@@ -5,7 +5,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- figures: python benchmarks/figures.py -->\n", "<!-- end of figures -->\n"
-# Files of exchanges and steps on this machine, in the order of the table.
+# Files of exchanges and steps on one machine or by cable, in the order of the table.
 FILES = (
     "allreduce-2-hosts",
     "allreduce-4-hosts",
@@ -15,6 +15,13 @@ FILES = (
     "cable-9000",
     "ddp-2-hosts",
     "ddp-4-hosts",
+    "allreduce-16-cores-2",
+    "allreduce-16-cores-4",
+    "allreduce-16-cores-8",
+    "allreduce-16-cores-16",
+    "lanes-1472-16-cores",
+    "lanes-8972-16-cores",
+    "ddp-cuda-4-ranks",
 )
 
 
