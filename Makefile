@@ -13,12 +13,15 @@ FUZZ_RUNS ?= 1000000
 # Schedules that `make check-views` runs, and the seed of the first.
 SCHEDULES ?= 1000000
 SEED ?= 1
+# What `make soak` runs: random collectives, in each of four worlds, and ranks killed in the midst of others.
+COLLECTIVES ?= 100000
+KILLS ?= 50
 # Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
-BENCH_OUT ?= benchmarks/results
+BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -61,19 +64,14 @@ setup: .venv/.installed  ## make .venv and build stormtorch into it (the other v
 demo: setup  ## see what it is for: a race against DDP on gloo under 10 % loss, under three minutes on two cores
 	$(BIN)/stormtorch demo
 
-bench: setup  ## measure all-reduce, latency and steps under DDP beside gloo, on 2 and 4 ranks; writes benchmarks/results/*
-	@mkdir -p $(BENCH_OUT)
-	@set -e; for ranks in 2 4; do \
-		$(BIN)/stormtorch bench allreduce --ranks $$ranks --mb 25,100 \
-			--json $(BENCH_OUT)/allreduce-$$ranks-hosts.json --plot $(BENCH_OUT)/allreduce-$$ranks-hosts.png; \
-		$(BIN)/stormtorch bench latency --ranks $$ranks --json $(BENCH_OUT)/latency-$$ranks-hosts.json; \
-		$(BIN)/stormtorch bench ddp --ranks $$ranks \
-			--json $(BENCH_OUT)/ddp-$$ranks-hosts.json --plot $(BENCH_OUT)/ddp-$$ranks-hosts.png; \
-	done
+# PARTS chooses some, as in `make bench PARTS=allreduce,cable`. What needs a lab or MPI is left out where there is none.
+PARTS ?=
+bench: setup  ## measure all-reduce, latency, steps, cable, lab, hierarchy and MPI beside gloo (PARTS=...); writes build/bench/*
+	$(BIN)/stormtorch bench all --out $(BENCH_OUT) $(if $(PARTS),--only $(PARTS))
 
 # With root, or where users may make namespaces. Bounded: about 25 minutes on two cores, most of them TCP's.
 BENCH_LAB = $(BIN)/stormtorch bench allreduce --ranks 4 --iters 10
-bench-lab: setup  ## measure all-reduce and training beside gloo under real loss, in the network lab; writes benchmarks/results/lab-*
+bench-lab: setup  ## measure all-reduce and training beside gloo under real loss, in the network lab; writes build/bench/lab-*
 	@mkdir -p $(BENCH_OUT)
 	@set -e; measure() { $(BENCH_LAB) "$${@:2}" --json $(BENCH_OUT)/lab-$$1.json --plot $(BENCH_OUT)/lab-$$1.png; }; \
 	measure 400mbit --rate 400mbit --mb 25 --loss 0; \
@@ -88,7 +86,7 @@ bench-lab: setup  ## measure all-reduce and training beside gloo under real loss
 		--ideal-s 0.4 --iters 5 --patience-s 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
-bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes benchmarks/results/lab-convergence-*
+bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes build/bench/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 --backends gloo-cubic,gloo-bbr,storm-drift \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
@@ -155,6 +153,10 @@ views-test: build/tests/build.ninja
 check-views: build/tests/build.ninja  ## SCHEDULES random schedules (1,000,000) of the agreement on views, from SEED on
 	@cmake --build build/tests --target check_views
 	build/tests/check_views --schedules $(SCHEDULES) --seed $(SEED)
+
+soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datagrams and hosts, bit for bit; KILLS ranks killed (50)
+	$(BIN)/python tests/helpers/soak.py --collectives $(COLLECTIVES) --seed $(SEED)
+	$(BIN)/python tests/helpers/soak_kills.py --kills $(KILLS) --seed $(SEED)
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone.

@@ -141,8 +141,8 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
         ++counters_.unexpected;
         return;
     }
-    if (header.message_bytes != message->cut.bytes) {
-        exchange.outcome.expected_bytes = message->cut.bytes;
+    if (header.message_bytes != message->announced) {
+        exchange.outcome.expected_bytes = message->announced;
         exchange.outcome.announced_bytes = header.message_bytes;
         exchange.fail(Status::size_mismatch, peer.rank, message->missing_bytes());
         return;
@@ -262,15 +262,20 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     drain(peer, now);
     // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);
-    peer.leave(*blame);
     peer.in.report_now();
+    part(peer, Status::peer_left, *blame, now);
+}
+
+// The peer is no longer there for us. Only a new process of its rank can change that.
+void Core::part(Peer& peer, Status status, Blame blame, Nanos now) {
+    peer.leave(blame);
     peer.out.abandon([](const Flight&) {});
     peer.queue.clear();
     credit_.depart(peer.rank);
     count_peers();
     exchanges_.each([&](Exchange& exchange) {
         if (exchange.patient()) return;
-        abandon_peer(exchange, peer, Status::peer_left, *blame);
+        abandon_peer(exchange, peer, status, blame);
         settle(exchange, now);
     });
     if (!views_) return;
@@ -294,8 +299,8 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 
 // A patient exchange goes on without what a peer gave up because of others, or because its caller has another view.
 void Core::heed_failed(Exchange& exchange, Peer& peer, Blame blame) {
-    const bool passes =
-        blame.cause == Status::closed || blame.cause == Status::peer_silent || blame.cause == Status::peer_left;
+    const bool passes = blame.cause == Status::closed || blame.cause == Status::peer_silent ||
+                        blame.cause == Status::peer_left || blame.cause == Status::memory_broken;
     if (!exchange.patient() || !passes) abandon_peer(exchange, peer, Status::peer_failed, blame);
 }
 

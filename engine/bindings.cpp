@@ -13,7 +13,7 @@
 #include <string>
 
 #include "bindings_views.hpp"
-#include "driver.hpp"
+#include "endpoint.hpp"
 #include "int8.hpp"
 #include "seal.hpp"
 #include "sim.hpp"
@@ -121,7 +121,21 @@ Key to_key(const nb::bytes& from) {
     return key;
 }
 
-CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dict& from) {
+// By rank, or by lane.
+using PyAddresses = std::vector<std::pair<std::string, std::uint16_t>>;
+
+// Nothing is sent to a vacant slot, whose host is empty.
+std::vector<Address> to_addresses(const PyAddresses& from, const std::vector<std::uint16_t>& vacant) {
+    std::vector<Address> all;
+    for (const auto& [host, port] : from) {
+        if (host.empty() && std::find(vacant.begin(), vacant.end(), all.size()) == vacant.end())
+            throw std::invalid_argument("rank " + std::to_string(all.size()) + " has no address");
+        all.push_back(host.empty() ? Address() : Address(host, port));
+    }
+    return all;
+}
+
+CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dict& from, std::size_t lane = 0) {
     CoreConfig config;
     config.rank = rank;
     config.world = static_cast<std::uint16_t>(world);
@@ -133,13 +147,16 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     config.rate_mode = to_enum("rate_mode", nb::cast<int>(from["rate_mode"]), RateMode::low_priority);
     config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
-    config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]);
+    // What belongs to another lane is as strange as what belongs to another job.
+    config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]) ^ (lane * 0x9e37'79b9'7f4a'7c15);
     config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
     config.secrets.incarnations = nb::cast<std::vector<std::uint16_t>>(from["incarnations"]);
     if (from.contains("vacant")) config.vacant = nb::cast<std::vector<std::uint16_t>>(from["vacant"]);
     if (from.contains("late")) config.late = nb::cast<bool>(from["late"]);
-    const auto keys = nb::cast<std::vector<nb::bytes>>(from["keys"]);
-    if (!keys.empty()) {
+    // By lane, as lanes count their datagrams apart and no two datagrams of a process may have the same key and number.
+    const auto all_keys = nb::cast<std::vector<std::vector<nb::bytes>>>(from["keys"]);
+    if (!all_keys.empty()) {
+        const std::vector<nb::bytes>& keys = all_keys.at(lane);
         if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");
         config.secrets.sealed = true;
         // A vacant slot has no key yet.
@@ -202,7 +219,7 @@ PyFirsts to_list(const std::vector<Pool::First>& firsts) {
 // How long to wait at a time: Python handles signals in between.
 constexpr Nanos wait_slice = 200 * millisecond;
 
-bool wait_view(Driver& driver, std::uint32_t above, std::optional<double> timeout_s) {
+bool wait_view(Endpoint& endpoint, std::uint32_t above, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
     const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
     for (;;) {
@@ -210,14 +227,14 @@ bool wait_view(Driver& driver, std::uint32_t above, std::optional<double> timeou
         bool found = false;
         {
             const nb::gil_scoped_release released;
-            found = driver.wait_view(above, std::min(left, wait_slice));
+            found = endpoint.wait_view(above, std::min(left, wait_slice));
         }
         if (found || left <= wait_slice) return found;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
 }
 
-std::optional<Outcome> wait_outcome(Driver& driver, std::uint64_t id, std::optional<double> timeout_s) {
+std::optional<Outcome> wait_outcome(Endpoint& endpoint, std::uint64_t id, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
     const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
     Outcome outcome;
@@ -226,7 +243,7 @@ std::optional<Outcome> wait_outcome(Driver& driver, std::uint64_t id, std::optio
         {
             const nb::gil_scoped_release released;
             const Nanos left = give_up_at == never ? wait_slice : std::max<Nanos>(give_up_at - clock_now(), 0);
-            ended = driver.wait(id, std::min(left, wait_slice), outcome);
+            ended = endpoint.wait(id, std::min(left, wait_slice), outcome);
         }
         if (ended) return outcome;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -248,7 +265,8 @@ NB_MODULE(_engine, m) {
         .value("PEER_FAILED", Status::peer_failed)
         .value("SIZE_MISMATCH", Status::size_mismatch)
         .value("CLOSED", Status::closed)
-        .value("PATH_BLOCKED", Status::path_blocked);
+        .value("PATH_BLOCKED", Status::path_blocked)
+        .value("MEMORY_BROKEN", Status::memory_broken);
 
     nb::class_<Arrival>(m, "Arrival")
         .def_ro("peer", &Arrival::peer)
@@ -278,42 +296,38 @@ NB_MODULE(_engine, m) {
 
     python::define_view(m);
 
-    nb::class_<Driver> endpoint(m, "Endpoint");
+    nb::class_<Endpoint> endpoint(m, "Endpoint");
     endpoint
         .def(
             "__init__",
-            [](Driver* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer, bool low_priority,
-               bool segmentation, bool coalescing) {
-                new (self) Driver(host, port,
-                                  {.receive_buffer = receive_buffer,
-                                   .low_priority = low_priority,
-                                   .segmentation = segmentation,
-                                   .coalescing = coalescing});
+            [](Endpoint* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer,
+               bool low_priority, bool segmentation, bool coalescing, std::size_t lanes) {
+                new (self) Endpoint(host, port, lanes,
+                                    {.receive_buffer = receive_buffer,
+                                     .low_priority = low_priority,
+                                     .segmentation = segmentation,
+                                     .coalescing = coalescing});
             },
             nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"),
-            nb::arg("segmentation"), nb::arg("coalescing"))
-        .def_prop_ro("port", [](const Driver& d) { return d.socket().port(); })
-        .def_prop_ro("receive_buffer", [](const Driver& d) { return d.socket().receive_buffer(); })
+            nb::arg("segmentation"), nb::arg("coalescing"), nb::arg("lanes") = 1)
+        .def_prop_ro("ports", &Endpoint::ports)
+        .def_prop_ro("lanes", &Endpoint::lanes)
+        .def_prop_ro("receive_buffer", &Endpoint::receive_buffer)
         .def(
             "start",
-            [](Driver& d, std::uint16_t rank, const std::vector<std::pair<std::string, std::uint16_t>>& peers,
-               const Mapping& config) {
-                CoreConfig core = make_core_config(rank, peers.size(), config);
-                std::vector<Address> addresses;
-                // Nothing is sent to a vacant slot, whose host is empty.
-                for (const auto& [host, port] : peers)
-                    addresses.push_back(host.empty() ? Address() : Address(host, port));
-                for (std::uint16_t peer = 0; peer < addresses.size(); ++peer) {
-                    const bool vacant = std::find(core.vacant.begin(), core.vacant.end(), peer) != core.vacant.end();
-                    if (peers[peer].first.empty() && !vacant)
-                        throw std::invalid_argument("rank " + std::to_string(peer) + " has no address");
+            [](Endpoint& d, std::uint16_t rank, const std::vector<PyAddresses>& peers, const Mapping& config) {
+                std::vector<CoreConfig> configs;
+                std::vector<std::vector<Address>> addresses;
+                for (const PyAddresses& each : peers) {
+                    configs.push_back(make_core_config(rank, each.size(), config, addresses.size()));
+                    addresses.push_back(to_addresses(each, configs.back().vacant));
                 }
-                d.start(std::move(core), std::move(addresses));
+                d.start(std::move(configs), std::move(addresses));
             },
             nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
         .def(
             "post",
-            [](Driver& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
+            [](Endpoint& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
                std::optional<double> timeout_s, std::uint32_t view) {
@@ -325,42 +339,52 @@ NB_MODULE(_engine, m) {
             nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
             nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0)
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
-        .def("ended", &Driver::ended, nb::arg("id"))
+        .def("ended", &Endpoint::ended, nb::arg("id"))
         .def(
-            "peek", [](Driver& d, std::uint32_t channel, std::uint32_t seq) { return to_list(d.peek(channel, seq)); },
+            "peek", [](Endpoint& d, std::uint32_t channel, std::uint32_t seq) { return to_list(d.peek(channel, seq)); },
             nb::arg("channel"), nb::arg("seq"))
-        .def("cancel", &Driver::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
+        .def("cancel", &Endpoint::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "readmit",
-            [](Driver& d, std::uint16_t peer, const std::string& host, std::uint16_t port, std::uint16_t incarnation,
-               const nb::bytes& key) {
-                const std::optional<Key> opening = key.size() == 0 ? std::nullopt : std::optional(to_key(key));
-                const Address address(host, port);
+            [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes, std::uint16_t incarnation,
+               const std::vector<nb::bytes>& keys) {
+                const std::vector<Address> addresses = to_addresses(lanes, {});
+                std::vector<Key> opening;
+                for (const nb::bytes& key : keys) opening.push_back(to_key(key));
                 const nb::gil_scoped_release released;
-                d.readmit(peer, address, incarnation, opening);
+                d.readmit(peer, addresses, incarnation, opening);
             },
-            nb::arg("peer"), nb::arg("host"), nb::arg("port"), nb::arg("incarnation"), nb::arg("key"))
+            nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"))
         .def(
             "offer_passage",
-            [](Driver& d, std::uint16_t peer) {
-                Driver::Offer offer = d.offer_passage(peer);
-                return std::pair(offer.ring.release(), offer.bell.release());
+            [](Endpoint& d, std::uint16_t peer) {
+                std::vector<int> descriptors;
+                for (Driver::Offer& offer : d.offer_passage(peer)) {
+                    descriptors.push_back(offer.ring.release());
+                    descriptors.push_back(offer.bell.release());
+                }
+                return descriptors;
             },
             nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "take_passage",
-            [](Driver& d, std::uint16_t peer, int ring, int bell) {
-                d.take_passage(peer, Descriptor(ring), Descriptor(bell));
+            [](Endpoint& d, std::uint16_t peer, const std::vector<int>& descriptors) {
+                std::vector<Driver::Offer> offers((descriptors.size() + 1) / 2);  // which own them, whatever happens
+                for (std::size_t at = 0; at < descriptors.size(); ++at) {
+                    Driver::Offer& offer = offers[at / 2];
+                    (at % 2 == 0 ? offer.ring : offer.bell) = Descriptor(descriptors[at]);
+                }
+                d.take_passage(peer, std::move(offers));
             },
-            nb::arg("peer"), nb::arg("ring"), nb::arg("bell"), nb::call_guard<nb::gil_scoped_release>())
-        .def("use_passage", &Driver::use_passage, nb::arg("peer"), nb::arg("incarnation"),
+            nb::arg("peer"), nb::arg("descriptors"), nb::call_guard<nb::gil_scoped_release>())
+        .def("use_passage", &Endpoint::use_passage, nb::arg("peer"), nb::arg("incarnation"),
              nb::call_guard<nb::gil_scoped_release>())
-        .def("near", &Driver::near, nb::call_guard<nb::gil_scoped_release>())
+        .def("near", &Endpoint::near, nb::call_guard<nb::gil_scoped_release>())
         .def(
-            "close", [](Driver& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
+            "close", [](Endpoint& d, double linger_s) { d.close(to_nanos(linger_s)); }, nb::arg("linger_s"),
             nb::call_guard<nb::gil_scoped_release>())
         .def("health",
-             [](Driver& d) -> Mapping {
+             [](Endpoint& d) -> Mapping {
                  // Whoever drives may hold the engine's lock for a while: other threads of Python go on meanwhile.
                  const Driver::Health health = [&d] {
                      const nb::gil_scoped_release released;
@@ -374,8 +398,11 @@ NB_MODULE(_engine, m) {
                  return all;
              })
         .def(
+            "lane_bytes_sent", [](Endpoint& d) { return d.health().lane_bytes_sent; },
+            nb::call_guard<nb::gil_scoped_release>())
+        .def(
             "links",
-            [](Driver& d, const std::vector<std::uint16_t>& peers) {
+            [](Endpoint& d, const std::vector<std::uint16_t>& peers) {
                 std::vector<std::tuple<double, double, double, std::size_t>> all;
                 for (const Driver::LinkHealth& link : d.links(peers))
                     all.emplace_back(static_cast<double>(link.round_trip) * 1e-9, link.loss, link.bytes_per_s,
@@ -385,7 +412,7 @@ NB_MODULE(_engine, m) {
             nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>());
 
     endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
-    python::define_views<>(endpoint, "advance", [](Driver& d, auto&& work) {
+    python::define_views<>(endpoint, "advance", [](Endpoint& d, auto&& work) {
         const nb::gil_scoped_release released;
         return d.with_views(work);
     });

@@ -22,6 +22,7 @@ Core::Core(CoreConfig config, Nanos now)
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
       credit_(config_.receive_buffer, config_.world),
       line_(config_.world, now),
+      sequences_(config_.lane != 0),
       blames_(config_.rank, config_.silence),
       peers_(config_.world, credit_),
       due_at_(peers_, config_.silence),
@@ -71,7 +72,7 @@ RateControl Core::make_rate(Nanos now) const {
 
 std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     validate(spec, config_.rank, config_.world);
-    if (spec.view != 0) (void)views(now);
+    if (spec.view != 0 && config_.lane == 0) (void)views(now);
     sequences_.post(spec.channel, spec.seq);
     Exchange& exchange = exchanges_.add(std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now));
     begin_sends(exchange);
@@ -151,6 +152,13 @@ void Core::cancel(std::uint64_t id, Nanos now) {
     if (Exchange* exchange = exchanges_.find(id)) finish(*exchange, Status::closed, now);
 }
 
+void Core::fail(std::uint64_t id, Status status, std::uint16_t peer, Blame blame, Nanos now) {
+    Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr) return;
+    exchange->fail(status, peer, 0, blame);
+    settle(*exchange, now);
+}
+
 void Core::leave() {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank != config_.rank) peers_[rank].say({.kind = Kind::bye, .blame = blames_.last()});
@@ -160,11 +168,10 @@ void Core::leave() {
 bool Core::gone() const {
     // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since, nor of one that the
     // latest view does not know.
-    const View* view = views_ ? views_->view() : nullptr;
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         const Peer* peer = peers_.find(rank);
         if (peer == nullptr || peer->left() || peer->told || peer->silent()) continue;
-        if (view != nullptr && !view->has(member(rank))) continue;
+        if (view_ && !view_->has(member(rank))) continue;
         if (!blames_.silenced(rank, peer->last_heard())) return false;
     }
     return true;
@@ -192,6 +199,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
     std::erase(near_, rank);
+    bells_.clear(rank);
     std::erase(config_.vacant, rank);
     credit_.arrive(rank);
     count_peers();

@@ -1,5 +1,5 @@
 // The protocol without any input or output: datagrams and time go in; datagrams, timers and outcomes come out.
-// One Core is one endpoint. It is used by one thread at a time.
+// One Core is one lane of an endpoint. It is used by one thread at a time.
 #pragma once
 
 #include <algorithm>
@@ -39,6 +39,7 @@ struct Record;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
+    std::uint16_t lane{};                 // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
     std::size_t datagram_bytes{1472};     // the same on every rank of a job; a path that carries less gets pieces
     std::size_t least_path_bytes{512};    // a path that does not even carry datagrams of this size is of no use
     std::size_t receive_buffer{1 << 20};  // what the socket holds; all peers together get credit for less
@@ -62,6 +63,8 @@ public:
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
     // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
     void cancel(std::uint64_t id, Nanos now);
+    // Ends an exchange of which another lane's part has failed, for the same reason.
+    void fail(std::uint64_t id, Status status, std::uint16_t peer, Blame blame, Nanos now);
     // Tells every peer that we leave. `gone` is true once every peer has heard it, has left itself or is lost.
     void leave();
     [[nodiscard]] bool gone() const;
@@ -75,7 +78,15 @@ public:
     template <class Work>
     decltype(auto) with_views(Nanos now, Work&& work);
     // Number of the latest view that is known and usable here; 0 as long as nobody has asked for any.
-    [[nodiscard]] std::uint32_t view_number() const { return view_number_; }
+    [[nodiscard]] std::uint32_t view_number() const { return view_ ? view_->number : 0; }
+    // That view, if there is one, and whether this process is in it.
+    [[nodiscard]] const std::optional<View>& view() const { return view_; }
+    [[nodiscard]] bool inside() const { return inside_; }
+    // In a lane other than 0: acts on a view that lane 0 has learned of, or on its coming to be inside or outside.
+    void follow(const View& view, bool inside, Nanos now);
+    // Peers of an exchange that this lane does not reach: gone, silent, or answering while no data gets through. An
+    // exchange for a view waits for them; in a lane other than 0 that would be for ever, unless lane 0 is told.
+    [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id, Nanos now) const;
 
     // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
@@ -85,6 +96,8 @@ public:
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
     void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
+    // Gives all shared memory back; nothing passes any more.
+    void disconnect();
     // While shut, peers send us datagrams instead.
     void shut_passages(bool shut);
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
@@ -138,6 +151,7 @@ private:
     void obey(Exchange& exchange, Peer& peer, const Header& header);
     void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
+    void part(Peer& peer, Status status, Blame blame, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
     void answer_for_ended(Peer& peer, const Header& header);
@@ -148,6 +162,7 @@ private:
     // membership.cpp: notes, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);
     void heed_views(Nanos now);
+    void adopt(const View& view, Nanos now);
     void drop_absent(Exchange& exchange);
     void drop_peer(Exchange& exchange, std::uint16_t peer);
     void take_note(Peer& peer, std::span<const std::byte> body, Nanos now);
@@ -172,6 +187,7 @@ private:
     [[nodiscard]] static bool in_turn(Exchange& exchange, const Header& header);
     [[nodiscard]] bool awaits(std::uint16_t rank) const;
     bool put_records(std::uint16_t rank, Nanos now);
+    void sever(Peer& peer, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
     [[nodiscard]] std::size_t put_run(Outgoing& message, std::byte* room);
@@ -220,7 +236,8 @@ private:
     Peers peers_;
     ExchangeTimers due_at_;
     std::optional<Views> views_;
-    std::uint32_t view_number_{};
+    std::optional<View> view_;             // the latest that is usable
+    bool inside_{};                        // whether this process is in it
     std::vector<std::uint32_t> since_;     // by rank: the view since which it is a member without a break
     std::vector<int> there_;               // by rank: the incarnation that is a member of the latest view, or -1
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost

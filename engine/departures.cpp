@@ -218,7 +218,7 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
                   .channel = message.exchange->channel,
                   .seq = message.exchange->seq,
                   .chunk = chunk,
-                  .message_bytes = static_cast<std::uint32_t>(message.cut.bytes)};
+                  .message_bytes = static_cast<std::uint32_t>(message.announced)};
     const std::span<const std::byte> payload = message.payload(chunk);
     const PieceCut cut = peer.cut(size, seal_.overhead_bytes());
     if (cut.count == 1) {

@@ -65,7 +65,7 @@ void Driver::check_open() const {
     throw std::runtime_error("the engine has failed and can only be closed: " + why);
 }
 
-std::uint64_t Driver::post(ExchangeSpec spec) {
+std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
     const Lock lock(door_);
     check_open();
     const Nanos now = clock_now();
@@ -75,6 +75,11 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
     if (spec.timeout_at != never) spec.timeout_at += now;
     const std::uint64_t id = attempt([&] {
         const std::uint64_t posted = core_->post(spec, now);
+        if (by_thread) {
+            more_ = true;
+            wake(caller_drives_ ? nudge_ : wake_);
+            return posted;
+        }
         pass_some();
         // The loop ends: until receivers answer, no more than the eager bytes may leave.
         while (flush(now)) {
@@ -83,7 +88,7 @@ std::uint64_t Driver::post(ExchangeSpec spec) {
         return posted;
     });
     // The exchange may have brought an earlier timer.
-    rearm();
+    if (!by_thread) rearm();
     return id;
 }
 
@@ -169,16 +174,38 @@ bool Driver::ended(std::uint64_t id) {
     return failure_ || ended_.contains(id);
 }
 
+bool Driver::failed() {
+    const Lock lock(door_);
+    return failure_ != nullptr;
+}
+
+std::optional<Driver::Verdict> Driver::verdict(std::uint64_t id) {
+    const Lock lock(door_);
+    const auto found = ended_.find(id);
+    if (found == ended_.end()) return std::nullopt;
+    const Outcome& outcome = found->second;
+    return Verdict{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
+}
+
 std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
     const Lock lock(door_);
     return core_ && !closed_ ? core_->peek(channel, seq) : std::vector<Pool::First>{};
 }
 
 void Driver::cancel(std::uint64_t id) {
+    end_by([id](Core& core, Nanos now) { core.cancel(id, now); });
+}
+
+void Driver::fail(std::uint64_t id, const Verdict& why) {
+    end_by([id, &why](Core& core, Nanos now) { core.fail(id, why.status, why.peer, why.blame, now); });
+}
+
+template <class End>
+void Driver::end_by(End&& end) {
     const Lock lock(door_);
     if (!core_ || over()) return;
     attempt([&] {
-        core_->cancel(id, clock_now());
+        end(*core_, clock_now());
         while (flush(clock_now())) {
         }
         collect();
@@ -229,7 +256,8 @@ Driver::Offer Driver::offer_passage(std::uint16_t peer) {
 void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
     auto memory = std::make_unique<RingMemory>(std::move(ring));
     memory->close_file();
-    if ((fcntl(bell.get(), F_GETFL) & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
+    const int flags = fcntl(bell.get(), F_GETFL);
+    if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
     const Lock lock(door_);
     check_open();
     near_[peer].to_it = std::move(memory);
@@ -241,14 +269,22 @@ void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
     check_open();
     Near& near = near_[peer];
     if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
-    attempt([&] {
-        core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
-                       clock_now());
+    const auto go_on = [&] {
         collect();
-    });
-    // It may have passed something already.
-    wake(wake_);
-    wake(nudge_);
+        // It may have passed something already.
+        wake(wake_);
+        wake(nudge_);
+    };
+    try {
+        attempt([&] {
+            core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
+                           clock_now());
+        });
+    } catch (const std::invalid_argument&) {
+        go_on();  // what an earlier passage held may have ended exchanges
+        throw;
+    }
+    attempt(go_on);
 }
 
 std::vector<std::uint16_t> Driver::near() {
@@ -276,6 +312,26 @@ bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
     }
     check_open();
     return core_->view_number() > above;
+}
+
+void Driver::on_view(std::function<void(const View&, bool)> tell) {
+    const Lock lock(door_);
+    tell_view_ = std::move(tell);
+}
+
+void Driver::follow(const View& view, bool inside) {
+    const Lock lock(door_);
+    if (!core_ || over()) return;
+    attempt([&] {
+        core_->follow(view, inside, clock_now());
+        collect();
+    });
+    wake(caller_drives_ ? nudge_ : wake_);
+}
+
+std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->unreached(id, clock_now()) : std::vector<std::uint16_t>{};
 }
 
 void Driver::run() {
@@ -393,9 +449,11 @@ void Driver::collect() {
         ended_.emplace(finished->id, std::move(finished->outcome));
         any = true;
     }
-    if (core_->view_number() != view_number_) {
+    if (core_->view_number() != view_number_ || core_->inside() != inside_) {
         view_number_ = core_->view_number();
+        inside_ = core_->inside();
         any = true;
+        if (tell_view_ && core_->view()) tell_view_(*core_->view(), inside_);
     }
     if (!any) return;
     changed_.notify_all();

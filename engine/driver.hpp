@@ -1,4 +1,4 @@
-// Runs a core with a thread, a socket and a clock.
+// Runs a core with a thread, a socket and a clock: one lane of an endpoint.
 //
 // One thread at a time drives: reads the socket, moves the core along, writes. That is the engine's own thread, unless a
 // caller waits for an exchange; then the caller drives, which saves two context switches where latency matters most.
@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -54,11 +55,23 @@ public:
     // Begins an exchange and sends what can be sent at once. Deadlines in the spec are relative to now.
     // Throws std::runtime_error when closed or failed. The engine has failed once its core threw anything other than
     // std::invalid_argument, for example when memory ran out: its state is unknown, so it can only be closed.
-    std::uint64_t post(ExchangeSpec spec);
+    // With `by_thread`, the engine's own thread does the work, and the call returns sooner.
+    std::uint64_t post(ExchangeSpec spec, bool by_thread = false);
     // Waits until the exchange ends or `timeout` has passed; true with the outcome (once) if it ended.
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
     // Whether a wait would return, or throw, at once.
     [[nodiscard]] bool ended(std::uint64_t id);
+    // Whether the engine has failed: see `post`.
+    [[nodiscard]] bool failed();
+    // How an exchange ended whose outcome nobody has taken; none while it runs.
+    struct Verdict {
+        Status status{};
+        std::uint16_t peer{};
+        Blame blame{};
+    };
+    [[nodiscard]] std::optional<Verdict> verdict(std::uint64_t id);
+    // Ends an exchange of which another lane's part has ended so.
+    void fail(std::uint64_t id, const Verdict& why);
     // First chunks that arrived for an exchange that was not posted here: see Core::peek.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
@@ -83,6 +96,12 @@ public:
     auto with_views(Work&& work);
     // Waits until a usable view with a number above this one is known; false when `timeout` has passed.
     bool wait_view(std::uint32_t above, Nanos timeout);
+    // Calls `tell(view, inside)` whenever either changes, in the middle of things: it must not call this driver.
+    void on_view(std::function<void(const View&, bool)> tell);
+    // What another lane's `on_view` told.
+    void follow(const View& view, bool inside);
+    // See Core::unreached.
+    [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id);
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
     void close(Nanos linger);
 
@@ -91,6 +110,7 @@ public:
         FaultCounters faults;
         std::uint32_t overflow{};
         bool segments{}, coalesces{};
+        std::vector<std::uint64_t> lane_bytes_sent{};  // by lane: see Endpoint
     };
     [[nodiscard]] Health health();
     struct LinkHealth {
@@ -113,6 +133,8 @@ private:
     bool drive();
     template <class Work>
     auto attempt(Work&& work);
+    template <class End>
+    void end_by(End&& end);
     void fail() noexcept;  // the reason is the exception being handled
     [[nodiscard]] bool over() const { return closed_ || failure_; }
     void check_open() const;
@@ -157,6 +179,8 @@ private:
     };
     std::unordered_map<std::uint16_t, Near> near_;
     std::uint32_t view_number_{};  // the latest that waiting threads were told of
+    bool inside_{};                // and whether they were told to be in it
+    std::function<void(const View&, bool)> tell_view_;
     bool caller_drives_{};
     bool listening_{};
     bool more_{};  // the last step may have left something to do

@@ -75,8 +75,8 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     for (const int fd : {socket_.fd(), bell.get()}) watch(inputs, fd, rank + ": cannot watch a descriptor");
     for (const int fd : {timer.get(), wakes.get(), inputs.get()})
         watch(epoll, fd, rank + ": cannot watch a descriptor");
-    auto faults =
-        std::make_unique<FaultPath>(config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes);
+    auto faults = std::make_unique<FaultPath>(
+        config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes, config.lane);
     auto core = std::make_unique<Core>(std::move(config), clock_now());
 
     const std::lock_guard guard(registry().mutex);
@@ -154,6 +154,7 @@ void Driver::close(Nanos linger) {
     changed_.wait(lock, [&] { return !caller_drives_; });
     for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_, &bell_, &inputs_}) each->close();
     near_.clear();
+    core_->disconnect();
     socket_.close();
 }
 

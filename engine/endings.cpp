@@ -131,6 +131,10 @@ void Core::tick(Nanos now) {
         peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
     }
     if (blocked_.empty()) return;
+    if (config_.lane != 0) {
+        blocked_.clear();  // lane 0 learns of them by `unreached`
+        return;
+    }
     for (const std::uint16_t rank : std::exchange(blocked_, {})) views_->blocked(rank, now);
     heed_views(now);
 }

@@ -20,6 +20,7 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
         message.peer = send.peer;
         message.second_stage = send.second_stage;
         message.data = send.data;
+        message.announced = send.whole == 0 ? send.bytes : send.whole;
         message.allowed = message.cut.allowed(stage(send.second_stage).budget);
         if (send.second_stage && reduction) {
             message.source = reduction.get();
@@ -41,6 +42,7 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
         message.second_stage = receive.second_stage;
         message.allowed = message.cut.allowed(stage(receive.second_stage).budget);
         message.into = receive.into;
+        message.announced = receive.whole == 0 ? receive.bytes : receive.whole;
         if (receive.reduce) {
             message.reduction = reduction.get();
             message.contributor = contributor++;

@@ -18,6 +18,7 @@ struct SendSpec {
     bool second_stage{};      // sends the reduction's result, each chunk as soon as it is final
     const std::byte* data{};  // must not change until the exchange ends
     std::uint64_t bytes{};
+    std::uint64_t whole{};  // of the message of which this is a lane's part; 0 if this is all of it
 };
 
 struct ReceiveSpec {
@@ -26,6 +27,7 @@ struct ReceiveSpec {
     bool reduce{};      // contributes to the reduction, in the order of these specs; otherwise written to `into`
     std::byte* into{};  // bytes that do not arrive keep their old value
     std::uint64_t bytes{};
+    std::uint64_t whole{};  // as of a SendSpec
 };
 
 // How much of each message may be missing when the stage ends, and when it ends at the latest.
@@ -59,13 +61,13 @@ struct Arrival {
 struct Outcome {
     Status status{Status::running};
     std::uint16_t peer{};                               // the peer at which the error showed
-    Blame blame;                                        // whose fault it was: that peer's, or whoever that peer blames
+    Blame blame{};                                      // whose fault it was: that peer's, or whoever that peer blames
     std::uint64_t missing_bytes{};                      // bytes that the peer had not sent, or not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};                           // chunks that we sent again
     Nanos started{}, ended{};
-    std::vector<Arrival> arrivals;
-    std::vector<std::uint16_t> counts;  // the reduction's copies per chunk
+    std::vector<Arrival> arrivals{};
+    std::vector<std::uint16_t> counts{};  // the reduction's copies per chunk
 };
 
 // Throws std::invalid_argument if an exchange makes no sense for this rank of the world.

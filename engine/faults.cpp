@@ -190,7 +190,8 @@ FaultPath::Link& FaultPath::link_from(std::uint16_t source) {
     if (link == nullptr) {
         // Shares the ownership of the settings, points at the link's part of them.
         std::shared_ptr<const LinkFaults> faults(settings_, &settings_->link(source, rank_));
-        link.reset(new Link{.fates = FaultyLink(std::move(faults), settings_->seed, source, rank_)});
+        link.reset(new Link{
+            .fates = FaultyLink(std::move(faults), settings_->seed + (std::uint64_t{lane_} << 48), source, rank_)});
     }
     return *link;
 }

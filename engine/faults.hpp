@@ -120,9 +120,9 @@ public:
     static constexpr std::size_t max_held_bytes = std::size_t{64} << 20;
 
     // `corruptible_bytes`: only so many bytes of each datagram are ever corrupted. Bytes that no checksum covers must stay
-    // intact, as nobody would notice the damage.
-    explicit FaultPath(std::uint16_t rank, std::size_t corruptible_bytes = max_datagram_bytes)
-        : rank_(rank), corruptible_bytes_(corruptible_bytes) {}
+    // intact, as nobody would notice the damage. Lanes of one endpoint have different fates.
+    explicit FaultPath(std::uint16_t rank, std::size_t corruptible_bytes = max_datagram_bytes, std::uint16_t lane = 0)
+        : rank_(rank), lane_(lane), corruptible_bytes_(corruptible_bytes) {}
 
     // Null turns faults off. Every change starts the links' fates anew, and the next `release` delivers whatever the old
     // settings held back, in the order of arrival. The same settings again change nothing. Throws std::invalid_argument, and
@@ -185,7 +185,7 @@ private:
     void delay_until(Nanos due, Held held) { delayed_.emplace(std::pair(due, ++order_), std::move(held)); }
     void release_due(Nanos now, const Sink& deliver);
 
-    std::uint16_t rank_;
+    std::uint16_t rank_, lane_;
     std::size_t corruptible_bytes_;
     std::shared_ptr<const FaultSettings> settings_;
     std::vector<std::unique_ptr<Link>> links_;                 // by source; strangers can make 65,536 at most

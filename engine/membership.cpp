@@ -45,18 +45,26 @@ void Core::heed_views(Nanos now) {
         const Peer* peer = note->to < config_.world ? peers_.find(note->to) : nullptr;
         if (peer != nullptr && !peer->left()) peers_[note->to].pass(std::move(note->body));
     }
+    inside_ = views_->inside();
     const View* view = views_->view();
-    if (view == nullptr || view->number == view_number_) return;
+    if (view != nullptr && view->number != view_number()) adopt(*view, now);
+}
+
+void Core::follow(const View& view, bool inside, Nanos now) {
+    inside_ = inside;
+    if (view.number != view_number()) adopt(view, now);
+}
+
+void Core::adopt(const View& view, Nanos now) {
     // Whoever was away, even for one view, has given up the exchanges of the views before. A process that was not away
     // knows each view, as it took part in deciding the next one.
     since_.resize(config_.world);
-    for (const Member who : view->members) {
-        if (view_number_ != 0 && (view->takes_in(who) || there_[who.rank] != who.incarnation))
-            since_[who.rank] = view->number;
+    for (const Member who : view.members) {
+        if (view_ && (view.takes_in(who) || there_[who.rank] != who.incarnation)) since_[who.rank] = view.number;
     }
     there_.assign(config_.world, -1);
-    for (const Member who : view->members) there_[who.rank] = who.incarnation;
-    view_number_ = view->number;
+    for (const Member who : view.members) there_[who.rank] = who.incarnation;
+    view_ = view;
     exchanges_.each([&](Exchange& exchange) {
         drop_absent(exchange);
         settle(exchange, now);
@@ -65,14 +73,12 @@ void Core::heed_views(Nanos now) {
 
 // The peers of an exchange that are not in a later view than the exchange's take no further part in it.
 void Core::drop_absent(Exchange& exchange) {
-    if (!exchange.patient() || exchange.view >= view_number_) return;
-    const View* view = views_->view();
-    // Where this process itself is out, the others go on without it.
-    const bool here = views_->inside();
+    if (!exchange.patient() || exchange.view >= view_number()) return;
     const auto there = [&](std::uint16_t rank) {
         const Member who = member(rank);
-        return here && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
-               (view->has(who) || view->lets_go(who));
+        // Where this process itself is out, the others go on without it.
+        return inside_ && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
+               (view_->has(who) || view_->lets_go(who));
     };
     for (const Outgoing& message : exchange.sends) {
         if (!message.released && !there(message.peer)) drop_peer(exchange, message.peer);
@@ -94,8 +100,29 @@ void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
     }
 }
 
+std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
+    std::vector<std::uint16_t> all;
+    const Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr || !exchange->patient()) return all;
+    const Nanos started = exchange->outcome.started;
+    const auto look = [&](std::uint16_t rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || std::find(all.begin(), all.end(), rank) != all.end()) return;
+        if (peer->left() || now >= peer->silent_at(started, config_.silence) ||
+            now >= peer->blocked_at(started, config_.silence))
+            all.push_back(rank);
+    };
+    for (const Outgoing& message : exchange->sends) {
+        if (message.wanted) look(message.peer);
+    }
+    for (const Incoming& message : exchange->receives) {
+        if (!message.closed) look(message.peer);
+    }
+    return all;
+}
+
 void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
-    if (config_.world > Ranks::bits) return;  // more ranks than a view can have
+    if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours
     views(now).receive(peer.rank, body, now);
     heed_views(now);
 }

@@ -54,7 +54,8 @@ struct Outgoing {
     bool second_stage{};
     const std::byte* data{};
     Cut cut;
-    std::uint32_t allowed{};   // chunks that may be missing in the end
+    std::uint64_t announced{};  // bytes of the whole message, of which lanes carry parts: both sides must agree on it
+    std::uint32_t allowed{};    // chunks that may be missing in the end
     std::uint32_t reserved{};  // the part of `allowed` kept for chunks that never reached us and so cannot be passed on
     const Reduction* source{};       // second stage: only its final chunks can be sent
     std::shared_ptr<Checks> checks;  // shared with other messages of the same data, if there are any
@@ -106,6 +107,7 @@ struct Incoming {
     std::uint16_t peer{};
     bool second_stage{};
     Cut cut;
+    std::uint64_t announced{};  // bytes of the whole message, as of an Outgoing
     std::uint32_t allowed{};
     std::byte* into{};
     Reduction* reduction{};

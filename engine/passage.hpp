@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -35,8 +36,8 @@ struct Record {
     [[nodiscard]] static constexpr std::size_t size(std::size_t payload_bytes) {
         return head_bytes + (payload_bytes + 63) / 64 * 64;
     }
-    // The first record of what was read. Throws std::runtime_error if there is none.
-    [[nodiscard]] static Record parse(std::span<const std::byte> from);
+    // The first record of what was read, which may be anything.
+    [[nodiscard]] static std::optional<Record> parse(std::span<const std::byte> from);
     void write(std::byte* to) const { std::memcpy(to, this, sizeof *this); }
     [[nodiscard]] Header header(std::uint16_t source) const {
         return {.kind = kind,
@@ -58,6 +59,9 @@ struct Passage {
 
     Passage(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it)
         : out(std::move(to_it)), in(std::move(from_it)) {}
+
+    // Whether the peer has written nonsense, by mistake or not.
+    [[nodiscard]] bool broken() const { return out.broken() || in.broken(); }
 };
 
 }  // namespace storm

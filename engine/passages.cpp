@@ -22,12 +22,13 @@ constexpr Nanos longest_deferral = millisecond / 2;
 
 }  // namespace
 
-Record Record::parse(std::span<const std::byte> from) {
+std::optional<Record> Record::parse(std::span<const std::byte> from) {
     Record record;
-    if (from.size() < head_bytes) throw std::runtime_error("shared memory was overwritten");
+    if (from.size() < head_bytes) return std::nullopt;
+    // A copy, so that its writer cannot change what has been checked.
     std::memcpy(&record, from.data(), sizeof record);
-    if (size(record.bytes) > from.size()) throw std::runtime_error("shared memory was overwritten");
-    return record;
+    const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && size(record.bytes) <= from.size();
+    return sound ? std::optional(record) : std::nullopt;
 }
 
 void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
@@ -36,10 +37,22 @@ void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_pt
         throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
     Peer& peer = peers_[rank];
     drain(peer, now);  // of an earlier passage, if there was one
+    if (peer.passage && peer.passage->broken()) {
+        sever(peer, now);
+        throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
+    }
     passage->in.set_shut(passages_shut_);
     peer.passage = std::move(passage);
     const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
     if (place == near_.end() || *place != rank) near_.insert(place, rank);
+}
+
+void Core::disconnect() {
+    for (const std::uint16_t rank : near_) {
+        peers_[rank].passage.reset();
+        bells_.clear(rank);
+    }
+    near_.clear();
 }
 
 void Core::shut_passages(bool shut) {
@@ -53,15 +66,33 @@ bool Core::passes(std::uint16_t rank) const {
 }
 
 bool Core::pass(Nanos now) {
-    bool any = false;
+    bool any = false, broken = false;
     defer_until_ = never;
     // In rising order, which is that of most sums.
     for (const std::uint16_t rank : near_) {
         const bool taken = take_records(rank, records_per_turn, now), put = put_records(rank, now);
         any = any || taken || put;
-        defer_until_ = std::min(defer_until_, peers_.look(rank).passage->defer_until);
+        const Passage& passage = *peers_.look(rank).passage;
+        broken = broken || passage.broken();
+        defer_until_ = std::min(defer_until_, passage.defer_until);
     }
-    return any;
+    if (!broken) return any;
+    const auto found = std::find_if(near_.begin(), near_.end(),
+                                    [&](std::uint16_t rank) { return peers_.look(rank).passage->broken(); });
+    sever(peers_[*found], now);
+    return true;  // there may be another
+}
+
+// A peer that writes nonsense into shared memory is lost to us and we to it, as if each had left; all others go on. What
+// it passed before is gone, so exchanges under way with it cannot end well.
+void Core::sever(Peer& peer, Nanos now) {
+    ++counters_.malformed;
+    const Blame blame{peer.rank, Status::memory_broken};
+    std::erase(near_, peer.rank);
+    bells_.clear(peer.rank);
+    peer.passage.reset();
+    peer.say({.kind = Kind::bye, .blame = blame});
+    part(peer, Status::memory_broken, blame, now);
 }
 
 bool Core::may_sleep() {
@@ -79,11 +110,15 @@ bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     Peer& peer = peers_[rank];
     std::size_t taken = 0;
     for (; taken < most && !front.empty(); ++taken) {
-        const Record record = Record::parse(front);
-        const Taken how = take_record(peer, record, front.subspan(Record::head_bytes, record.bytes), now);
+        const std::optional<Record> record = Record::parse(front);
+        if (!record) {
+            passage.in.set_broken();
+            break;
+        }
+        const Taken how = take_record(peer, *record, front.subspan(Record::head_bytes, record->bytes), now);
         passage.stalled = how == Taken::no_room;
         if (how != Taken::yes) break;
-        if (passage.in.pop(Record::size(record.bytes))) bells_.set(rank);
+        if (passage.in.pop(Record::size(record->bytes))) bells_.set(rank);
         front = passage.in.front();
     }
     if (taken == 0) return false;
@@ -115,8 +150,6 @@ void Core::drain(Peer& peer, Nanos now) {
 
 // A record that is not taken stays where it is.
 Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
-    if (record.kind != Kind::data && record.kind != Kind::end)
-        throw std::runtime_error("shared memory was overwritten");
     Header header = record.header(peer.rank);
     Exchange* exchange = exchanges_.find(header.channel, header.seq);
     if (exchange == nullptr && sequences_.posted(header.channel, header.seq)) {
@@ -187,7 +220,7 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
-    Record record{.message_bytes = static_cast<std::uint32_t>(message.cut.bytes),
+    Record record{.message_bytes = static_cast<std::uint32_t>(message.announced),
                   .channel = message.exchange->channel,
                   .seq = message.exchange->seq,
                   .kind = Kind::data,

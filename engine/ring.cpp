@@ -80,9 +80,9 @@ std::byte* RingWriter::room(std::size_t bytes) {
             head_ = shared.head.load(std::memory_order_seq_cst);
         }
         // A reader that reads backwards would make room where there is none.
-        if (tail_ - head_ > RingMemory::capacity) throw std::runtime_error("shared memory was overwritten");
+        if (tail_ - head_ > RingMemory::capacity) broken_ = true;
     }
-    return free_bytes() < bytes ? nullptr : memory_->at(tail_);
+    return broken_ || free_bytes() < bytes ? nullptr : memory_->at(tail_);
 }
 
 bool RingWriter::publish(std::size_t bytes) {
@@ -95,7 +95,8 @@ bool RingWriter::publish(std::size_t bytes) {
 
 std::span<const std::byte> RingReader::front() {
     if (tail_ == head_) tail_ = memory_->shared().tail.load(std::memory_order_acquire);
-    if (tail_ - head_ > RingMemory::capacity) throw std::runtime_error("shared memory was overwritten");
+    if (tail_ - head_ > RingMemory::capacity) broken_ = true;
+    if (broken_) return {};
     return {memory_->at(head_), static_cast<std::size_t>(tail_ - head_)};
 }
 

@@ -62,34 +62,42 @@ class RingWriter {
 public:
     explicit RingWriter(std::unique_ptr<RingMemory> memory) : memory_(std::move(memory)) {}
 
-    // Room for a record of `bytes`; null if there is not enough. Then `rings` of the reader follows once there is.
+    // Room for a record of `bytes`; null if there is not enough. Then the reader rings once there is.
     [[nodiscard]] std::byte* room(std::size_t bytes);
     // Hands what was written to the reader. True if the reader sleeps, so that its bell must be rung.
     [[nodiscard]] bool publish(std::size_t bytes);
     [[nodiscard]] bool shut() const { return memory_->shared().shut.load(std::memory_order_acquire) != 0; }
+    // Whether the reader has written nonsense: from then on there is no room.
+    [[nodiscard]] bool broken() const { return broken_; }
 
 private:
     [[nodiscard]] std::size_t free_bytes() const;
 
     std::unique_ptr<RingMemory> memory_;
     std::uint64_t tail_{}, head_{};  // `head_`: the reader's, when last looked at
+    bool broken_{};
 };
 
 class RingReader {
 public:
     explicit RingReader(std::unique_ptr<RingMemory> memory) : memory_(std::move(memory)) {}
 
-    // All that is there to read. Throws std::runtime_error if the writer has written nonsense.
+    // All that is there to read.
     [[nodiscard]] std::span<const std::byte> front();
     // Frees what was read. True if the writer waits for room and now has enough, so that its bell must be rung.
     [[nodiscard]] bool pop(std::size_t bytes);
     // Asks the writer to ring when it has written something. False if it already has.
     [[nodiscard]] bool may_sleep();
     void set_shut(bool shut) { memory_->shared().shut.store(shut ? 1 : 0, std::memory_order_release); }
+    // Whether the writer has written nonsense: from then on there is nothing to read.
+    [[nodiscard]] bool broken() const { return broken_; }
+    // For whoever finds that what was read is nonsense.
+    void set_broken() { broken_ = true; }
 
 private:
     std::unique_ptr<RingMemory> memory_;
     std::uint64_t head_{}, tail_{};  // `tail_`: the writer's, when last looked at
+    bool broken_{};
 };
 
 }  // namespace storm

@@ -9,6 +9,10 @@ void Sequences::post(std::uint32_t channel, std::uint32_t seq) {
         throw std::invalid_argument("this sequence number of the channel was posted before");
     }
     Channel& known = channels_[channel];
+    if (forgets_ && seq > known.next + most_remembered) {
+        known.skipped.clear();
+        known.next = seq - most_remembered;
+    }
     if (seq > known.next && seq - known.next + known.skipped.size() > most_skipped) {
         throw std::invalid_argument("too many sequence numbers of the channel were passed over");
     }
@@ -16,6 +20,7 @@ void Sequences::post(std::uint32_t channel, std::uint32_t seq) {
     for (; known.next <= seq; ++known.next) {
         if (known.next != seq) known.skipped.insert(static_cast<std::uint32_t>(known.next));
     }
+    while (forgets_ && known.skipped.size() > most_remembered) known.skipped.erase(known.skipped.begin());
 }
 
 bool Sequences::posted(std::uint32_t channel, std::uint32_t seq) const {

@@ -1,7 +1,8 @@
 // Which sequence numbers of each channel were posted here, in bounded memory.
 //
 // Numbers are posted once and in nearly rising order. So a channel remembers the next number and the few that were passed
-// over, instead of every number that was ever used.
+// over, instead of every number that was ever used. In lanes other than 0, numbers of exchanges that have no part there are
+// never posted: the oldest of those passed over are forgotten, and then count as posted.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +16,10 @@ class Sequences {
 public:
     // A channel may have at most this many numbers that were passed over and not posted yet.
     static constexpr std::size_t most_skipped = 1 << 16;
+    // Where the oldest are forgotten, this many are remembered: more than ever are under way at once.
+    static constexpr std::size_t most_remembered = 1 << 12;
+
+    explicit Sequences(bool forgets = false) : forgets_(forgets) {}
 
     // Marks a number as posted. Throws std::invalid_argument if it was posted before or lies too far ahead; nothing has
     // changed then.
@@ -27,6 +32,7 @@ private:
         std::set<std::uint32_t> skipped;
     };
     std::unordered_map<std::uint32_t, Channel> channels_;
+    bool forgets_;
 };
 
 }  // namespace storm

@@ -55,7 +55,7 @@ void write_header(const Header& header, std::span<std::byte, header_bytes> out) 
 }
 
 std::optional<Blame> parse_blame(const Header& header, std::uint16_t world) {
-    if (header.message_bytes > static_cast<std::uint32_t>(Status::path_blocked)) return std::nullopt;
+    if (header.message_bytes > static_cast<std::uint32_t>(Status::memory_broken)) return std::nullopt;
     const Blame blame{static_cast<std::uint16_t>(header.chunk), static_cast<Status>(header.message_bytes)};
     switch (blame.cause) {
         case Status::running:
@@ -65,7 +65,8 @@ std::optional<Blame> parse_blame(const Header& header, std::uint16_t world) {
         case Status::peer_left:
         case Status::size_mismatch:
         case Status::closed:
-        case Status::path_blocked: return header.chunk < world ? std::optional(blame) : std::nullopt;
+        case Status::path_blocked:
+        case Status::memory_broken: return header.chunk < world ? std::optional(blame) : std::nullopt;
         case Status::ok:
         case Status::peer_failed: break;
     }

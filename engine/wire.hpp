@@ -55,7 +55,8 @@ enum class Status : std::uint8_t {
     peer_failed,
     size_mismatch,
     closed,
-    path_blocked  // the peer answers, but no data reaches it
+    path_blocked,  // the peer answers, but no data reaches it
+    memory_broken  // the peer has written nonsense into memory that it shares with us
 };
 
 // Flags. `second_stage` may be set in `data`, `end`, `done` and `wait`; `sealed` in every kind.

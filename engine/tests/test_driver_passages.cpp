@@ -5,7 +5,9 @@
 #include <chrono>
 #include <cstring>
 #include <ctime>
+#include <fstream>
 #include <future>
+#include <string>
 #include <thread>
 
 #include "driver.hpp"
@@ -146,6 +148,108 @@ TEST(a_peer_that_dies_with_a_full_ring_is_named) {
     CHECK_EQUAL(outcome.peer, 1);
 }
 
+// Rank 1 writes nonsense into what it shares with rank 0, while all three ranks want to exchange something.
+template <class Write>
+void check_that_nonsense_costs_its_writer_alone(Write write) {
+    // Eager enough to fill the ring at once, so that its writer looks how far its reader has read.
+    Team team(3, {}, "127.0.0.1", [](CoreConfig& config) { config.eager_bytes = 16 << 20; });
+    share_memory(team[2], 2, team[0], 0);
+    share_memory(team[2], 2, team[1], 1);
+    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
+    // What rank 1 writes to, and what it reads from.
+    const RingMemory to_zero(Descriptor(dup(from_zero.ring.get()))), to_one(Descriptor(dup(from_one.ring.get())));
+    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
+    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    team[0].use_passage(1, 0);
+    team[1].use_passage(0, 0);
+    train(team, 2, 10'000);
+
+    AllToAll job(3, 1, [](auto, auto) { return std::size_t{8'000'000}; });
+    const std::uint64_t first = team[0].post(job.spec(0, 2));
+    // Again and again: the engine of rank 1 works, and may overwrite it before rank 0 has looked.
+    Outcome severed;
+    for (int round = 0; round < 5'000; ++round) {
+        write(to_zero, to_one);
+        if (team[0].wait(first, millisecond, severed)) break;
+    }
+    const std::uint64_t second = team[1].post(job.spec(1, 2)), third = team[2].post(job.spec(2, 2));
+    CHECK(severed.status == Status::memory_broken);
+    CHECK_EQUAL(severed.peer, 1);
+    for (const Outcome& told : {wait_for(team[1], second), wait_for(team[2], third)}) {
+        CHECK(told.status == Status::peer_left || told.status == Status::peer_failed);
+        CHECK((told.blame == Blame{1, Status::memory_broken}));
+    }
+    // Nobody can exchange anything with both, but with either.
+    CHECK(team[0].near() == std::vector<std::uint16_t>{2});
+    CHECK(wait_for(team[0], team[0].post(job.spec(0, 3))).status == Status::peer_left);
+    for (const auto& [one, other] : {std::pair<std::uint16_t, std::uint16_t>{0, 2}, {1, 2}}) {
+        AllToAll pair(3, 2, [](auto, auto) { return std::size_t{300'000}; });
+        const auto among = [&](std::uint16_t rank) {
+            ExchangeSpec spec = pair.spec(rank, 4, {}, one);
+            std::erase_if(spec.sends, [&](const SendSpec& send) { return send.peer != one && send.peer != other; });
+            std::erase_if(spec.receives, [&](const ReceiveSpec& got) { return got.peer != one && got.peer != other; });
+            return spec;
+        };
+        const std::uint64_t id = team[one].post(among(one));
+        CHECK(wait_for(team[other], team[other].post(among(other))).status == Status::ok);
+        CHECK(wait_for(team[one], id).status == Status::ok);
+        CHECK(pair.got[one][other] == pair.sent[other][one] && pair.got[other][one] == pair.sent[one][other]);
+    }
+}
+
+TEST(an_index_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
+    check_that_nonsense_costs_its_writer_alone([](const RingMemory& to_zero, const RingMemory&) {
+        to_zero.shared().tail.store(to_zero.shared().tail.load() + RingMemory::capacity + 1);
+    });
+    check_that_nonsense_costs_its_writer_alone([](const RingMemory& to_zero, const RingMemory&) {
+        to_zero.shared().tail.store(to_zero.shared().tail.load() - 64);
+    });
+    check_that_nonsense_costs_its_writer_alone([](const RingMemory& to_zero, const RingMemory&) {
+        to_zero.shared().tail.store(to_zero.shared().tail.load() + 1);  // less than the head of a record
+    });
+    check_that_nonsense_costs_its_writer_alone(
+        [](const RingMemory&, const RingMemory& to_one) { to_one.shared().head.store(~std::uint64_t{0} / 2); });
+}
+
+TEST(a_record_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
+    const auto overwrite = [](const RingMemory& ring, const Record& record, std::size_t bytes) {
+        const std::uint64_t tail = ring.shared().tail.load();
+        record.write(ring.at(tail));
+        ring.shared().tail.store(tail + bytes);
+    };
+    check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
+        overwrite(to_zero, {.kind = Kind::bye}, Record::size(0));
+    });
+    check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
+        overwrite(to_zero, {.bytes = 0xffff'ffff, .kind = Kind::data}, Record::size(1'000));
+    });
+}
+
+TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
+    Team team(2);
+    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
+    const RingMemory to_zero(Descriptor(dup(from_zero.ring.get())));
+    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
+    team[0].use_passage(1, 0);
+    AllToAll job(2, 1, [](auto, auto) { return std::size_t{1'000}; });
+    const std::uint64_t id = team[0].post(job.spec(0, 0));
+    // No such chunk, a stage that the exchange does not have, and flags that nobody knows.
+    std::uint64_t tail = 0;
+    for (const Record& record : {Record{.chunk = 9, .message_bytes = 1'000, .kind = Kind::data},
+                                 Record{.message_bytes = 1'000, .kind = Kind::data, .flags = 0xff},
+                                 Record{.kind = Kind::end, .flags = 0xff}}) {
+        record.write(to_zero.at(tail));
+        tail += Record::size(0);
+    }
+    to_zero.shared().tail.store(tail);
+    team[0].post(job.spec(0, 1));  // looks at its rings
+    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    CHECK(wait_for(team[1], team[1].post(job.spec(1, 0))).status == Status::ok);
+    CHECK(wait_for(team[0], id).status == Status::ok);
+    CHECK(job.complete(0));
+    CHECK_EQUAL(team[0].health().counters.unexpected, 2U);
+}
+
 TEST(injected_faults_have_data_travel_by_datagram) {
     Team team(2);
     share_memory(team);
@@ -188,6 +292,21 @@ TEST(memory_and_descriptors_are_given_back) {
         train(team, 1, 10'000);
     }
     CHECK_EQUAL(descriptors_now(), before);
+}
+
+TEST(a_driver_that_is_closed_keeps_no_shared_memory) {
+    const auto mapped = [] {
+        std::ifstream maps("/proc/self/maps");
+        std::size_t rings = 0;
+        for (std::string line; std::getline(maps, line);) rings += line.find("memfd:stormtorch") != std::string::npos;
+        return rings;
+    };
+    Team team(3);
+    share_memory(team);
+    train(team, 1, 10'000);
+    CHECK(mapped() > 0);
+    for (const auto& driver : team.drivers) driver->close(0);
+    CHECK_EQUAL(mapped(), 0U);
 }
 
 TEST(a_descriptor_that_is_no_ring_is_refused) {

@@ -17,7 +17,9 @@ class PeerLeft(StormError):
 
 
 class PeerFailed(StormError):
-    """A peer ended the same exact exchange with an error, or could not join the job; the message says why."""
+    """A peer ended the same exact exchange with an error, could not join the job, or wrote nonsense into memory that it
+    shares with this rank; the message says why.
+    """
 
 
 class PathBlocked(StormError):

@@ -173,7 +173,10 @@ def test_latency_covers_all_sizes_an_empty_exchange_and_idling(tmp_path: Path) -
     assert set(report.empty_exchange_s) == set(report.idle_cpu_percent) == {"storm", "gloo"}
     assert all(0 < seconds < 1 for seconds in report.empty_exchange_s.values())
     assert report.idle_cpu_percent["storm"] < 20
-    assert latency_table(report).row_count == len(SIZES_BYTES)
+    for each in report.results:
+        assert 0 < each.cpu_s == pytest.approx(each.cpu_s_per_gb * each.bytes / 1e9)
+    assert latency_table(report).row_count == len(SIZES_BYTES) * len(BACKENDS)
+    assert "10^9 bytes of the tensor" in report.conditions["cpu"]
     report.write(tmp_path / "latency.json")
     assert set(json.loads((tmp_path / "latency.json").read_text())) == {
         "conditions",

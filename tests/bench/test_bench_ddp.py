@@ -63,6 +63,10 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
         assert each["speedup"] * each["over_gloo"] == pytest.approx(1.0)
         assert each["adds_s"] == pytest.approx(each["median_s"] - conditions["no_sync_s"])
         assert (each["gave_up"], each["gloo_gave_up"], each["cpu_s"] > 0) == (False, False, True)
+        # What communication adds, of processor time, to a step without any.
+        assert each["cpu_s_per_gb"] * 4e-9 * conditions["params"] == pytest.approx(
+            each["cpu_s"] - conditions["no_sync_cpu_s"]
+        )
         assert (each["tcp"] is None) == (each["backend"] != "gloo")
         assert each["moved_bytes"] == 4 * conditions["params"]  # of 2 ranks, each sends one half twice
         assert (each["ideal_s"], each["adds_over_ideal"]) == (None, None)

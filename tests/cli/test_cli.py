@@ -12,6 +12,7 @@ from stormtorch import Options, __version__
 from stormtorch.bench import replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.manners import MANNERS
+from stormtorch.bench.suite import PARTS
 from stormtorch.cli import choices
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.policies.presets import PRESETS, WIRES
@@ -42,6 +43,7 @@ def test_version_and_help_answer() -> None:
         ("bench", "convergence"),
         ("bench", "sweep"),
         ("bench", "latency"),
+        ("bench", "all"),
     ):
         code, text = call(*command, "--help")
         assert code == 0
@@ -66,6 +68,7 @@ def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
     assert tuple(choices.FAULTS.split(",")) == KINDS
     assert tuple(choices.MANNERS.split(",")) == MANNERS
+    assert tuple(choices.SUITE.split(",")) == PARTS
     assert [each.value for each in choices.Dtype] == list(DTYPES)
     assert tuple(choices.POLICIES.split(",")) == PRESETS == tuple(COLOURS)
     assert tuple(choices.TRAIN_POLICIES.split(",")) == LmSettings().policies
@@ -112,7 +115,8 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         (
             "--backends",
             "storm,nccl",
-            "must be one of storm, storm-lossy, gloo, gloo-bbr, gloo-cubic, storm-flat, got 'nccl'",
+            "must be one of storm, storm-lossy, gloo, storm-one-lane, mpi, gloo-bbr, gloo-cubic, storm-flat, "
+            "got 'nccl'",
         ),
         ("--backends", "storm,gloo-bbr", "has gloo-bbr only in a lab; here it must be one of storm, storm-lossy, gloo"),
         ("--faults", "1.5", "must lie in [0, 0.9], got 1.5"),

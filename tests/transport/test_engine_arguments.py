@@ -91,7 +91,7 @@ def test_a_rate_mode_outside_its_enum_is_refused(value: int) -> None:
     with pytest.raises(ValueError, match=rf"rate_mode.*{value}"):
         sim(rate_mode=value)
     with pytest.raises(ValueError, match=rf"rate_mode.*{value}"):
-        endpoint().start(0, [("127.0.0.1", 1)] * 2, core(rate_mode=value))
+        endpoint().start(0, [[("127.0.0.1", 1)] * 2], core(rate_mode=value))
 
 
 def test_a_time_that_is_no_number_is_refused() -> None:
@@ -105,7 +105,7 @@ def test_a_time_that_is_no_number_is_refused() -> None:
 
 def test_more_ranks_than_a_rank_can_count_are_refused() -> None:
     with pytest.raises(ValueError, match="65536 ranks"):
-        endpoint().start(0, [("127.0.0.1", 1)] * (1 << 16), core())
+        endpoint().start(0, [[("127.0.0.1", 1)] * (1 << 16)], core())
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:

@@ -240,7 +240,7 @@ def test_datagrams_of_strangers_are_counted_and_change_nothing() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             for length in (0, 1, 31, 32, 33, 1472, 60_000):
                 for _ in range(20):
-                    stranger.sendto(os.urandom(length), ("127.0.0.1", transport.endpoint.port))
+                    stranger.sendto(os.urandom(length), ("127.0.0.1", transport.endpoint.ports[0]))
         time.sleep(0.1)
         return summed(transport), transport.health()
 
@@ -274,7 +274,7 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
         before, since_s = transport.health(), time.monotonic()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             for datagram in (b"hello", os.urandom(200), forged_ping(transport)) * 5:
-                stranger.sendto(datagram, ("127.0.0.1", transport.endpoint.port))
+                stranger.sendto(datagram, ("127.0.0.1", transport.endpoint.ports[0]))
         time.sleep(0.4)
         after = transport.health()
         assert after["datagrams_received"] >= before["datagrams_received"] + 15

@@ -8,8 +8,17 @@ report.write(Path("allreduce.json"))
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, DTYPES, FLAT, Copies, check_backends, congestion_controls
-from stormtorch.bench.results import AllReduceReport, summarize
+from stormtorch.bench.backends import (
+    BACKENDS,
+    DTYPES,
+    FLAT,
+    MPI,
+    ONE_LANE,
+    Copies,
+    check_backends,
+    congestion_controls,
+)
+from stormtorch.bench.results import CPU, AllReduceReport, summarize
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.jobs.control import BARRIER, ORDER, TIMES
@@ -42,7 +51,7 @@ class AllReduceSettings:
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     network: Conditions | None = None
-    """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
+    """Conditions of a lab, where loss is real and meets all backends, or a cable between two; None is loopback."""
     faults: float = 0.0
     """Fraction of the datagrams lost by fault injection, on loopback; TCP peers do not lose any."""
     seed: int = 0
@@ -71,7 +80,11 @@ class AllReduceSettings:
             raise BadSetting("mb", "must name each size only once")
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network, further=(FLAT,))
+        check_backends(self.backends, self.network, known=(*BACKENDS, ONE_LANE), further=(FLAT,), here=(MPI,))
+        if MPI in self.backends and self.dtype != "float32":
+            raise BadSetting("dtype", "must be float32 beside mpi, which knows no shorter ones")
+        if self.network is not None:
+            self.network.check(self.hosts)
         # Nearer to 1, exact transfers hardly end.
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
@@ -101,14 +114,19 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
     logs, where = run_here(
-        run_rounds, settings.ranks, (_schedule(settings),), timeout_s=settings.timeout_s, advance=advance
+        run_rounds,
+        settings.ranks,
+        (_schedule(settings),),
+        timeout_s=settings.timeout_s,
+        advance=advance,
+        by_mpi=MPI in settings.backends,
     )
     log = merge(logs)
     lossy = [counters for counters in log.counters.values() if counters.seen]
     conditions |= where | {
         "ideal": Copies.MEANING,
         "faults_requested": settings.faults,
-        "faults_apply_to": [name for name in settings.backends if name != "gloo"] if settings.faults else [],
+        "faults_apply_to": [name for name in settings.backends if name.startswith("storm")] if settings.faults else [],
         "seed": settings.seed,
         "loss_measured": sum(lossy, Counters()).loss,
     }
@@ -129,12 +147,14 @@ def run_allreduce_in(lab: Lab, settings: AllReduceSettings, advance: Advance = i
         advance=advance,
         per_host=settings.ranks_per_host,
     )
-    conditions |= where | {"ideal": LINE_IDEAL, "patience_s": settings.patience_s}
+    ideal = LINE_IDEAL if settings.network.cable is None else Copies.MEANING
+    conditions |= where | {"ideal": ideal, "patience_s": settings.patience_s}
     return _report(settings, conditions, merge(logs))
 
 
 def _schedule(settings: AllReduceSettings) -> Schedule:
-    lab = settings.network is not None
+    network = settings.network
+    lab = network is not None
     return Schedule(
         backends=settings.backends,
         sizes_bytes=tuple(round(size * 1e6) for size in settings.mb),
@@ -144,7 +164,8 @@ def _schedule(settings: AllReduceSettings) -> Schedule:
         seed=settings.seed,
         dtype=settings.dtype,
         datagram_bytes=settings.datagram_bytes,
-        ideal=not lab,
+        # Where nothing sets a rate, the limit is what the machine can copy.
+        ideal=network is None or network.cable is not None,
         patience_s=settings.patience_s if lab else None,
         lab=lab,
     )
@@ -161,6 +182,7 @@ def _requested(settings: AllReduceSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "datagram_bytes": settings.datagram_bytes,
         "times": TIMES,
+        "cpu": CPU,
         "barrier": BARRIER,
         "order": ORDER,
     }

@@ -14,6 +14,7 @@ from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.gloo import GlooGroup, gloo_group
+from stormtorch.jobs.mpi import check_mpi
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
 from stormtorch.reliability import EXACT, LOSSY, Reliability
@@ -23,8 +24,14 @@ from stormtorch.transport.rendezvous import connect
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """Backends that can be asked for."""
 
+MPI = "mpi"
+"""Backend on one host, where Open MPI and mpi4py are installed: mpirun then starts all ranks."""
+
 FLAT = "storm-flat"
 """Backend in a lab: storm without the hierarchy that it chooses where hosts have several ranks."""
+
+ONE_LANE = "storm-one-lane"
+"""Backend anywhere: storm with one socket and thread, where it would choose several by cores and line."""
 
 BY_TCP = ("gloo-bbr", "gloo-cubic")
 """Further backends in a lab, where TCP meets real loss: "gloo-" is followed by its congestion control."""
@@ -113,6 +120,31 @@ class Gloo:
         self.connections.cut()
 
 
+class Mpi:
+    """MPI_Allreduce of the MPI that mpirun has started this process with, on the tensor's own memory."""
+
+    name = MPI
+    exact = True
+
+    def __init__(self) -> None:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "single"  # what costs least
+        from mpi4py import MPI as mpi
+
+        self.limit_s: float | None = None
+        self._in_place = mpi.IN_PLACE
+        self._all_reduce = mpi.COMM_WORLD.Allreduce
+
+    def all_reduce(self, tensor: torch.Tensor) -> Delivery:
+        """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
+        self._all_reduce(self._in_place, tensor.numpy())
+        return Delivery()
+
+    def close(self) -> None:
+        """Does nothing: MPI ends with the process, on all ranks together."""
+
+
 class Copies:
     """No all-reduce, but what this machine needs to move as many bytes: the ideal that others are compared with.
 
@@ -165,6 +197,7 @@ def check_backends(
     network: Conditions | None,
     known: Sequence[str] = BACKENDS,
     further: Sequence[str] = (),
+    here: Sequence[str] = (),
 ) -> None:
     """Raises `BadSetting` unless all of these backends can be compared there.
 
@@ -173,22 +206,29 @@ def check_backends(
         network: Conditions of a lab; None is loopback, which has no choice of congestion control.
         known: Names that loopback has.
         further: Names that a lab has in addition, beside those by TCP's congestion control.
+        here: Names that loopback has in addition.
     """
-    check_subset("backends", names, (*known, *BY_TCP, *further))
+    check_subset("backends", names, (*known, *here, *BY_TCP, *further))
     for name in names:
-        if network is None and name not in known:
+        if network is None and name not in (*known, *here):
             raise BadSetting("backends", f"has {name} only in a lab; here it must be one of {', '.join(known)}")
+        if network is not None and name in here:
+            raise BadSetting("backends", f"has {name} only on one host: mpirun does not reach the hosts of a lab")
+    if MPI in names:
+        check_mpi()
 
 
 def open_backends(names: Sequence[str], member: Member, datagram_bytes: int | None = None) -> list[Backend]:
-    """Connects the backends of those names, of `BACKENDS`, `BY_TCP` and `FLAT`; all ranks call this together."""
+    """Connects the backends of those names, of `BACKENDS`, `BY_TCP` and further ones; all ranks call this together."""
     return [_open_backend(name, member, datagram_bytes) for name in names]
 
 
 def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Backend:
     if name.startswith("gloo"):
         return Gloo(name, member)
-    options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
+    if name == MPI:
+        return Mpi()
+    options = Options(interface=member.interface, datagram_bytes=datagram_bytes, lanes=1 if name == ONE_LANE else None)
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
 
 

@@ -29,7 +29,7 @@ from stormtorch.bench.replicas import (
     transformer_task,
     wire_of,
 )
-from stormtorch.bench.results import BackendResult, BenchReport, ideal_s, statistics
+from stormtorch.bench.results import CPU, BackendResult, BenchReport, ideal_s, statistics
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
 from stormtorch.jobs.counters import Counters, Log, Sample, merge
@@ -135,6 +135,9 @@ class StepResult(BackendResult):
     """Whether no step of that gloo's median has ended: `speedup` is then a lower bound, `over_gloo` an upper one."""
     cpu_s: float
     """CPU seconds of all ranks in a step, on average."""
+    cpu_s_per_gb: float
+    """CPU seconds of all ranks that communication adds to a step, beyond those of a step without any, per 10^9 bytes of
+    the gradients; those count once, as float32, whatever travels."""
 
 
 DdpReport: TypeAlias = BenchReport[StepResult]
@@ -162,6 +165,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
         "barrier": BARRIER,
         "order": ORDER,
         "ideal": IDEAL,
+        "cpu": CPU + "; here the gradients are the tensor, and what a step without communication takes is subtracted",
     } | surroundings()
     if settings.network is None:
         logs, where = run_here(_rank_steps, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
@@ -190,6 +194,7 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
     conditions |= {
         "params": size_bytes // 4,
         "no_sync_s": no_sync_s,
+        "no_sync_cpu_s": _mean_cpu_s(by_name[NO_SYNC]),
         "line_s": None if rate_bits is None else ideal_s(settings.ranks, size_bytes, rate_bits),
         "kernel_drops": sum(counters.kernel_drops for counters in log.counters.values()),
         "chunk_bytes": log.chunk_bytes,
@@ -203,6 +208,7 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
             continue
         found = statistics(log, name, samples)
         adds_s = found["median_s"] - no_sync_s
+        cpu_s = _mean_cpu_s(samples)
         travels = _travelling_bytes(name, size_bytes // 4, log.chunk_bytes)
         ideal = None if rate_bits is None else ideal_s(settings.ranks, travels, rate_bits)
         counters = log.counters.get((name, size_bytes))
@@ -216,11 +222,16 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
                 over_gloo=found["median_s"] / peer.median_s if peer else None,
                 speedup=peer.median_s / found["median_s"] if peer else None,
                 gloo_gave_up=peer is not None and peer.median_is_bound,
-                cpu_s=sum(sample.cpu_s for sample in samples) / len(samples),
+                cpu_s=cpu_s,
+                cpu_s_per_gb=(cpu_s - conditions["no_sync_cpu_s"]) / size_bytes * 1e9,
                 **found,
             )
         )
     return DdpReport(conditions, results, log.samples)
+
+
+def _mean_cpu_s(samples: list[Sample]) -> float:
+    return sum(sample.cpu_s for sample in samples) / len(samples)
 
 
 def _travelling_bytes(name: str, params: int, chunk_bytes: int | None) -> int:

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stormtorch.bench.backends import BACKENDS, Storm
+from stormtorch.bench.backends import BACKENDS, MPI, Storm, check_backends
+from stormtorch.bench.results import CPU, cpu_s_per_gb
 from stormtorch.bench.rounds import Schedule, run_rounds
-from stormtorch.checks import check_between, check_subset
+from stormtorch.checks import check_between
 from stormtorch.collectives import Group, barrier
 from stormtorch.jobs.control import BARRIER, TIMES
 from stormtorch.jobs.counters import Log, merge
@@ -45,7 +46,7 @@ class LatencySettings:
         check_between("ranks", self.ranks, 2, 64)
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_subset("backends", self.backends, BACKENDS)
+        check_backends(self.backends, None, here=(MPI,))
         check_between("idle_s", self.idle_s, 0.1, 600)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
 
@@ -60,6 +61,10 @@ class LatencyResult:
     p99_s: float
     worst_s: float
     arrived: float
+    cpu_s: float
+    """CPU seconds of all ranks in a call, on average."""
+    cpu_s_per_gb: float
+    """CPU seconds of all ranks per 10^9 bytes of the tensor; it counts once, however many ranks add it up."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,19 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "rate": None,
         "loss_requested": 0.0,
         "times": TIMES,
+        "cpu": CPU,
         "barrier": BARRIER,
         "idle_s": settings.idle_s,
         "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
     } | surroundings()
-    ranks, where = run_here(_rank_latency, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
+    ranks, where = run_here(
+        _rank_latency,
+        settings.ranks,
+        (settings,),
+        timeout_s=settings.timeout_s,
+        advance=advance,
+        by_mpi=MPI in settings.backends,
+    )
     log = merge([rank.log for rank in ranks])
     results = []
     for size in SIZES_BYTES:
@@ -124,6 +137,8 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
                     p99_s=percentile(times_s, 99),
                     worst_s=max(times_s),
                     arrived=sum(sample.arrived for sample in samples) / len(samples),
+                    cpu_s=sum(sample.cpu_s for sample in samples) / len(samples),
+                    cpu_s_per_gb=cpu_s_per_gb(samples),
                 )
             )
     empty_s = {

@@ -10,6 +10,13 @@ from stormtorch.jobs.counters import Log, Sample
 from stormtorch.results.report import write_json
 from stormtorch.results.statistics import median, percentile
 
+CPU = (
+    "user and system time of all ranks, all their threads, from leaving the barrier until all ranks are done, per "
+    "10^9 bytes of the tensor, which counts once. What the kernel does for packets counts where it does it in a "
+    "rank's time; its own threads (ksoftirqd) do not"
+)
+"""What `cpu_s_per_gb` counts, for the conditions of every report."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult:
@@ -46,10 +53,12 @@ class AllReduceResult(BackendResult):
     mb: float
     ideal_s: float | None
     """Ideal time; None where nothing sets a known limit."""
+    gbit_per_s: float
+    """What each host must send, 2(n-1)/n of the tensor, in 10^9 bits, over the median; it receives as much."""
     repaired: float
     """Chunks sent again in a round, by all ranks."""
     cpu_s_per_gb: float
-    """CPU seconds of all ranks per 10^9 bytes of tensor."""
+    """CPU seconds of all ranks per 10^9 bytes of the tensor; it counts once, however many ranks add it up."""
 
     @property
     def over_ideal(self) -> float | None:
@@ -105,18 +114,24 @@ def summarize(
         for name in backends:
             samples = [sample for sample in of_size if sample.backend == name]
             if samples:
-                results.append(_result(log, name, mb, samples, ideal))
+                results.append(_result(log, name, mb, samples, ideal, hosts))
     return results
 
 
-def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float | None) -> AllReduceResult:
+def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float | None, hosts: int) -> AllReduceResult:
     return AllReduceResult(
         mb=mb,
         ideal_s=ideal,
+        gbit_per_s=ideal_s(hosts, mb * 1e6, 1e9) / median([sample.seconds for sample in samples]),
         repaired=sum(sample.repaired for sample in samples) / len(samples),
-        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / sum(sample.bytes for sample in samples) * 1e9,
+        cpu_s_per_gb=cpu_s_per_gb(samples),
         **statistics(log, name, samples),
     )
+
+
+def cpu_s_per_gb(samples: Sequence[Sample]) -> float:
+    """Processor seconds of all ranks per 10^9 bytes of the tensor, which counts once, over all these calls."""
+    return sum(sample.cpu_s for sample in samples) / sum(sample.bytes for sample in samples) * 1e9
 
 
 def statistics(log: Log, name: str, samples: list[Sample]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stormtorch.cli import bench_steps
+from stormtorch.cli import bench_all, bench_steps
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
@@ -13,6 +13,7 @@ from stormtorch.cli.networks import lab_network
 from stormtorch.cli.options import (
     Backends,
     BackendsAnywhere,
+    Cable,
     Delay,
     Iters,
     Jitter,
@@ -32,6 +33,7 @@ from stormtorch.cli.options import (
 )
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app.command("all")(bench_all.all_parts)
 app.command()(bench_steps.ddp)
 app.command()(bench_steps.convergence)
 
@@ -65,6 +67,7 @@ def allreduce(
     jitter: Jitter = None,
     queue: Queue = None,
     tcp: Tcp = None,
+    cable: Cable = None,
     patience_s: Patience = 30.0,
     ranks_per_host: Annotated[
         int, typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-flat does without their hierarchy.")
@@ -76,7 +79,9 @@ def allreduce(
     With any of them, it runs on virtual hosts of a lab, whose network loses packets of all backends alike.
     The backends take turns within every round.
     A time is that of the slowest rank; "x gloo" (the first one) and "x ideal" are ratios of medians.
-    Ideal is the rate of the lines; on loopback, the time that this machine needs to copy as many bytes in and out.
+    Ideal is the rate of the lines; on loopback and by cable, the time that this machine needs to copy as many bytes in
+    and out.
+    Gbit/s is what each rank must send, over the median. CPU s/GB is processor time of all ranks per GB of the tensor.
 
     [bold]Examples[/bold]
 
@@ -88,6 +93,10 @@ def allreduce(
 
       stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
 
+      stormtorch bench allreduce --cable 9000 --mb 25,100
+
+      stormtorch bench allreduce --ranks 2 --backends gloo,storm,storm-one-lane --mb 100
+
       stormtorch bench allreduce --faults 0.01 --datagram-bytes 1472 --plot out.png
     """
     with friendly_errors():
@@ -96,14 +105,25 @@ def allreduce(
         from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import allreduce_table
 
-        network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
+        network = lab_network(
+            seed,
+            rate=rate,
+            loss=loss,
+            burst=burst,
+            delay=delay,
+            jitter=jitter,
+            queue=queue,
+            tcp=tcp,
+            cable=cable,
+        )
+        lossless = network is None or cable is not None
         settings = AllReduceSettings(
             ranks=ranks,
             ranks_per_host=ranks_per_host,
             mb=numbers("mb", mb),
             iters=iters,
-            warmup=warmup if warmup is not None else (WARMUP if network is None else LAB_WARMUP),
-            backends=names(backends or (BACKENDS if network is None else LAB_BACKENDS)),
+            warmup=warmup if warmup is not None else (WARMUP if lossless else LAB_WARMUP),
+            backends=names(backends or (BACKENDS if lossless else LAB_BACKENDS)),
             network=network,
             faults=faults,
             seed=seed,

@@ -16,6 +16,7 @@ LAB_DDP_BACKENDS = "storm,storm-lossy,storm-drift,gloo-bbr,gloo-cubic"
 LEARNERS = "gloo,storm-drift"
 LAB_LEARNERS = "gloo-bbr,storm-drift"
 FAULTS = "kill,pause,cut,link,outage,partition,storm,mtu,join,leave"
+SUITE = "allreduce,latency,ddp,cable,lab,hierarchy,mpi"
 MANNERS = "all-to-all,incast,tcp,low,step"
 WARMUP, LAB_WARMUP = 3, 1
 PARAMS_M, LAB_PARAMS_M = 25.0, 10.0

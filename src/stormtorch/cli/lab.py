@@ -16,6 +16,7 @@ from rich.console import Console
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
 from stormtorch.cli.options import (
+    Cable,
     Delay,
     Hosts,
     Jitter,
@@ -55,6 +56,7 @@ def run(
     jitter: Jitter = None,
     queue: Queue = None,
     tcp: Tcp = None,
+    cable: Cable = None,
     seed: Seed = 0,
     per_link: PerLink = None,
     management: Annotated[
@@ -90,7 +92,7 @@ def run(
         from stormtorch.lab.per_link import read_per_link
 
         changes = _changes(rate=rate, loss=loss, burst=burst, trace=trace, delay=delay, jitter=jitter, queue=queue)
-        conditions = Conditions(seed=seed, tcp=tcp).changed(**changes)
+        conditions = Conditions(seed=seed, tcp=tcp, cable=cable).changed(**changes)
         if per_link is not None:
             conditions = read_per_link(per_link, conditions, hosts)
         if not 1 <= per_node <= 64:

@@ -223,6 +223,13 @@ Tcp = Annotated[
         rich_help_panel=_LAB,
     ),
 ]
+Cable = Annotated[
+    int | None,
+    typer.Option(
+        help="Join two hosts by a cable of this MTU, without switch or limits: 1500, or 9000 for jumbo frames.",
+        rich_help_panel=_LAB,
+    ),
+]
 LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several run.")]
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -319,7 +326,8 @@ BackendsAnywhere = Annotated[
     str | None,
     typer.Option(
         "--backends",
-        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control.",
+        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control; one host also "
+        "has mpi, in `allreduce` and `latency`, where it is installed.",
         show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
         autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from stormtorch.jobs.control import Cue
+from stormtorch.jobs.mpi import mpi_version, run_ranks_by_mpi
 from stormtorch.jobs.ranks import run_ranks
 from stormtorch.lab.access import checked_tcp
 from stormtorch.lab.conditions import Conditions
@@ -35,13 +36,17 @@ def run_here(
     timeout_s: float,
     advance: Advance,
     hear: Callable[[object], None] | None = None,
+    by_mpi: bool = False,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
-    send what it measured: it goes to `hear`, or else becomes a text for `advance`.
+    send what it measured: it goes to `hear`, or else becomes a text for `advance`. With `by_mpi`, mpirun starts them.
     """
     told = _rounds(advance, f"{hosts} ranks", hear)
-    results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told)
-    return results, {"network": "loopback"}
+    place: dict[str, Any] = {"network": "loopback"}
+    if by_mpi:
+        place["started_by"] = mpi_version()
+        return run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, listen=told), place
+    return run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told), place
 
 
 def run_in_lab(

@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class _Site:
+class Site:
     """Addresses at which the ranks find the store and each other."""
 
     host: str = LOOPBACK
@@ -126,38 +126,39 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     lines: list[Connection] = []
-    # Otherwise it is started on first use, and undoes _interrupts_held for the first rank.
+    # Otherwise it is started on first use, and undoes interrupts_held for the first rank.
     resource_tracker.ensure_running()
-    with _site(lab) as site, _pythons(lab, world, per_host) as pythons:
+    with open_site(lab) as site, _pythons(lab, world, per_host) as pythons:
         try:
             for rank in range(world):
                 line, far_end = context.Pipe()
                 lines.append(line)
                 process = context.Process(
-                    target=_run_one,
+                    target=run_one,
                     args=(far_end, rank, world, site, timeout_s, work, args),
                     name=f"stormtorch rank {rank}",
                     daemon=True,
                 )
                 context.set_executable(pythons[rank])
-                with _interrupts_held():
+                with interrupts_held():
                     process.start()
                     processes.append(process)
                 far_end.close()
-            return _collect(processes, lines, timeout_s, listen)
+            return collect(lines, timeout_s, listen, lambda rank: _death(rank, processes[rank]))
         finally:
             # While what they are started from still exists: one that has only just begun would complain.
-            with _interrupts_held():
+            with interrupts_held():
                 _end(processes)
                 for line in lines:
                     line.close()
 
 
 @contextlib.contextmanager
-def _site(lab: Lab | None) -> Iterator[_Site]:
+def open_site(lab: Lab | None) -> Iterator[Site]:
+    """Says where the ranks meet; without a lab, the store is served here."""
     if lab is not None:
         # Hosts cannot be reached from here, so rank 0 serves the store.
-        yield _Site(
+        yield Site(
             host=lab.management_address(0),
             served_inside=True,
             interface=DEVICE,
@@ -166,7 +167,7 @@ def _site(lab: Lab | None) -> Iterator[_Site]:
         return
     # The server lives here and not in rank 0: the kernel chooses a free port, and no rank can leave before the others.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    yield _Site(port=store.port)
+    yield Site(port=store.port)
     del store
 
 
@@ -189,12 +190,13 @@ def _pythons(lab: Lab | None, world: int, per_host: int) -> Iterator[list[str]]:
         spawn.set_executable(before)
 
 
-def _collect(
-    processes: list[SpawnProcess],
+def collect(
     lines: list[Connection],
     timeout_s: float,
     listen: Callable[[int, object], object] | None,
+    death: Callable[[int], RankFailed],
 ) -> list[Any]:
+    """Hears all ranks out and returns what each returned; `death` says how a rank went whose line has ended."""
     give_up_at = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     while len(results) < len(lines):
@@ -210,7 +212,7 @@ def _collect(
             try:
                 message: _Message = line.recv()
             except (EOFError, OSError):
-                failures.append((time.monotonic(), _death(rank, processes[rank])))
+                failures.append((time.monotonic(), death(rank)))
                 continue
             if isinstance(message, _Told):
                 answer = None if listen is None else listen(rank, message.what)
@@ -255,7 +257,7 @@ def _end(processes: list[SpawnProcess]) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """Makes Ctrl-C wait until the block is over. A process started inside never hears it: its parent ends it."""
     came: list[int] = []
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -272,15 +274,16 @@ def _interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _run_one(
+def run_one(
     line: Connection,
     rank: int,
     world: int,
-    site: _Site,
+    site: Site,
     timeout_s: float,
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    """Runs a rank in its process: calls `work`, and sends the parent what came of it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def ask(what: object) -> Any:

@@ -22,6 +22,8 @@ MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
 LEAST_MTU, MOST_MTU = 576, 1500
 """Range of an MTU: what every IPv4 path should carry, and what Ethernet does."""
+MOST_CABLE_MTU = 65535
+"""Largest MTU of a cable; jumbo frames of Ethernet have 9000."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,8 @@ class Conditions:
     """Delays of single links (source, target) in seconds, instead of `delay`."""
     lines: Mapping[int, HostLine] = field(default_factory=dict)
     """Lines that differ from the others, by host."""
+    cable: int | None = None
+    """MTU of a cable that joins two hosts, without a switch and all that it can do to packets; None is a switch."""
 
     def __post_init__(self) -> None:
         fixed = {
@@ -86,6 +90,23 @@ class Conditions:
             raise BadCondition("seed", f"must be an integer in [0, 2^63), got {self.seed!r}")
         if self.jitter and not self.delayed:
             raise BadCondition("jitter", "needs a delay that it can vary")
+        if self.cable is not None:
+            self._check_cable(self.cable)
+
+    def _check_cable(self, mtu: object) -> None:
+        if isinstance(mtu, bool) or not isinstance(mtu, int) or not LEAST_MTU <= mtu <= MOST_CABLE_MTU:
+            raise BadCondition("cable", f"must be an MTU in [{LEAST_MTU}, {MOST_CABLE_MTU}] bytes, got {mtu!r}")
+        wants = {
+            "rate": self.rate is not None,
+            "loss": self.loss != Bernoulli(p=0.0),
+            "delay": self.delayed,
+            "mtu": self.mtu is not None,
+            "cut": bool(self.cut or self.cut_links),
+            "per_link": bool(self.lines),
+        }
+        for name, wanted in wants.items():
+            if wanted:
+                raise BadCondition(name, "needs a switch, and a cable has none: leave out one of them")
 
     @property
     def rate_bits(self) -> float | None:
@@ -161,6 +182,8 @@ class Conditions:
             for host in (source, target):
                 if not 0 <= host < hosts:
                     raise BadCondition("per_link", f"names host {host}; the hosts are 0 to {hosts - 1}")
+        if self.cable is not None and hosts != 2:
+            raise BadCondition("cable", f"joins two hosts, and here are {hosts}")
         for source, target in self.cut_links:
             if source == target:
                 raise BadCondition("cut", f"names a link from host {source} to itself")
@@ -188,6 +211,8 @@ class Conditions:
             data["cut_links"] = [f"{source}>{target}" for source, target in sorted(self.cut_links)]
         if self.mtu is not None:
             data["mtu"] = self.mtu
+        if self.cable is not None:
+            data["cable_mtu"] = self.cable
         if self.delays:
             data["delays_s"] = {f"{source}>{target}": delay for (source, target), delay in self.delays.items()}
         if self.lines:

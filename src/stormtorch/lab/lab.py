@@ -22,6 +22,7 @@ from typing import Any
 
 from stormtorch.checks import BadCondition
 from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
+from stormtorch.lab.cable import CableNetwork
 from stormtorch.lab.conditions import MOST_HOSTS, Conditions
 from stormtorch.lab.measured import Measured
 from stormtorch.lab.namespaces import Holder, send_inside
@@ -114,11 +115,9 @@ class Lab:
         hosts = self.holders
         self._registration.record([holder.pid for holder in self._holders])
         self._name_hosts(self._registration.folder / "hosts")
-        uniform = not self.conditions.delays
-        kernel = not self.conditions.delayed or (uniform and has_netem())
         # The probe measures rate and round trip, so the network has no loss until it is done.
         at_first = self.conditions.unhindered() if self._probing else self.conditions
-        self._network = (KernelNetwork if kernel else RelayNetwork)(switch, hosts, at_first)
+        self._network = self._kind_of_network()(switch, hosts, at_first)
         if self._management:
             make_bridge(switch, hosts, "br1", MANAGEMENT_DEVICE, management_address, port="m")
         if self.conditions.tcp is not None:
@@ -128,6 +127,12 @@ class Lab:
             self._network.apply(self.conditions)
         self.reset()
         self._registration.serve(self._answer)
+
+    def _kind_of_network(self) -> type[CableNetwork | KernelNetwork | RelayNetwork]:
+        if self.conditions.cable is not None:
+            return CableNetwork
+        uniform = not self.conditions.delays
+        return KernelNetwork if not self.conditions.delayed or (uniform and has_netem()) else RelayNetwork
 
     def close(self) -> None:
         """Kills whatever runs on the hosts and removes the network. Does nothing the second time."""
@@ -295,6 +300,8 @@ class Lab:
             conditions = self.conditions.changed(**changes)
             conditions.check(self.size)
             network = self._opened()
+            if conditions.cable != self.conditions.cable:
+                raise BadCondition("cable", "stays as it is while a lab runs: it is another kind of network")
             if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
                 raise BadCondition(
                     "delay", "can change only in a lab that started with a delay: it needs another kind of network"

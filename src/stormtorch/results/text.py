@@ -51,6 +51,8 @@ def network_text(requested: dict[str, Any]) -> str:
     """Conditions of a lab, as its JSON has them, without the loss: "400 Mbit/s, round trip 40 ms"."""
     rate = requested["rate_bits_per_s"]
     text = "lab without limits" if rate is None else rate_text(rate)
+    if (mtu := requested.get("cable_mtu")) is not None:
+        text = f"cable with an MTU of {mtu}"
     if requested["round_trip_s"]:
         text += f", round trip {1e3 * requested['round_trip_s']:.3g} ms"
     return text

@@ -45,6 +45,18 @@ def local_address(interface: str | None) -> str:
     raise ValueError(f"interface {interface!r} does not exist or has no address; this machine has {names}")
 
 
+def line_mbit(host: str) -> int:
+    """Speed of the interface that has a numeric address, in Mbit/s; 0 if the kernel does not tell."""
+    for _, name in socket.if_nameindex():
+        try:
+            if local_address(name) == host:
+                with open(f"/sys/class/net/{name}/speed") as speed:
+                    return max(int(speed.read()), 0)
+        except (OSError, ValueError):  # no address, or an interface without a speed, such as loopback
+            continue
+    return 0
+
+
 def _address_towards(master: str) -> str:
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

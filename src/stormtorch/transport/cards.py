@@ -5,10 +5,15 @@ import hmac
 import ipaddress
 import json
 import struct
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import get_origin
 
 from torch.distributed.distributed_c10d import Store
+
+from stormtorch.transport.lanes import lanes_for
+from stormtorch.transport.options import MOST_LANES
 
 # Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
 _DATAGRAMS_PER_CREDIT = 4
@@ -48,6 +53,16 @@ class Card:
     """Slots that this process would keep for such others."""
     machine: str = ""
     """Identity of the machine: ranks with the same one can share memory. Empty if it is not known."""
+    lanes: list[int] = field(default_factory=list)
+    """Ports of lanes 1 and up; `port` is that of lane 0."""
+    cores: int = 0
+    """Cores that this process may use; 0 if its user chose the number of lanes."""
+    line_mbit: int = 0
+    """Speed of the interface in Mbit/s; 0 if it is not known."""
+
+    def ports(self, lanes: int) -> list[tuple[str, int]]:
+        """Addresses of the first so many lanes."""
+        return [(self.host, port) for port in (self.port, *self.lanes)[:lanes]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +76,8 @@ class Agreement:
     trip_bytes: int
     spare_ranks: int
     """Slots beyond the ranks of the start."""
+    lanes: int = 1
+    """Sockets and threads of each rank between which large messages are divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +114,21 @@ def agree(cards: Sequence[Card]) -> Agreement:
         checks_data=any(card.checks_data for card in cards),
         trip_bytes=_LOOPBACK_TRIP_BYTES if all(card.loopback for card in cards) else _TRIP_BYTES,
         spare_ranks=min(card.spare_ranks for card in cards),
+        lanes=agree_lanes(cards),
     )
+
+
+def agree_lanes(cards: Sequence[Card]) -> int:
+    """Derives the number of lanes of a job: the smallest that any rank wants, or has cores and line for."""
+    fewest = min(1 + len(card.lanes) for card in cards)
+    ranks = Counter(card.machine for card in cards)
+    for card in cards:
+        if not card.cores:  # its user chose a number
+            continue
+        if not card.machine:
+            return 1
+        fewest = min(fewest, lanes_for(card.cores, ranks[card.machine], card.line_mbit if len(ranks) > 1 else None))
+    return fewest
 
 
 def pack(card: Card) -> bytes:
@@ -122,11 +153,12 @@ def unpack(packed: bytes) -> Card:
     if not isinstance(values, list) or len(values) != len(names):
         raise ValueError("these bytes are no card")
     for each, value in zip(names, values, strict=True):
-        if type(value) is not each.type:
+        if type(value) is not (get_origin(each.type) or each.type):
             raise ValueError(f"these bytes are no card: {each.name} is {value!r:.40}")
     card = Card(**{each.name: value for each, value in zip(names, values, strict=True)})
     ipaddress.ip_address(card.host.partition("%")[0])
-    ports = 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF
+    lanes = len(card.lanes) < MOST_LANES and all(type(port) is int and 0 < port <= 0xFFFF for port in card.lanes)
+    ports = lanes and 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF
     if not ports or not 0 <= card.incarnation <= MOST_INCARNATIONS:
         raise ValueError(f"these bytes are no card: port, reception or incarnation is out of range in {card}")
     return card
@@ -197,11 +229,13 @@ def fingerprint(key: bytes | None, cookie: bytes) -> str:
     return "" if key is None else hmac.new(key, b"fingerprint" + cookie, hashlib.sha256).hexdigest()
 
 
-def derive_key(key: bytes | None, cookie: bytes, rank: int, card: Card) -> bytes:
-    """Derives a key for each sender and process, so that packet numbers may start at one; empty without a key."""
+def derive_key(key: bytes | None, cookie: bytes, rank: int, card: Card, lane: int = 0) -> bytes:
+    """Derives a key for each sender, process and lane, so that packet numbers may start at one; empty without a key."""
     if key is None:
         return b""
     text = b"sender" + cookie + struct.pack("<H", rank) + card.nonce.encode()
+    if lane:
+        text += b"lane" + struct.pack("<H", lane)
     return hmac.new(key, text, hashlib.sha256).digest()[:16]
 
 

@@ -284,6 +284,11 @@ def _error(
             f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the path "
             "drops all but small datagrams: check the MTU of tunnels and VPNs, and firewalls."
         )
+    if status == _engine.Status.MEMORY_BROKEN:
+        return PeerFailed(
+            f"{where}: {peer} has written nonsense into the memory that it shares with this rank, {missing}. Something "
+            "in its process writes where it should not: restart it, or do without by Options(shared_memory=False)."
+        )
     if status == _engine.Status.PEER_LEFT:
         by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
         why = "before the exchange ended" if by_itself else _why(outcome)
@@ -314,6 +319,7 @@ def _why(outcome: _engine.Outcome) -> str:
         _engine.Status.PEER_SILENT: f"because nothing was heard from {culprit}",
         _engine.Status.PATH_BLOCKED: f"because {culprit} answers, but no data reaches it",
         _engine.Status.PEER_LEFT: f"because {culprit} closed its transport",
+        _engine.Status.MEMORY_BROKEN: f"because {culprit} has written nonsense into shared memory",
         _engine.Status.TIMED_OUT: f"because it timed out, waiting for {culprit}",
         _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than expected",
         _engine.Status.CLOSED: f"because {culprit} cancelled it",

@@ -20,7 +20,7 @@ from stormtorch.transport import frames
 from stormtorch.transport.addresses import Address
 from stormtorch.transport.cards import Agreement, Card, Job, fingerprint, pack, unpack
 from stormtorch.transport.frames import Answer, Listener
-from stormtorch.transport.options import Options
+from stormtorch.transport.options import MOST_LANES, Options
 from stormtorch.transport.reception import not_yet
 from stormtorch.transport.starting import bind, receive_newcomers, start
 from stormtorch.transport.udp import UdpTransport
@@ -86,7 +86,7 @@ class _Newcomer:
         if learned.get("state") != "running":
             raise self._refused(learned)
         job = self._job(learned)
-        endpoint, card = bind(self._options)
+        endpoint, card = bind(self._options, job.agreement.lanes)
         listener, card = receive_newcomers(card, self._options, not_yet)
         card = replace(card, fingerprint=fingerprint(self._options.key, job.cookie))
         check_path("joining", card, job.agreement, list(self._cards.values()))
@@ -129,6 +129,8 @@ class _Newcomer:
                 name=str(learned["name"]),
             )
             int(job.cookie, 16)
+            if not 1 <= job.agreement.lanes <= MOST_LANES:
+                raise ValueError(f"{job.agreement.lanes} lanes")
             members = {int(each) for each in learned["members"]}
         except (KeyError, TypeError, ValueError) as error:
             raise NotAdmitted(f"the rank at {self._named()} told nonsense about its job: {error!r}") from error

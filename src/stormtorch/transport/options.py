@@ -7,6 +7,9 @@ from typing import Literal
 from stormtorch.network.units import parse_rate
 from stormtorch.transport.keys import check_key
 
+MOST_LANES = 8
+"""Most lanes of a rank."""
+
 
 class RateMode(IntEnum):
     """Ways to choose the sending rate; the numbers are the engine's."""
@@ -56,6 +59,11 @@ class Options:
     shared_memory: bool = True
     """Pass data between ranks of one machine through shared memory. It is not used if `rate` or `datagram_bytes` gives
     a number, as both describe a network, nor while faults are injected."""
+    lanes: int | None = None
+    """Sockets and threads between which large messages are divided, so that several cores copy and sum at once. None
+    chooses by the cores that each rank has and, between machines, by the speed of the line: one up to 10 Gbit/s. All
+    ranks use the smallest of their values. With `port`, None is one; several have that port and those after it. A
+    fixed `rate` has one lane."""
     segmentation: bool = True
     """Use UDP_SEGMENT where the kernel has it."""
     coalescing: bool = True
@@ -78,6 +86,10 @@ class Options:
                 raise ValueError(f'{error}; or "auto", "low" or "unlimited"') from error
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must lie in [0, 65535], got {self.port}")
+        if self.lanes is not None and not 1 <= self.lanes <= MOST_LANES:
+            raise ValueError(f"lanes must lie in [1, {MOST_LANES}], got {self.lanes}")
+        if self.port and self.port + (self.lanes or 1) - 1 > 65535:
+            raise ValueError(f"port must leave room for {self.lanes} lanes below 65536, got {self.port}")
         if self.datagram_bytes is not None and not 256 <= self.datagram_bytes <= 65507:
             raise ValueError(f"datagram_bytes must lie in [256, 65507], got {self.datagram_bytes}")
         if self.key is not None:
@@ -98,6 +110,11 @@ class Options:
     def shares_memory(self) -> bool:
         """Whether ranks of one machine may pass data through shared memory."""
         return self.shared_memory and self.datagram_bytes is None and self.rate in ("auto", "low", "unlimited")
+
+    @property
+    def lanes_possible(self) -> bool:
+        """Whether there may be more than one lane: a fixed rate is kept by one."""
+        return self.rate in ("auto", "low", "unlimited")
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
         """Rate mode for the engine and, if the rate is fixed, bytes per second."""

@@ -136,8 +136,8 @@ def rejoin(
         store: Store by which the job was connected; it must have survived.
         rank: Rank to take the place of.
         world: Number of ranks, the same as before.
-        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes` and `check` are
-            ignored, as those of the job apply.
+        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes`, `check` and
+            `lanes` are ignored, as those of the job apply.
         prefix: Prefix that the other ranks gave to `connect`.
     """
     options = options or Options()
@@ -145,7 +145,7 @@ def rejoin(
     cookie = store.get(f"{prefix}/cookie")
     founders = [first(store, prefix, peer) for peer in range(world)]
     agreement = agree(founders)
-    endpoint, card = bind(options)
+    endpoint, card = bind(options, agreement.lanes)
     listener, card = receive_newcomers(card, options, not_yet)
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     _check_keys(rank, card, founders)

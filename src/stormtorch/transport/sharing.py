@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import stormtorch._engine as _engine
 from stormtorch.transport.cards import Card
 from stormtorch.transport.machine import machine_id
+from stormtorch.transport.options import MOST_LANES
 
 _log = logging.getLogger("stormtorch")
 # Longest time until the thread notices that nobody has its transport any more.
@@ -42,8 +43,8 @@ class Shares(Protocol):
     rank: int
     endpoint: _engine.Endpoint
     cards: dict[int, Card]
-    key_of: Callable[[int, Card], bytes]
-    """Returns the key of a process, empty if the job has none."""
+    key_of: Callable[[int, Card, int], bytes]
+    """Returns the key of a process for a lane, empty if the job has none."""
     closed: bool
 
 
@@ -223,7 +224,7 @@ def _name(card: Card) -> str:
 
 def _proof(transport: Shares, rank: int, of: Card, to: Card) -> str:
     """What only a process that has the job's key can tell another; the same for all if there is none."""
-    key = transport.key_of(rank, of)
+    key = transport.key_of(rank, of, 0)
     return hmac.new(key, f"share {of.nonce} {to.nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -233,26 +234,27 @@ def _user(connection: socket.socket) -> int:
 
 
 def _take(transport: Shares, peer: int, descriptors: list[int]) -> None:
-    if len(descriptors) != 2:
-        _close(descriptors)
-        raise ValueError(f"expected 2 descriptors, got {len(descriptors)}")
-    transport.endpoint.take_passage(peer, *descriptors)  # the engine owns them from now on, even if it fails
+    # Of each lane its memory and its bell. The engine owns them from now on, even if it fails.
+    transport.endpoint.take_passage(peer, descriptors)
 
 
-def _send(connection: socket.socket, message: bytes, descriptors: tuple[int, int]) -> None:
+def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> None:
     try:
-        socket.send_fds(connection, [message], list(descriptors))
+        socket.send_fds(connection, [message], descriptors)
     finally:
-        _close(list(descriptors))
+        _close(descriptors)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_LEN(4 * array.array("i").itemsize)
-    message, ancillary, _, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_LEN(2 * (MOST_LANES + 1) * array.array("i").itemsize)
+    message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        _close(list(found))
+        raise ValueError("not all descriptors arrived: see `ulimit -n`")
     return message, list(found)
 
 

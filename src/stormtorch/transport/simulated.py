@@ -256,7 +256,7 @@ class SimulatedNetwork:
                 "cookie": seed,
                 "incarnations": [],
                 "checks_data": True,
-                "keys": [] if key is None else [key[:14] + rank.to_bytes(2, "little") for rank in range(world)],
+                "keys": [] if key is None else [[key[:14] + rank.to_bytes(2, "little") for rank in range(world)]],
             },
             dict(faults(loss=loss, seed=seed, **knobs).settings),
             delay_s,

@@ -10,10 +10,11 @@ from importlib.metadata import version
 from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
-from stormtorch.transport.addresses import local_address
+from stormtorch.transport.addresses import line_mbit, local_address
 from stormtorch.transport.cards import Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
+from stormtorch.transport.lanes import own_cores, sockets_to_open
 from stormtorch.transport.machine import machine_id
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
@@ -22,8 +23,13 @@ from stormtorch.transport.udp import UdpTransport
 _log = logging.getLogger("stormtorch")
 
 
-def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
-    """Opens a socket, and makes the card of this process, still without the fingerprint and the reception."""
+def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, Card]:
+    """Opens a socket per lane, and makes the card of this process, still without the fingerprint and the reception.
+
+    Args:
+        options: Settings of this process.
+        lanes: Number of lanes of the job, for a process that comes into a running one.
+    """
     host = local_address(options.interface)
     loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     try:
@@ -34,17 +40,20 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
             low_priority=options.rate == "low",
             segmentation=options.segmentation,
             coalescing=options.coalescing,
+            lanes=sockets_to_open(options) if lanes is None else lanes,
         )
     except RuntimeError as error:
         if not options.port:
             raise
         raise RuntimeError(
-            f"{error}, at {host}: does another rank run here? Set another `port` in Options, or 0 to take any"
+            f"{error}, at {host}: does another rank run here? Set another `port` in Options, or 0 to take any; "
+            "each of the `lanes` needs a port"
         ) from error
     mtu = _engine.interface_mtu(host) or 1500
+    port, *more_ports = endpoint.ports
     return endpoint, Card(
         host=host,
-        port=endpoint.port,
+        port=port,
         datagram_bytes=options.datagram_bytes or _engine.datagram_bytes(host, mtu),
         chosen=options.datagram_bytes is not None,
         receive_buffer=endpoint.receive_buffer,
@@ -56,6 +65,9 @@ def bind(options: Options) -> tuple[_engine.Endpoint, Card]:
         fingerprint="",
         spare_ranks=options.spare_ranks,
         machine=machine_id(),
+        lanes=more_ports,
+        cores=own_cores() if options.lanes is None else 0,
+        line_mbit=line_mbit(host),
     )
 
 
@@ -99,17 +111,18 @@ def start(
     """
     agreement, key, own = job.agreement, options.key, cards[rank]
     mode, bytes_per_s = options.rate_mode(loopback=own.loopback)
-    slots = range(job.capacity)
+    slots, lanes = range(job.capacity), range(agreement.lanes)
+    addresses = {slot: card.ports(agreement.lanes) for slot, card in cards.items()}
     endpoint.start(
         rank,
-        [(cards[slot].host, cards[slot].port) if slot in cards else ("", 0) for slot in slots],
+        [[addresses[slot][lane] if slot in cards else ("", 0) for slot in slots] for lane in lanes],
         {
             "datagram_bytes": agreement.datagram_bytes,
             "receive_buffer": agreement.receive_buffer,
-            "pool_bytes": options.pool_bytes,
+            "pool_bytes": max(options.pool_bytes // agreement.lanes, 4096),
             "eager_bytes": agreement.eager_bytes,
             "rate_mode": int(mode),
-            "bytes_per_s": bytes_per_s,
+            "bytes_per_s": bytes_per_s / agreement.lanes,
             "silence_s": options.silence_s,
             "cookie": int(job.cookie, 16),
             "checks_data": agreement.checks_data,
@@ -117,7 +130,10 @@ def start(
             "incarnations": [cards[slot].incarnation if slot in cards else 0 for slot in slots],
             "keys": []
             if key is None
-            else [derive_key(key, job.cookie, slot, cards[slot]) if slot in cards else b"" for slot in slots],
+            else [
+                [derive_key(key, job.cookie, slot, cards[slot], lane) if slot in cards else b"" for slot in slots]
+                for lane in lanes
+            ],
         },
     )
     transport = UdpTransport(
@@ -134,7 +150,7 @@ def start(
         store=store,
         prefix=job.prefix,
         cards=cards,
-        key_of=lambda peer, card: derive_key(key, job.cookie, peer, card),
+        key_of=lambda peer, card, lane: derive_key(key, job.cookie, peer, card, lane),
     )
     transport.name = job.name
     keep_views(transport)

@@ -125,7 +125,7 @@ class UdpTransport(EndpointMembership):
         store: Store,
         prefix: str,
         cards: Mapping[int, Card],
-        key_of: Callable[[int, Card], bytes],
+        key_of: Callable[[int, Card, int], bytes],
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
@@ -245,7 +245,8 @@ class UdpTransport(EndpointMembership):
             if not self.endpoint.ended(exchange_id):
                 self._orphans.append(exchange_id)
             elif self._plans.pop(exchange_id, None) is not None:
-                self.endpoint.wait(exchange_id, 0.0)
+                with contextlib.suppress(RuntimeError):  # a lane has failed: whoever waits for something is told
+                    self.endpoint.wait(exchange_id, 0.0)
 
     def incarnation(self, peer: int) -> int:
         """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
@@ -274,12 +275,23 @@ class UdpTransport(EndpointMembership):
         self.check_owner(f"readmitting rank {peer}")
         with self._lock:
             try:
-                self.endpoint.readmit(peer, card.host, card.port, card.incarnation, self.key_of(peer, card))
+                keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
+                self.endpoint.readmit(peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key])
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
             if self._sharing is not None:
                 self._sharing.seek(peer, card)
+
+    @property
+    def lanes(self) -> int:
+        """Sockets and threads of this rank between which large messages are divided."""
+        return self.endpoint.lanes
+
+    def lane_bytes_sent(self) -> list[int]:
+        """Bytes that each lane has sent, by datagram or through shared memory."""
+        self.check_owner("lane_bytes_sent")
+        return self.endpoint.lane_bytes_sent()
 
     def share_memory(self) -> None:
         """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
@@ -328,7 +340,7 @@ class UdpTransport(EndpointMembership):
                         "rank %d: view %d has no usable card of rank %d: %s", self.rank, view.number, rank, error
                     )
                     continue
-                if card.incarnation == incarnation:
+                if card.incarnation == incarnation and len(card.lanes) + 1 >= self.lanes:
                     self.readmit(rank, card)
 
     def receive_by(self, listener: Listener, reception: Receives) -> None:

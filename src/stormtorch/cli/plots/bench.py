@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "storm": "#d9480f",
     "storm-flat": "#868e96",
+    "storm-one-lane": "#adb5bd",
     "storm-lossy": "#f59f00",
     "storm-lossy-bf16": "#82c91e",
     "storm-lossy-fp16": "#40c057",
@@ -20,6 +21,7 @@ COLOURS = {
     "storm-drift-bf16": "#e64980",
     "storm-drift-fp16": "#be4bdb",
     "storm-drift-int8": "#f783ac",
+    "mpi": "#0b7285",
     "gloo": "#495057",
     "gloo-bbr": "#1c7ed6",
     "gloo-cubic": "#5f3dc4",

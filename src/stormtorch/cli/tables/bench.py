@@ -33,12 +33,14 @@ def allreduce_table(report: AllReduceReport) -> Table:
     each = conditions.get("ranks_per_host", 1)
     ranks = f"{conditions['ranks']} ranks" + (f", {each} on each host" if each > 1 else "")
     title = f"all-reduce of {conditions['dtype']} over {ranks}, {where}"
-    table = new_table(title, _lab_caption(conditions) if in_lab else _loopback_caption(conditions))
+    table = new_table(title, _caption(conditions))
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
-    # Of the few rounds that a slow network allows, the 99th percentile is the worst one.
-    spread = "rounds" if in_lab else "p99"
-    for heading in ("median", spread, "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
+    # Of the few rounds that a slow network allows, the 99th percentile is the worst one. A cable has no rate to compare
+    # with: its rate is the result.
+    by_cable = in_lab and "cable_mtu" in conditions["requested"]
+    further = "Gbit/s" if by_cable else "rounds" if in_lab else "p99"
+    for heading in ("median", further, "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mb in conditions["mb"]:
         rows = [result for result in report.results if result.mb == mb]
@@ -49,7 +51,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
                 size_text(round(mb * 1e6)) if result is rows[0] else "",
                 result.backend,
                 above + time_text(result.median_s),
-                f"{result.rounds}" if in_lab else time_text(result.p99_s),
+                f"{result.gbit_per_s:.2f}" if by_cable else f"{result.rounds}" if in_lab else time_text(result.p99_s),
                 (">" if result.gave_up else "") + time_text(result.worst_s),
                 above + ratio_text(result.median_s / gloo_s) if gloo_s else "-",
                 above + ratio_text(result.over_ideal) if result.over_ideal else "-",
@@ -62,11 +64,25 @@ def allreduce_table(report: AllReduceReport) -> Table:
     return table
 
 
+def _caption(conditions: dict[str, Any]) -> str:
+    if "requested" not in conditions:
+        return _loopback_caption(conditions)
+    return _cable_caption(conditions) if "cable_mtu" in conditions["requested"] else _lab_caption(conditions)
+
+
+_RATIOS = "x: ratio of medians, below 1 is faster. "
+_COPIES = "Ideal: the time to copy as many bytes once in and once out, on all ranks at once. "
+_CPU = "CPU: processor time of all ranks per GB of the tensor."
+
+
+def _cable_caption(conditions: dict[str, Any]) -> str:
+    text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}"
+    text += f"Gbit/s: what each rank sends, and receives as much, over the median. {_CPU}"
+    return text + drops_text(conditions)
+
+
 def _loopback_caption(conditions: dict[str, Any]) -> str:
-    text = (
-        f"{conditions['iters']} interleaved rounds; times are the slowest rank's; x: ratio of medians, below 1 is "
-        "faster. Ideal: the time to copy as many bytes once in and once out, on all ranks at once."
-    )
+    text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}{_CPU}"
     text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     if conditions["faults_requested"]:
         text += (
@@ -78,13 +94,10 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
 
 
 def _lab_caption(conditions: dict[str, Any]) -> str:
-    text = (
-        f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; "
-        "x: ratio of medians, below 1 is faster. "
-    )
+    text = f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; {_RATIOS}"
     if conditions["requested"]["rate_bits_per_s"] is not None:
-        text += "Ideal: what each host must send, at the rate of its line."
-    return text.rstrip() + drops_text(conditions)
+        text += "Ideal: what each host must send, at the rate of its line. "
+    return text + _CPU + drops_text(conditions)
 
 
 def sweep_table(report: "SweepReport") -> Table:
@@ -130,32 +143,36 @@ def _cell(result: AllReduceResult, iters: int) -> str:
 
 
 def latency_table(report: "LatencyReport") -> Table:
-    """One row per size; median and 99th percentile of each backend."""
+    """One row per size and backend."""
     conditions = report.conditions
-    names: list[str] = conditions["backends"]
     empty = ", ".join(f"{kind} {time_text(seconds)}" for kind, seconds in report.empty_exchange_s.items())
     idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
     table = new_table(
         f"latency of all-reduce over {conditions['ranks']} ranks, loopback",
-        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier."
+        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier; CPU "
+        "is processor time of all ranks, per call and per GB of the tensor."
         + crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
         + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
     )
     table.add_column("size", justify="right")
-    for name in names:
-        table.add_column(f"{name.removeprefix('storm-')}\nmedian", justify="right", no_wrap=True)
-        table.add_column("\np99", justify="right", no_wrap=True)
-    compared = [name for name in names if name != "gloo"] if "gloo" in names else []
-    for name in compared:
-        table.add_column(f"{name.removeprefix('storm-')}\nx gloo", justify="right", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for heading in ("median", "p99", "x\ngloo", "CPU", "CPU\ns/GB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for size in sorted({result.bytes for result in report.results}):
-        by_name = {result.backend: result for result in report.results if result.bytes == size}
-        cells = [size_text(size)]
-        for name in names:
-            cells += [time_text(by_name[name].median_s), time_text(by_name[name].p99_s)]
-        cells += [f"{by_name[name].median_s / by_name['gloo'].median_s:.2f}" for name in compared]
-        table.add_row(*cells)
+        rows = [result for result in report.results if result.bytes == size]
+        gloo_s = next((result.median_s for result in rows if result.backend == "gloo"), None)
+        for result in rows:
+            table.add_row(
+                size_text(size) if result is rows[0] else "",
+                result.backend,
+                time_text(result.median_s),
+                time_text(result.p99_s),
+                ratio_text(result.median_s / gloo_s) if gloo_s else "-",
+                time_text(result.cpu_s),
+                f"{result.cpu_s_per_gb:,.{0 if result.cpu_s_per_gb >= 100 else 2}f}",
+            )
+        table.add_section()
     return table
 
 

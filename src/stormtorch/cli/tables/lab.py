@@ -53,6 +53,9 @@ def shown_text(reply: dict[str, Any]) -> str:
 
 def requested_text(requested: dict[str, Any]) -> str:
     """Describes in a line what was asked for."""
+    if (cable_mtu := requested.get("cable_mtu")) is not None:
+        tcp = f", TCP {requested['tcp']}" if requested["tcp"] else ""
+        return f"a cable with an MTU of {cable_mtu}, no limits{tcp}"
     rate = requested["rate_bits_per_s"]
     words = [rate_text(rate) if rate else "no rate limit", _loss_text(requested["loss"])]
     if requested["delay_s"]:

@@ -32,12 +32,12 @@ def ddp_table(report: "DdpReport") -> Table:
     )
     table = new_table(title, _ddp_caption(conditions))
     table.add_column("backend", no_wrap=True)
-    # What the network allows matters where it has a rate, the worst round and the processor where it has none; a
-    # terminal has no room for all.
+    # What the network allows matters where it has a rate, and the worst round where it has none; a terminal has no room
+    # for all.
     lined = conditions["line_s"] is not None
-    headings = ["median", "rounds", "adds", "x\ngloo", "moved", "adds x\nideal", "arrived"]
+    headings = ["median", "rounds", "adds", "x\ngloo", "moved", "adds x\nideal", "arrived", "CPU\ns/GB"]
     if not lined:
-        headings = ["median", "worst", "rounds", "adds", "x\ngloo", "speed-\nup", "arrived", "CPU\ns"]
+        headings = ["median", "worst", "rounds", "adds", "x\ngloo", "speed-\nup", "arrived", "CPU\ns/GB"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in report.results:
@@ -49,13 +49,14 @@ def ddp_table(report: "DdpReport") -> Table:
         adds = above + signed_time_text(result.adds_s)
         median_text = above + time_text(result.median_s)
         arrived = "-" if result.gave_up and result.rounds == 1 else share_text(result.arrived)
+        cpu = f"{result.cpu_s_per_gb:.2f}"
         if result.adds_over_ideal is not None:
             moved, over_ideal = size_text(round(result.moved_bytes)), above + ratio_text(result.adds_over_ideal)
-            cells = [median_text, f"{result.rounds}", adds, over_gloo, moved, over_ideal, arrived]
+            cells = [median_text, f"{result.rounds}", adds, over_gloo, moved, over_ideal, arrived, cpu]
         else:
             worst = (">" if result.gave_up else "") + time_text(result.worst_s)
             speedup = _opposite(above or below) + ratio_text(result.speedup) if result.speedup and known else "-"
-            cells = [median_text, worst, f"{result.rounds}", adds, over_gloo, speedup, arrived, f"{result.cpu_s:.2f}"]
+            cells = [median_text, worst, f"{result.rounds}", adds, over_gloo, speedup, arrived, cpu]
         table.add_row(result.backend, *cells)
     table.add_row("no_sync", time_text(conditions["no_sync_s"]), style="dim")
     if lined:
@@ -76,6 +77,7 @@ def _ddp_caption(conditions: dict[str, Any]) -> str:
         text += "; speed-up: gloo's median over this one."
     else:
         text += ". Moved: what each rank must send, and receive as much; ideal: at the rate of its line."
+    text += " CPU: processor time of all ranks beyond that of no_sync, per GB of gradients."
     if not in_lab:
         text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     return text + drops_text(conditions)

@@ -1,0 +1,65 @@
+"""Writes the table of figures in benchmarks/README.md from the files beside it: `python benchmarks/figures.py`."""
+
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- figures: python benchmarks/figures.py -->\n", "<!-- end of figures -->\n"
+# Files of exchanges and steps on one machine or by cable, in the order of the table.
+FILES = (
+    "allreduce-2-hosts",
+    "allreduce-4-hosts",
+    "mpi-2-hosts",
+    "mpi-4-hosts",
+    "cable-1500",
+    "cable-9000",
+    "ddp-2-hosts",
+    "ddp-4-hosts",
+    "allreduce-16-cores-2",
+    "allreduce-16-cores-4",
+    "allreduce-16-cores-8",
+    "allreduce-16-cores-16",
+    "lanes-1472-16-cores",
+    "lanes-8972-16-cores",
+    "ddp-cuda-4-ranks",
+)
+
+
+def table() -> str:
+    """One row per file, size and backend: its time and processor time, beside those of the first gloo."""
+    rows = ["| file | size | backend | median, ms | x gloo | x ideal | Gbit/s | CPU s/GB | x gloo |"]
+    rows.append("|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    for name in FILES:
+        path = FOLDER / f"{name}.json"
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        for result in results:
+            gloo = next(
+                each for each in results if each["backend"].startswith("gloo") and each.get("mb") == result.get("mb")
+            )
+            size = f"{result['mb']:g} MB" if "mb" in result else "a step"
+            cells = [name, size, result["backend"], f"{1e3 * result['median_s']:.1f}"]
+            cells.append(_ratio(result["median_s"], gloo["median_s"]))
+            cells.append(_ratio(result["median_s"], result.get("ideal_s")))
+            cells.append(f"{result['gbit_per_s']:.1f}" if "gbit_per_s" in result else "")
+            cpu_s, gloo_cpu_s = result.get("cpu_s_per_gb"), gloo.get("cpu_s_per_gb")
+            cells += ["" if cpu_s is None else f"{cpu_s:.2f}", _ratio(cpu_s, gloo_cpu_s)]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value is not None and base else ""
+
+
+def renewed(text: str) -> str:
+    """The README with the table as the files have it now."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    readme = FOLDER / "README.md"
+    readme.write_text(renewed(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,305 @@
+#include "endpoint.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace storm {
+namespace {
+
+// How long to wait for one lane before the others are looked at.
+constexpr Nanos look_every = 50 * millisecond;
+// A cancelled part ends at once, unless its last datagrams are still in a full socket.
+constexpr Nanos longest_abandon = second;
+
+void add(Counters& sum, const Counters& more) {
+    for (auto counter : {&Counters::datagrams_sent,
+                         &Counters::bytes_sent,
+                         &Counters::datagrams_received,
+                         &Counters::bytes_received,
+                         &Counters::authenticated,
+                         &Counters::repaired,
+                         &Counters::duplicates,
+                         &Counters::late,
+                         &Counters::malformed,
+                         &Counters::foreign,
+                         &Counters::corrupt,
+                         &Counters::unexpected,
+                         &Counters::pooled,
+                         &Counters::pool_refused,
+                         &Counters::pool_bytes,
+                         &Counters::pool_peak_bytes,
+                         &Counters::reports,
+                         &Counters::probes,
+                         &Counters::asks,
+                         &Counters::shared_bytes_sent,
+                         &Counters::shared_bytes_received,
+                         &Counters::path_probes,
+                         &Counters::path_changes,
+                         &Counters::pieces}) {
+        sum.*counter += more.*counter;
+    }
+}
+
+void add(FaultCounters& sum, const FaultCounters& more) {
+    sum.seen += more.seen;
+    sum.lost += more.lost;
+    sum.duplicated += more.duplicated;
+    sum.reordered += more.reordered;
+    sum.corrupted += more.corrupted;
+    sum.held += more.held;
+    sum.dropped += more.dropped;
+}
+
+}  // namespace
+
+Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config)
+    : owner_(getpid()) {
+    if (lanes == 0) throw std::invalid_argument("an endpoint has at least one lane");
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+        const auto at = static_cast<std::uint16_t>(port == 0 ? 0 : port + lane);
+        if (port != 0 && at < port) throw std::invalid_argument("there are not that many ports for the lanes");
+        lanes_.push_back(std::make_unique<Driver>(host, at, config));
+    }
+}
+
+Endpoint::~Endpoint() {
+    // A thread may have been in the middle of a change when this process was forked, so nothing of this can be destroyed.
+    if (getpid() != owner_) new (&divided_) decltype(divided_);
+}
+
+std::vector<std::uint16_t> Endpoint::ports() const {
+    std::vector<std::uint16_t> all;
+    for (const auto& lane : lanes_) all.push_back(lane->socket().port());
+    return all;
+}
+
+std::size_t Endpoint::receive_buffer() const {
+    std::size_t least = lanes_[0]->socket().receive_buffer();
+    for (const auto& lane : lanes_) least = std::min(least, lane->socket().receive_buffer());
+    return least;
+}
+
+void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers) {
+    if (configs.empty() || configs.size() > lanes_.size() || peers.size() != configs.size())
+        throw std::invalid_argument("one config and one list of addresses per lane is needed, for at most " +
+                                    std::to_string(lanes_.size()) + " lanes");
+    division_ = {.lanes = configs.size(),
+                 .chunk_bytes = Core::chunk_bytes_for(configs[0].datagram_bytes, configs[0].secrets.sealed)};
+    lanes_.resize(configs.size());
+    lanes_[0]->on_view([this](const View& view, bool inside) {
+        for (std::size_t lane = 1; lane < lanes_.size(); ++lane) lanes_[lane]->follow(view, inside);
+    });
+    // Lane 0 last: the others know every view that it learns of.
+    for (std::size_t lane = configs.size(); lane-- > 0;) {
+        configs[lane].lane = static_cast<std::uint16_t>(lane);
+        lanes_[lane]->start(std::move(configs[lane]), std::move(peers[lane]));
+    }
+}
+
+std::uint64_t Endpoint::post(ExchangeSpec spec) {
+    const std::size_t used = division_.lanes > 1 ? division_.lanes_of(spec) : 1;
+    if (used == 1) return lanes_[0]->post(std::move(spec));
+    const auto exchange = std::make_shared<Divided>();
+    exchange->ids.resize(used);
+    exchange->outcomes.resize(used);
+    // Lane 0 last: its work is done by this thread, while those of the other lanes are busy already.
+    try {
+        for (std::size_t lane = used; lane-- > 0;)
+            exchange->ids[lane] = lanes_[lane]->post(division_.part_of(spec, lane), lane != 0);
+    } catch (...) {
+        abandon(*exchange);
+        throw;
+    }
+    const std::lock_guard guard(mutex_);
+    divided_.emplace(exchange->ids[0], exchange);
+    return exchange->ids[0];
+}
+
+void Endpoint::abandon(Divided& exchange) noexcept {
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        if (exchange.ids[lane] == 0 || exchange.outcomes[lane]) continue;  // ids begin at 1
+        try {
+            Outcome outcome;
+            lanes_[lane]->cancel(exchange.ids[lane]);
+            (void)lanes_[lane]->wait(exchange.ids[lane], longest_abandon, outcome);
+        } catch (...) {
+            // This lane is closed or has failed: it does not touch the caller's memory any more.
+        }
+    }
+}
+
+std::shared_ptr<Endpoint::Divided> Endpoint::find(std::uint64_t id) {
+    if (lanes_.size() == 1) return nullptr;
+    const std::lock_guard guard(mutex_);
+    const auto found = divided_.find(id);
+    return found == divided_.end() ? nullptr : found->second;
+}
+
+void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
+    {
+        const std::lock_guard guard(exchange.mutex);
+        if (std::exchange(exchange.failed, true)) return;
+    }
+    // Those that have ended stay as they are.
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        if (why.status == Status::closed) {
+            lanes_[lane]->cancel(exchange.ids[lane]);
+        } else {
+            lanes_[lane]->fail(exchange.ids[lane], why);
+        }
+    }
+}
+
+std::optional<Driver::Verdict> Endpoint::verdict(Divided& exchange, std::size_t lane) {
+    // In this order: the outcome moves from the lane to here.
+    const std::optional<Driver::Verdict> there = lanes_[lane]->verdict(exchange.ids[lane]);
+    const std::lock_guard guard(exchange.mutex);
+    if (!exchange.outcomes[lane]) return there;
+    const Outcome& here = *exchange.outcomes[lane];
+    return Driver::Verdict{.status = here.status, .peer = here.peer, .blame = here.blame};
+}
+
+void Endpoint::look_after(Divided& exchange) {
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        const std::optional<Driver::Verdict> ended = verdict(exchange, lane);
+        if (ended && ended->status != Status::ok) fail_rest(exchange, *ended);
+        if (lane == 0 || ended) continue;
+        for (const std::uint16_t peer : lanes_[lane]->unreached(exchange.ids[lane]))
+            with_views([peer](Views& views, Nanos now) { views.blocked(peer, now); });
+    }
+}
+
+bool Endpoint::wait_for_all(Divided& exchange, Nanos give_up_at) {
+    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+        while (!exchange.outcomes[lane]) {
+            const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
+            Outcome part;
+            if (!lanes_[lane]->wait(exchange.ids[lane], std::min(left, look_every), part)) {
+                look_after(exchange);
+                if (clock_now() >= give_up_at) return false;
+                continue;
+            }
+            const Driver::Verdict why{.status = part.status, .peer = part.peer, .blame = part.blame};
+            {
+                const std::lock_guard guard(exchange.mutex);
+                exchange.outcomes[lane] = std::move(part);
+            }
+            if (why.status != Status::ok) fail_rest(exchange, why);
+        }
+    }
+    return true;
+}
+
+bool Endpoint::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
+    const std::shared_ptr<Divided> exchange = find(id);
+    if (!exchange) return lanes_[0]->wait(id, timeout, outcome);
+    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    try {
+        if (!wait_for_all(*exchange, give_up_at)) return false;
+    } catch (...) {
+        // A lane is closed or has failed. The others must leave the caller's memory alone before it hears of that.
+        abandon(*exchange);
+        const std::lock_guard guard(mutex_);
+        divided_.erase(id);
+        throw;
+    }
+    {
+        const std::lock_guard guard(mutex_);
+        divided_.erase(id);
+    }
+    const std::lock_guard guard(exchange->mutex);
+    outcome = std::move(*exchange->outcomes[0]);
+    for (std::size_t lane = 1; lane < exchange->ids.size(); ++lane) join(outcome, std::move(*exchange->outcomes[lane]));
+    return true;
+}
+
+bool Endpoint::ended(std::uint64_t id) {
+    const std::shared_ptr<Divided> exchange = find(id);
+    if (!exchange) return lanes_[0]->ended(id);
+    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
+        if (verdict(*exchange, lane) || lanes_[lane]->failed()) continue;
+        look_after(*exchange);
+        return false;
+    }
+    return true;
+}
+
+void Endpoint::cancel(std::uint64_t id) {
+    if (const std::shared_ptr<Divided> exchange = find(id)) {
+        fail_rest(*exchange, {.status = Status::closed});
+    } else {
+        lanes_[0]->cancel(id);
+    }
+}
+
+std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq) {
+    return lanes_[0]->peek(channel, seq);
+}
+
+void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+                       const std::vector<Key>& keys) {
+    if (addresses.size() < lanes_.size() || (!keys.empty() && keys.size() < lanes_.size()))
+        throw std::invalid_argument("the process has fewer lanes than the " + std::to_string(lanes_.size()) +
+                                    " of the job");
+    // Lane 0 last: once its views know the process, exchanges with it may begin in all lanes.
+    for (std::size_t lane = lanes_.size(); lane-- > 0;) {
+        lanes_[lane]->readmit(peer, addresses[lane], incarnation,
+                              keys.empty() ? std::nullopt : std::optional(keys[lane]));
+    }
+}
+
+std::vector<Driver::Offer> Endpoint::offer_passage(std::uint16_t peer) {
+    std::vector<Driver::Offer> all;
+    for (const auto& lane : lanes_) all.push_back(lane->offer_passage(peer));
+    return all;
+}
+
+void Endpoint::take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers) {
+    if (offers.size() != lanes_.size())
+        throw std::invalid_argument("expected memory for " + std::to_string(lanes_.size()) + " lanes, got it for " +
+                                    std::to_string(offers.size()));
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+        lanes_[lane]->take_passage(peer, std::move(offers[lane].ring), std::move(offers[lane].bell));
+}
+
+void Endpoint::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
+    for (const auto& lane : lanes_) lane->use_passage(peer, incarnation);
+}
+
+void Endpoint::close(Nanos linger) {
+    // All lanes together wait no longer than one would.
+    const Nanos give_up_at = clock_now() + linger;
+    for (const auto& lane : lanes_) {
+        lane->close(linger == 0 ? 0 : std::max<Nanos>(give_up_at - clock_now(), 0));
+    }
+}
+
+Driver::Health Endpoint::health() {
+    Driver::Health sum = lanes_[0]->health();
+    sum.lane_bytes_sent.push_back(sum.counters.bytes_sent + sum.counters.shared_bytes_sent);
+    for (std::size_t lane = 1; lane < lanes_.size(); ++lane) {
+        const Driver::Health more = lanes_[lane]->health();
+        sum.lane_bytes_sent.push_back(more.counters.bytes_sent + more.counters.shared_bytes_sent);
+        add(sum.counters, more.counters);
+        add(sum.faults, more.faults);
+        sum.overflow += more.overflow;
+    }
+    return sum;
+}
+
+std::vector<Driver::LinkHealth> Endpoint::links(const std::vector<std::uint16_t>& peers) {
+    std::vector<Driver::LinkHealth> all = lanes_[0]->links(peers);
+    for (std::size_t lane = 1; lane < lanes_.size(); ++lane) {
+        const std::vector<Driver::LinkHealth> more = lanes_[lane]->links(peers);
+        for (std::size_t at = 0; at < all.size(); ++at) {
+            // Rates add up. Lane 0 always has traffic: what it knows of the path is newest.
+            all[at].bytes_per_s += more[at].bytes_per_s;
+        }
+    }
+    return all;
+}
+
+}  // namespace storm

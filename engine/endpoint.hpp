@@ -1,0 +1,90 @@
+// A process' place in a job: one or more lanes, each with a socket, a thread, packet numbers and rate control of its own.
+//
+// A lane is a Driver. Exchanges of large messages are divided between the lanes, so that several cores copy, check and sum
+// at the same time, and so that a network that spreads flows over several queues or paths can spread ours. Lane 0 carries
+// all small exchanges and is the only one that takes part in the agreement on views; the others follow it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "driver.hpp"
+#include "lanes.hpp"
+
+namespace storm {
+
+class Endpoint {
+public:
+    // Opens a socket per lane: at `port` and the ports after it, or wherever the kernel likes if it is 0.
+    Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config);
+    ~Endpoint();
+    Endpoint(const Endpoint&) = delete;
+    Endpoint& operator=(const Endpoint&) = delete;
+
+    [[nodiscard]] std::vector<std::uint16_t> ports() const;
+    // The least of all lanes.
+    [[nodiscard]] std::size_t receive_buffer() const;
+    // Starts as many lanes as there are configs, which differ in nothing but `lane` and `secrets`; sockets beyond them are
+    // closed. `peers`: by lane, the addresses by rank. Throws as Driver::start does; the endpoint can then only be closed.
+    void start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers);
+    [[nodiscard]] std::size_t lanes() const { return lanes_.size(); }
+
+    // As those of Driver.
+    std::uint64_t post(ExchangeSpec spec);
+    bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
+    [[nodiscard]] bool ended(std::uint64_t id);
+    void cancel(std::uint64_t id);
+    [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
+    // `addresses` and `keys`: by lane; no keys where datagrams are not sealed.
+    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+                 const std::vector<Key>& keys);
+    // One offer per lane.
+    [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer);
+    void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);
+    void use_passage(std::uint16_t peer, std::uint16_t incarnation);
+    [[nodiscard]] std::vector<std::uint16_t> near() { return lanes_[0]->near(); }
+    template <class Work>
+    auto with_views(Work&& work) {
+        return lanes_[0]->with_views(std::forward<Work>(work));
+    }
+    bool wait_view(std::uint32_t above, Nanos timeout) { return lanes_[0]->wait_view(above, timeout); }
+    void close(Nanos linger);
+    [[nodiscard]] Driver::Health health();
+    [[nodiscard]] std::vector<Driver::LinkHealth> links(const std::vector<std::uint16_t>& peers);
+
+private:
+    // An exchange that is divided: its id in each lane, and what came of the parts that were waited for.
+    struct Divided {
+        std::vector<std::uint64_t> ids;
+        std::mutex mutex;  // one thread waits, others may ask or cancel
+        std::vector<std::optional<Outcome>> outcomes;
+        bool failed{};  // a part has failed, and the others were cancelled
+    };
+    [[nodiscard]] std::shared_ptr<Divided> find(std::uint64_t id);
+    // Ends what is left of an exchange of which a part has failed, and tells lane 0 which peers another lane does not reach.
+    void look_after(Divided& exchange);
+    void fail_rest(Divided& exchange, const Driver::Verdict& why);
+    // How the part of a lane has ended, if it has.
+    [[nodiscard]] std::optional<Driver::Verdict> verdict(Divided& exchange, std::size_t lane);
+    // False if the time came first.
+    [[nodiscard]] bool wait_for_all(Divided& exchange, Nanos give_up_at);
+    // Cancels all parts and waits until no lane uses the caller's memory.
+    void abandon(Divided& exchange) noexcept;
+
+    std::vector<std::unique_ptr<Driver>> lanes_;
+    Lanes division_;
+    std::mutex mutex_;
+    std::unordered_map<std::uint64_t, std::shared_ptr<Divided>> divided_;  // by the id of their part in lane 0
+    pid_t owner_;
+};
+
+}  // namespace storm
