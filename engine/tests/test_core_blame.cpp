@@ -325,7 +325,7 @@ TEST(failed_and_bye_with_an_impossible_blame_are_ignored_and_counted) {
                                                                   {0xffff'ffff, number_of(Status::closed)},
                                                                   {1, number_of(Status::ok)},
                                                                   {1, number_of(Status::peer_failed)},
-                                                                  {1, 9},
+                                                                  {1, 10},
                                                                   {1, 256 + number_of(Status::peer_silent)},
                                                                   {1, 0xffff'ffff},
                                                                   {1, 0}}) {

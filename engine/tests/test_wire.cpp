@@ -204,7 +204,7 @@ TEST(blame_comes_back_as_it_was_written_and_others_are_refused) {
                 CHECK(same == header);
             }
         }
-        // Six causes, and a goodbye may name none.
-        CHECK_EQUAL(accepted, 6U * world + (kind == Kind::bye ? 1U : 0U));
+        // Seven causes, and a goodbye may name none.
+        CHECK_EQUAL(accepted, 7U * world + (kind == Kind::bye ? 1U : 0U));
     }
 }
