@@ -386,4 +386,4 @@ def test_nothing_of_a_simulation_stays_when_it_is_over(policy: Policy, how: str)
     simulated(perceptron(), sgd, 2, policy=policy, network=0.3, how=how)  # what torch keeps is there from now on
     before = tensors()
     simulated(perceptron(), sgd, 2, policy=policy, network=0.3, how=how)
-    assert tensors() == before
+    assert tensors() <= before  # fewer, if a thread of an earlier test has let go of some meanwhile
