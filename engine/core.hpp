@@ -79,7 +79,7 @@ public:
     decltype(auto) with_views(Nanos now, Work&& work);
     // Number of the latest view that is known and usable here; 0 as long as nobody has asked for any.
     [[nodiscard]] std::uint32_t view_number() const { return view_ ? view_->number : 0; }
-    // That view, if there is one, and whether this process is in it.
+    // The latest usable view, if there is one, and whether this process is in it.
     [[nodiscard]] const std::optional<View>& view() const { return view_; }
     [[nodiscard]] bool inside() const { return inside_; }
     // In a lane other than 0: acts on a view that lane 0 has learned of, or on its coming to be inside or outside.

@@ -143,7 +143,7 @@ void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
         const std::lock_guard guard(exchange.mutex);
         if (std::exchange(exchange.failed, true)) return;
     }
-    // Those that have ended stay as they are.
+    // Parts that have ended already keep their outcomes.
     for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
         if (why.status == Status::closed) {
             lanes_[lane]->cancel(exchange.ids[lane]);

@@ -138,7 +138,7 @@ TEST(an_exchange_for_a_view_goes_on_in_all_lanes_without_a_rank_that_died) {
             spec.view = 1;
             const Outcome outcome = wait_for(crew[rank], crew[rank].post(spec));
             CHECK(outcome.status == Status::ok);
-            // Of the rank that died nothing came, in no lane; of the other one all.
+            // From the rank that died nothing arrived in any lane; from the other rank, everything did.
             for (const Arrival& arrival : outcome.arrivals)
                 CHECK_EQUAL(arrival.missing_bytes, arrival.peer == 2 ? arrival.bytes : 0);
             for (const std::uint16_t count : outcome.counts) CHECK_EQUAL(count, 2);

@@ -18,7 +18,7 @@ class Measurement:
     about_s: int
     """Seconds that it takes on two cores."""
     lab: bool = False
-    """Whether it needs a lab."""
+    """Whether this part of the suite runs on hosts of a lab."""
 
     @property
     def at_most_s(self) -> int:
