@@ -188,6 +188,7 @@ nb::dict to_dict(const Counters& c) {
     d["probes"] = c.probes;
     d["asks"] = c.asks;
     d["shared_bytes_sent"] = c.shared_bytes_sent;
+    d["shelved_bytes_sent"] = c.shelved_bytes_sent;
     d["shared_bytes_received"] = c.shared_bytes_received;
     d["path_probes"] = c.path_probes;
     d["path_changes"] = c.path_changes;
@@ -357,22 +358,24 @@ NB_MODULE(_engine, m) {
             nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"))
         .def(
             "offer_passage",
-            [](Endpoint& d, std::uint16_t peer) {
+            [](Endpoint& d, std::uint16_t peer, std::size_t neighbours) {
                 std::vector<int> descriptors;
-                for (Driver::Offer& offer : d.offer_passage(peer)) {
+                for (Driver::Offer& offer : d.offer_passage(peer, neighbours)) {
                     descriptors.push_back(offer.ring.release());
                     descriptors.push_back(offer.bell.release());
+                    descriptors.push_back(offer.shelf.release());
                 }
                 return descriptors;
             },
-            nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>())
+            nb::arg("peer"), nb::arg("neighbours"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "take_passage",
             [](Endpoint& d, std::uint16_t peer, const std::vector<int>& descriptors) {
-                std::vector<Driver::Offer> offers((descriptors.size() + 1) / 2);  // which own them, whatever happens
+                std::vector<Driver::Offer> offers((descriptors.size() + 2) / 3);  // which own them, whatever happens
                 for (std::size_t at = 0; at < descriptors.size(); ++at) {
-                    Driver::Offer& offer = offers[at / 2];
-                    (at % 2 == 0 ? offer.ring : offer.bell) = Descriptor(descriptors[at]);
+                    Driver::Offer& offer = offers[at / 3];
+                    Descriptor* const places[] = {&offer.ring, &offer.bell, &offer.shelf};
+                    *places[at % 3] = Descriptor(descriptors[at]);
                 }
                 d.take_passage(peer, std::move(offers));
             },

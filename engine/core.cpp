@@ -200,6 +200,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     peers_[rank].queue.clear();
     std::erase(near_, rank);
     bells_.clear(rank);
+    if (shelf_) shelf_->forget(rank);
     std::erase(config_.vacant, rank);
     credit_.arrive(rank);
     count_peers();

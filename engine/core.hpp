@@ -27,6 +27,7 @@
 #include "rate_control.hpp"
 #include "seal.hpp"
 #include "sequences.hpp"
+#include "shelf.hpp"
 #include "slots.hpp"
 #include "views.hpp"
 #include "wire.hpp"
@@ -100,6 +101,9 @@ public:
     void disconnect();
     // While shut, peers send us datagrams instead.
     void shut_passages(bool shut);
+    // Memory for what goes to several peers of this machine; null as long as there is none.
+    [[nodiscard]] const ShelfMemory* shelf() const { return shelf_ ? &shelf_->memory() : nullptr; }
+    void set_shelf(std::unique_ptr<ShelfMemory> memory) { shelf_ = std::make_unique<Shelf>(std::move(memory)); }
     // Takes and puts some of what is to pass through shared memory; true if there was anything.
     bool pass(Nanos now);
     // Peers with which memory is shared, in rising order.
@@ -190,7 +194,8 @@ private:
     void sever(Peer& peer, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
-    [[nodiscard]] std::size_t put_run(Outgoing& message, std::byte* room);
+    [[nodiscard]] std::size_t put_run(Outgoing& message, const RingWriter& ring, std::byte* room);
+    [[nodiscard]] Shelf::Item* shelve(const Outgoing& message, const Record& record, std::uint32_t end);
 
     // endings.cpp: timers, and how exchanges come to their end
     void close(Exchange& exchange, Incoming& message, bool tell);
@@ -248,6 +253,7 @@ private:
     bool again_{};                         // transmit has more to look at although a peer had nothing to send
     std::vector<std::uint16_t> near_;      // peers with which memory is shared
     Bitmap bells_;                         // peers whose bells must be rung
+    std::unique_ptr<Shelf> shelf_;         // what goes to several of them
     bool passages_shut_{};
     Nanos defer_until_{never};  // the earliest time at which a term that came before its turn is taken nevertheless
     bool draining_{};           // whatever is in the ring is taken

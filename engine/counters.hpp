@@ -15,6 +15,7 @@ struct Counters {
     std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
     std::uint64_t reports{}, probes{}, asks{};
     std::uint64_t shared_bytes_sent{}, shared_bytes_received{};  // data that passed through shared memory
+    std::uint64_t shelved_bytes_sent{};                          // of it, what lay there already for another peer
     std::uint64_t path_probes{}, path_changes{}, pieces{};       // paths that carry less than a whole datagram
 };
 

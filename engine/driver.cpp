@@ -238,8 +238,8 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     }
 }
 
-Driver::Offer Driver::offer_passage(std::uint16_t peer) {
-    auto ring = std::make_unique<RingMemory>();
+Driver::Offer Driver::offer_passage(std::uint16_t peer, std::size_t neighbours) {
+    auto ring = std::make_unique<RingMemory>(neighbours);
     ring->shared().shut.store(1, std::memory_order_release);  // until we read
     const Lock lock(door_);
     check_open();
@@ -247,21 +247,25 @@ Driver::Offer Driver::offer_passage(std::uint16_t peer) {
         return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0),
                                    "shared memory needs more descriptors, see `ulimit -n`");
     };
-    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get())};
+    if (core_->shelf() == nullptr) core_->set_shelf(std::make_unique<ShelfMemory>());
+    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get()), .shelf = copy(core_->shelf()->file())};
     ring->close_file();
     near_[peer].from_it = std::move(ring);
     return offer;
 }
 
-void Driver::take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell) {
-    auto memory = std::make_unique<RingMemory>(std::move(ring));
+void Driver::take_passage(std::uint16_t peer, Offer offer) {
+    auto memory = std::make_unique<RingMemory>(std::move(offer.ring));
     memory->close_file();
-    const int flags = fcntl(bell.get(), F_GETFL);
+    auto shelf = std::make_unique<ShelfMemory>(std::move(offer.shelf));
+    shelf->close_file();
+    const int flags = fcntl(offer.bell.get(), F_GETFL);
     if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
     const Lock lock(door_);
     check_open();
     near_[peer].to_it = std::move(memory);
-    near_[peer].bell = std::move(bell);
+    near_[peer].its_shelf = std::move(shelf);
+    near_[peer].bell = std::move(offer.bell);
 }
 
 void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
@@ -277,8 +281,9 @@ void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
     };
     try {
         attempt([&] {
-            core_->connect(peer, incarnation, std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it)),
-                           clock_now());
+            auto passage =
+                std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it), std::move(near.its_shelf));
+            core_->connect(peer, incarnation, std::move(passage), clock_now());
         });
     } catch (const std::invalid_argument&) {
         go_on();  // what an earlier passage held may have ended exchanges

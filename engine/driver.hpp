@@ -79,14 +79,14 @@ public:
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
     void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
     // Shared memory with a peer of the same machine, in three steps, so that nothing can fail once the peer relies on it:
-    // makes memory that the peer will write to, and returns descriptors of it and of the bell that the peer will ring,
-    // which the caller owns;
+    // makes memory that the peer, one of so many neighbours, will write to, and returns descriptors of it, of the bell that the peer will ring, and of
+    // the shelf that it will read; the caller owns them;
     struct Offer {
-        Descriptor ring, bell;
+        Descriptor ring, bell, shelf;
     };
-    [[nodiscard]] Offer offer_passage(std::uint16_t peer);
+    [[nodiscard]] Offer offer_passage(std::uint16_t peer, std::size_t neighbours);
     // takes those of the peer;
-    void take_passage(std::uint16_t peer, Descriptor ring, Descriptor bell);
+    void take_passage(std::uint16_t peer, Offer offer);
     // and uses both. Throws std::invalid_argument if the peer is another process by now.
     void use_passage(std::uint16_t peer, std::uint16_t incarnation);
     // Peers with which memory is shared.
@@ -175,6 +175,7 @@ private:
     // By peer: memory that is not used yet, and the bell to ring.
     struct Near {
         std::unique_ptr<RingMemory> from_it, to_it;
+        std::unique_ptr<ShelfMemory> its_shelf;
         Descriptor bell;
     };
     std::unordered_map<std::uint16_t, Near> near_;

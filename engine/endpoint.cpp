@@ -36,6 +36,7 @@ void add(Counters& sum, const Counters& more) {
                          &Counters::asks,
                          &Counters::shared_bytes_sent,
                          &Counters::shared_bytes_received,
+                         &Counters::shelved_bytes_sent,
                          &Counters::path_probes,
                          &Counters::path_changes,
                          &Counters::pieces}) {
@@ -251,9 +252,9 @@ void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses
     }
 }
 
-std::vector<Driver::Offer> Endpoint::offer_passage(std::uint16_t peer) {
+std::vector<Driver::Offer> Endpoint::offer_passage(std::uint16_t peer, std::size_t neighbours) {
     std::vector<Driver::Offer> all;
-    for (const auto& lane : lanes_) all.push_back(lane->offer_passage(peer));
+    for (const auto& lane : lanes_) all.push_back(lane->offer_passage(peer, neighbours));
     return all;
 }
 
@@ -261,8 +262,7 @@ void Endpoint::take_passage(std::uint16_t peer, std::vector<Driver::Offer> offer
     if (offers.size() != lanes_.size())
         throw std::invalid_argument("expected memory for " + std::to_string(lanes_.size()) + " lanes, got it for " +
                                     std::to_string(offers.size()));
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
-        lanes_[lane]->take_passage(peer, std::move(offers[lane].ring), std::move(offers[lane].bell));
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) lanes_[lane]->take_passage(peer, std::move(offers[lane]));
 }
 
 void Endpoint::use_passage(std::uint16_t peer, std::uint16_t incarnation) {

@@ -48,7 +48,7 @@ public:
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
                  const std::vector<Key>& keys);
     // One offer per lane.
-    [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer);
+    [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer, std::size_t neighbours);
     void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);
     void use_passage(std::uint16_t peer, std::uint16_t incarnation);
     [[nodiscard]] std::vector<std::uint16_t> near() { return lanes_[0]->near(); }

@@ -12,8 +12,11 @@ namespace {
 
 // Records of one peer that are taken, or put, before it is another peer's turn.
 constexpr std::size_t records_per_turn = 4;
-// What a record holds at most, unless one chunk is larger.
-constexpr std::size_t run_bytes = 64 << 10;
+// What a record holds at most, unless one chunk is larger: a part of the ring, so that both sides work at once.
+constexpr std::size_t most_run_bytes = 64 << 10;
+std::size_t run_bytes(const RingWriter& ring) { return std::min(most_run_bytes, ring.capacity() / 4); }
+// A smaller run is copied into each ring: to look for it elsewhere costs as much.
+constexpr std::size_t least_shelved_bytes = 8 << 10;
 // How many times a peer's share of the pool its chunks may take: whoever shares memory with us is no stranger.
 constexpr std::size_t pool_shares = 16;
 // How long a term of a sum may lie in the ring until its turn comes. To keep it elsewhere costs a copy; to leave it there
@@ -27,7 +30,9 @@ std::optional<Record> Record::parse(std::span<const std::byte> from) {
     if (from.size() < head_bytes) return std::nullopt;
     // A copy, so that its writer cannot change what has been checked.
     std::memcpy(&record, from.data(), sizeof record);
-    const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && size(record.bytes) <= from.size();
+    const bool fits = record.shelved != 0 ? std::size_t{record.place} + record.bytes <= ShelfMemory::capacity
+                                          : size(record.bytes) <= from.size();
+    const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && fits;
     return sound ? std::optional(record) : std::nullopt;
 }
 
@@ -41,6 +46,7 @@ void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_pt
         sever(peer, now);
         throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
     }
+    if (shelf_ && peer.passage) shelf_->strand(rank);
     passage->in.set_shut(passages_shut_);
     peer.passage = std::move(passage);
     const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
@@ -53,6 +59,7 @@ void Core::disconnect() {
         bells_.clear(rank);
     }
     near_.clear();
+    shelf_.reset();
 }
 
 void Core::shut_passages(bool shut) {
@@ -90,6 +97,7 @@ void Core::sever(Peer& peer, Nanos now) {
     const Blame blame{peer.rank, Status::memory_broken};
     std::erase(near_, peer.rank);
     bells_.clear(peer.rank);
+    if (shelf_) shelf_->forget(peer.rank);
     peer.passage.reset();
     peer.say({.kind = Kind::bye, .blame = blame});
     part(peer, Status::memory_broken, blame, now);
@@ -115,10 +123,10 @@ bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
             passage.in.set_broken();
             break;
         }
-        const Taken how = take_record(peer, *record, front.subspan(Record::head_bytes, record->bytes), now);
+        const Taken how = take_record(peer, *record, passage.payload(*record, front), now);
         passage.stalled = how == Taken::no_room;
         if (how != Taken::yes) break;
-        if (passage.in.pop(Record::size(record->bytes))) bells_.set(rank);
+        if (passage.in.pop(record->size())) bells_.set(rank);
         front = passage.in.front();
     }
     if (taken == 0) return false;
@@ -199,7 +207,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
     RingWriter& out = peer.passage->out;
     if (!passes(rank)) return false;
     // A run, and perhaps the end of its message.
-    const std::size_t needed = Record::size(std::max(run_bytes, chunk_bytes_)) + Record::size(0);
+    const std::size_t needed = Record::size(std::max(run_bytes(out), chunk_bytes_)) + Record::size(0);
     bool any = false;
     for (std::size_t i = 0; i < records_per_turn; ++i) {
         Outgoing* message = peer.queue.next(config_.eager_bytes);
@@ -207,7 +215,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
         if (room == nullptr) break;
         peers_.mark(rank);
         any = true;
-        if (out.publish(put_run(*message, room))) bells_.set(rank);
+        if (out.publish(put_run(*message, out, room))) bells_.set(rank);
         Exchange& exchange = *message->exchange;
         message->release_if_done();
         if (message->released) settle(exchange, now);
@@ -215,8 +223,15 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
     return any;
 }
 
-// Writes the next run of chunks of a message; returns the bytes that it takes in the ring.
-std::size_t Core::put_run(Outgoing& message, std::byte* room) {
+// Puts a run of chunks that goes to several peers where all of them read it; null if it must be copied into the ring.
+Shelf::Item* Core::shelve(const Outgoing& message, const Record& record, std::uint32_t end) {
+    if (!shelf_ || !message.checks || record.bytes < least_shelved_bytes || near_.size() < 2) return nullptr;
+    return shelf_->put(message, record.chunk, end, record.bytes,
+                       [&](std::uint16_t rank) { return peers_.attempt(rank).passage->out.read(); });
+}
+
+// Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
+std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* room) {
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
@@ -227,6 +242,7 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
                   .flags = stage_flag(message.second_stage)};
     bool any = false;
     std::size_t used = 0;
+    Shelf::Item* item = nullptr;
     const auto arrives = [&](std::uint32_t chunk) {
         any = true;
         if (message.acked_chunks.set(chunk)) ++message.acked;
@@ -241,19 +257,30 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
     } else if (message.sendable()) {
         record.chunk = message.chunk_at(message.cursor);
         std::uint32_t next = record.chunk;
+        if (shelf_ && message.checks) item = shelf_->find(message, next);
         do {
             arrives(next++);
             ++message.cursor;
         } while (message.sendable() && message.chunk_at(message.cursor) == next && !message.next_is_missing() &&
-                 record.bytes + message.cut.size(next) <= run_bytes);
+                 (item == nullptr || next < item->end()) && record.bytes + message.cut.size(next) <= run_bytes(ring));
         message.eager_bytes += record.bytes;
+        if (item != nullptr) {
+            counters_.shelved_bytes_sent += record.bytes;
+        } else {
+            item = shelve(message, record, next);
+        }
     }
     if (any) {
-        record.write(room);
-        if (record.bytes > 0)
+        if (item != nullptr) {
+            record.shelved = 1;
+            record.place = item->place(record.chunk);
+        } else if (record.bytes > 0) {
             std::memcpy(room + Record::head_bytes, message.payload(record.chunk).data(), record.bytes);
+        }
+        record.write(room);
         counters_.shared_bytes_sent += record.bytes;
-        used = Record::size(record.bytes);
+        used = record.size();
+        if (item != nullptr) item->lend(message.peer, ring.written() + used);
     }
     // The receiver need not wait for chunks that we do not have; those still under way by datagram may yet arrive.
     const bool settled = message.acked + message.given_up >= message.cut.chunks;
@@ -262,6 +289,7 @@ std::size_t Core::put_run(Outgoing& message, std::byte* room) {
         record.kind = Kind::end;
         if (settled) record.flags |= flag_repair;
         record.bytes = 0;
+        record.shelved = 0;
         record.write(room + used);
         used += Record::size(0);
     }

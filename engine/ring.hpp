@@ -22,11 +22,15 @@ namespace storm {
 // process that holds it, however that ends.
 class RingMemory {
 public:
-    // What a ring holds. Small enough to stay in a core's cache on its way from one process to the other.
-    static constexpr std::size_t capacity = 512 << 10;
+    // What a ring holds. Small enough to stay in a core's cache on its way from one process to the other: with many
+    // neighbours, so many rings together.
+    static constexpr std::size_t most_bytes = 512 << 10, least_bytes = 128 << 10;
+    [[nodiscard]] static constexpr std::size_t bytes_for(std::size_t neighbours) {
+        return neighbours < 8 ? most_bytes : least_bytes;
+    }
 
-    // Makes a ring. Throws std::system_error.
-    RingMemory();
+    // Makes a ring for one of so many neighbours. Throws std::system_error.
+    explicit RingMemory(std::size_t neighbours);
     // Opens a ring that another process made. Throws std::system_error or std::invalid_argument: the descriptor may be
     // anything.
     explicit RingMemory(Descriptor file);
@@ -47,12 +51,14 @@ public:
     };
     [[nodiscard]] Shared& shared() const { return *shared_; }
     // The ring's bytes lie in memory twice, one copy behind the other, so that no record is ever in two parts.
-    [[nodiscard]] std::byte* at(std::uint64_t index) const { return bytes_ + index % capacity; }
+    [[nodiscard]] std::byte* at(std::uint64_t index) const { return bytes_ + index % capacity_; }
+    [[nodiscard]] std::size_t capacity() const { return capacity_; }
 
 private:
     void map();
 
     Descriptor file_;
+    std::size_t capacity_;
     std::byte* base_{};
     Shared* shared_{};
     std::byte* bytes_{};
@@ -66,6 +72,10 @@ public:
     [[nodiscard]] std::byte* room(std::size_t bytes);
     // Hands what was written to the reader. True if the reader sleeps, so that its bell must be rung.
     [[nodiscard]] bool publish(std::size_t bytes);
+    [[nodiscard]] std::size_t capacity() const { return memory_->capacity(); }
+    // Index behind the last record that was published, and behind the last one that was read.
+    [[nodiscard]] std::uint64_t written() const { return tail_; }
+    [[nodiscard]] std::uint64_t read();
     [[nodiscard]] bool shut() const { return memory_->shared().shut.load(std::memory_order_acquire) != 0; }
     // Whether the reader has written nonsense: from then on there is no room.
     [[nodiscard]] bool broken() const { return broken_; }

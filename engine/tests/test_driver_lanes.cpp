@@ -49,7 +49,7 @@ struct Crew {
 void share_memory(Crew& crew) {
     for (std::uint16_t one = 0; one < crew.all.size(); ++one) {
         for (std::uint16_t other = 0; other < one; ++other) {
-            auto from_one = crew[one].offer_passage(other), from_other = crew[other].offer_passage(one);
+            auto from_one = crew[one].offer_passage(other, 1), from_other = crew[other].offer_passage(one, 1);
             crew[one].take_passage(other, std::move(from_other));
             crew[other].take_passage(one, std::move(from_one));
             crew[one].use_passage(other, 0);

@@ -21,9 +21,9 @@ namespace {
 
 // As two processes would, one after the other.
 void share_memory(Driver& one, std::uint16_t its_rank, Driver& other, std::uint16_t other_rank) {
-    Driver::Offer from_one = one.offer_passage(other_rank), from_other = other.offer_passage(its_rank);
-    one.take_passage(other_rank, std::move(from_other.ring), std::move(from_other.bell));
-    other.take_passage(its_rank, std::move(from_one.ring), std::move(from_one.bell));
+    Driver::Offer from_one = one.offer_passage(other_rank, 1), from_other = other.offer_passage(its_rank, 1);
+    one.take_passage(other_rank, std::move(from_other));
+    other.take_passage(its_rank, std::move(from_one));
     one.use_passage(other_rank, 0);
     other.use_passage(its_rank, 0);
 }
@@ -54,11 +54,51 @@ TEST(drivers_that_share_memory_all_reduce_exactly_and_lossily) {
     }
 }
 
+TEST(what_goes_to_several_ranks_is_written_once) {
+    for (const std::uint16_t world : std::initializer_list<std::uint16_t>{2, 4, 9}) {
+        Team team(world);
+        share_memory(team);
+        std::vector<Buffer> sent, got(world, Buffer(std::size_t{world} * 3'000'000));
+        for (std::uint16_t rank = 0; rank < world; ++rank) sent.push_back(random_buffer(3'000'000, rank));
+        for (std::uint32_t seq = 0; seq < 3; ++seq) {
+            std::vector<std::uint64_t> ids;
+            for (std::uint16_t rank = 0; rank < world; ++rank) {
+                ExchangeSpec spec = exchange_on(0, seq);
+                for (std::uint16_t peer = 0; peer < world; ++peer) {
+                    if (peer == rank) continue;
+                    spec.sends.push_back({.peer = peer, .data = sent[rank].data(), .bytes = sent[rank].size()});
+                    spec.receives.push_back(
+                        {.peer = peer, .into = got[rank].data() + peer * std::size_t{3'000'000}, .bytes = 3'000'000});
+                }
+                ids.push_back(team[rank].post(spec));
+            }
+            for (std::uint16_t rank = 0; rank < world; ++rank) {
+                CHECK(wait_for(team[rank], ids[rank]).status == Status::ok);
+                for (std::uint16_t peer = 0; peer < world; ++peer) {
+                    if (peer == rank) continue;
+                    CHECK(std::memcmp(got[rank].data() + peer * std::size_t{3'000'000}, sent[peer].data(), 3'000'000) ==
+                          0);
+                }
+                // The next round has other bytes in the same place.
+                std::memset(got[rank].data(), 0, got[rank].size());
+            }
+            for (std::uint16_t rank = 0; rank < world; ++rank)
+                sent[rank] = random_buffer(3'000'000, 100 * seq + rank + 1);
+        }
+        std::uint64_t once = 0, all = 0;
+        for (const auto& driver : team.drivers) {
+            once += driver->health().counters.shelved_bytes_sent;
+            all += driver->health().counters.shared_bytes_sent;
+        }
+        CHECK(world == 2 ? once == 0 : once > all / 4);
+    }
+}
+
 TEST(nothing_is_passed_to_a_rank_that_does_not_read_yet) {
     Team team(2);
-    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
-    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
-    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
+    team[0].take_passage(1, std::move(from_one));
+    team[1].take_passage(0, std::move(from_zero));
     team[0].use_passage(1, 0);
     train(team, 2, 50'000);
     CHECK_EQUAL(shared_bytes(team), 0U);
@@ -155,11 +195,11 @@ void check_that_nonsense_costs_its_writer_alone(Write write) {
     Team team(3, {}, "127.0.0.1", [](CoreConfig& config) { config.eager_bytes = 16 << 20; });
     share_memory(team[2], 2, team[0], 0);
     share_memory(team[2], 2, team[1], 1);
-    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
+    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
     // What rank 1 writes to, and what it reads from.
     const RingMemory to_zero(Descriptor(dup(from_zero.ring.get()))), to_one(Descriptor(dup(from_one.ring.get())));
-    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
-    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    team[0].take_passage(1, std::move(from_one));
+    team[1].take_passage(0, std::move(from_zero));
     team[0].use_passage(1, 0);
     team[1].use_passage(0, 0);
     train(team, 2, 10'000);
@@ -199,7 +239,7 @@ void check_that_nonsense_costs_its_writer_alone(Write write) {
 
 TEST(an_index_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
     check_that_nonsense_costs_its_writer_alone([](const RingMemory& to_zero, const RingMemory&) {
-        to_zero.shared().tail.store(to_zero.shared().tail.load() + RingMemory::capacity + 1);
+        to_zero.shared().tail.store(to_zero.shared().tail.load() + RingMemory::most_bytes + 1);
     });
     check_that_nonsense_costs_its_writer_alone([](const RingMemory& to_zero, const RingMemory&) {
         to_zero.shared().tail.store(to_zero.shared().tail.load() - 64);
@@ -223,13 +263,19 @@ TEST(a_record_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
     check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
         overwrite(to_zero, {.bytes = 0xffff'ffff, .kind = Kind::data}, Record::size(1'000));
     });
+    // Beyond the end of the shelf, by a little and by so much that the sum has more than 32 bits.
+    for (const std::uint32_t place : {std::uint32_t{ShelfMemory::capacity - 999}, 0xffff'fff0U}) {
+        check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
+            overwrite(to_zero, {.bytes = 1'000, .kind = Kind::data, .shelved = 1, .place = place}, Record::size(0));
+        });
+    }
 }
 
 TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
     Team team(2);
-    Driver::Offer from_one = team[1].offer_passage(0), from_zero = team[0].offer_passage(1);
+    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
     const RingMemory to_zero(Descriptor(dup(from_zero.ring.get())));
-    team[0].take_passage(1, std::move(from_one.ring), std::move(from_one.bell));
+    team[0].take_passage(1, std::move(from_one));
     team[0].use_passage(1, 0);
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{1'000}; });
     const std::uint64_t id = team[0].post(job.spec(0, 0));
@@ -243,7 +289,7 @@ TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
     }
     to_zero.shared().tail.store(tail);
     team[0].post(job.spec(0, 1));  // looks at its rings
-    team[1].take_passage(0, std::move(from_zero.ring), std::move(from_zero.bell));
+    team[1].take_passage(0, std::move(from_zero));
     CHECK(wait_for(team[1], team[1].post(job.spec(1, 0))).status == Status::ok);
     CHECK(wait_for(team[0], id).status == Status::ok);
     CHECK(job.complete(0));
@@ -311,10 +357,11 @@ TEST(a_driver_that_is_closed_keeps_no_shared_memory) {
 
 TEST(a_descriptor_that_is_no_ring_is_refused) {
     Team team(2);
-    Driver::Offer offer = team[0].offer_passage(1);
+    Driver::Offer offer = team[0].offer_passage(1, 1);
+    const auto copy = [](const Descriptor& of) { return Descriptor(dup(of.get())); };
     const auto refused = [&](int fd) {
         try {
-            team[1].take_passage(0, Descriptor(fd), Descriptor(dup(offer.bell.get())));
+            team[1].take_passage(0, {.ring = Descriptor(fd), .bell = copy(offer.bell), .shelf = copy(offer.shelf)});
         } catch (const std::exception&) {
             return true;
         }
@@ -324,6 +371,12 @@ TEST(a_descriptor_that_is_no_ring_is_refused) {
     const int unsealed = memfd_create("other", MFD_CLOEXEC);
     CHECK(ftruncate(unsealed, 64 << 10) == 0);
     CHECK(refused(unsealed));
+    CHECK(refused(dup(offer.shelf.get())));
+    try {
+        team[1].take_passage(0, {.ring = copy(offer.ring), .bell = copy(offer.bell), .shelf = copy(offer.ring)});
+        CHECK(false);
+    } catch (const std::invalid_argument&) {
+    }
     try {
         team[1].use_passage(0, 0);
         CHECK(false);

@@ -156,7 +156,7 @@ class Sharing:
             own = transport.cards[self._rank]
             hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
             hello["proof"] = _proof(transport, self._rank, own, card)
-            _send(connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer))
+            _send(connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport)))
             answer, descriptors = _receive(connection)
             if not hmac.compare_digest(answer, b"yes " + _proof(transport, peer, card, own).encode()):
                 _close(descriptors)
@@ -184,7 +184,7 @@ class Sharing:
                 _take(transport, peer, descriptors)
                 own, other = transport.cards[self._rank], transport.cards[peer]
                 answer = b"yes " + _proof(transport, self._rank, own, other).encode()
-                _send(connection, answer, transport.endpoint.offer_passage(peer))
+                _send(connection, answer, transport.endpoint.offer_passage(peer, _neighbours(transport)))
                 if connection.recv(16) == b"use":
                     transport.endpoint.use_passage(peer, incarnation)
 
@@ -217,6 +217,12 @@ class _Wanted:
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S if self.at < self.warn_at else _RARE_NAP_S)
 
 
+def _neighbours(transport: Shares) -> int:
+    """Number of other ranks on this machine, as far as is known now."""
+    machine = machine_id()
+    return sum(card.machine == machine for card in transport.cards.values()) - 1
+
+
 def _name(card: Card) -> str:
     # An abstract name: it belongs to the network namespace, and ends with the socket.
     return f"\0stormtorch-{card.nonce}"
@@ -234,7 +240,7 @@ def _user(connection: socket.socket) -> int:
 
 
 def _take(transport: Shares, peer: int, descriptors: list[int]) -> None:
-    # Of each lane its memory and its bell. The engine owns them from now on, even if it fails.
+    # Of each lane its ring, its bell and its shelf. The engine owns them from now on, even if it fails.
     transport.endpoint.take_passage(peer, descriptors)
 
 
@@ -246,7 +252,7 @@ def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> 
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_LEN(2 * (MOST_LANES + 1) * array.array("i").itemsize)
+    room = socket.CMSG_LEN(3 * (MOST_LANES + 1) * array.array("i").itemsize)
     message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
     for level, kind, data in ancillary:
