@@ -329,6 +329,11 @@ void Driver::follow(const View& view, bool inside) {
     wake(caller_drives_ ? nudge_ : wake_);
 }
 
+Prospect Driver::prospect(std::uint64_t id) {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->prospect(id, clock_now()) : Prospect::none;
+}
+
 std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {
     const Lock lock(door_);
     return core_ && !over() ? core_->unreached(id, clock_now()) : std::vector<std::uint16_t>{};

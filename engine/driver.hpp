@@ -100,6 +100,8 @@ public:
     void on_view(std::function<void(const View&, bool)> tell);
     // What another lane's `on_view` told.
     void follow(const View& view, bool inside);
+    // See Core::prospect.
+    [[nodiscard]] Prospect prospect(std::uint64_t id);
     // See Core::unreached.
     [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id);
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.

@@ -235,6 +235,16 @@ void Endpoint::cancel(std::uint64_t id) {
     }
 }
 
+Prospect Endpoint::prospect(std::uint64_t id) {
+    const std::shared_ptr<Divided> exchange = find(id);
+    if (!exchange) return lanes_[0]->prospect(id);
+    Prospect worst = Prospect::good;
+    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
+        if (!verdict(*exchange, lane)) worst = std::max(worst, lanes_[lane]->prospect(exchange->ids[lane]));
+    }
+    return worst;
+}
+
 std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq) {
     return lanes_[0]->peek(channel, seq);
 }
