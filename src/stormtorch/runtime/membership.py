@@ -247,7 +247,7 @@ class Membership:
         heard = standing["heard_s"]
         silent = [rank for rank in others if heard.get(rank) is None or heard[rank] > silence_s]
         if not silent:
-            return "it hears all members"
+            return "it hears all members" if standing["quorum"] else "members have left, so that there is no majority"
         since = max((heard[rank] for rank in silent if heard.get(rank) is not None), default=0.0)
         majority = "" if standing["quorum"] else ", which leaves it without a majority"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"
