@@ -145,7 +145,8 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
                 door_.give_way();
                 continue;
             }
-            if (linger(lock) || !core_->may_sleep()) continue;
+            // Meanwhile, another thread may have ended what this one waits for, and nudges only those who sleep.
+            if (linger(lock) || ready() || over() || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
@@ -296,7 +297,8 @@ std::vector<std::uint16_t> Driver::near() {
 void Driver::rearm() {
     if (!caller_drives_) {
         arm();
-    } else if (next_timer() < sleeping_until_) {
+    } else if (sleeping_until_ != 0 && (!unsent_.empty() || next_timer() < sleeping_until_)) {
+        // A caller that fell asleep when the socket had room does not notice when it has some again.
         wake(nudge_);
     }
 }

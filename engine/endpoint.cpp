@@ -280,8 +280,17 @@ void Endpoint::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
 }
 
 void Endpoint::close(Nanos linger) {
-    // All lanes together wait no longer than one would.
+    // All lanes together wait no longer than one would: while one waits for answers, the others have their own on the way.
     const Nanos give_up_at = clock_now() + linger;
+    if (lanes_.size() > 1 && linger > 0) {
+        for (const auto& lane : lanes_) {
+            try {
+                lane->leave();
+            } catch (...) {
+                // It has failed, and is closed like the others.
+            }
+        }
+    }
     for (const auto& lane : lanes_) {
         lane->close(linger == 0 ? 0 : std::max<Nanos>(give_up_at - clock_now(), 0));
     }

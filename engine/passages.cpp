@@ -91,6 +91,7 @@ void Core::sever(Peer& peer, Nanos now) {
     std::erase(near_, peer.rank);
     bells_.clear(peer.rank);
     peer.passage.reset();
+    peer.farewells = Peer::most_farewells;
     peer.say({.kind = Kind::bye, .blame = blame});
     part(peer, Status::memory_broken, blame, now);
 }
