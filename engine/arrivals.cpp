@@ -135,6 +135,7 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
 
 void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
                    Way way) {
+    note_begun(exchange, peer);
     const bool second_stage = header.has(flag_second_stage);
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
@@ -233,6 +234,7 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
 
 void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
     const bool second_stage = header.has(flag_second_stage);
+    if (header.kind != Kind::wait) note_begun(exchange, peer);  // it has no room for what it has not posted
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank) continue;
         if (header.kind == Kind::ready) {
@@ -301,6 +303,7 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 void Core::heed_failed(Exchange& exchange, Peer& peer, Blame blame) {
     const bool passes = blame.cause == Status::closed || blame.cause == Status::peer_silent ||
                         blame.cause == Status::peer_left || blame.cause == Status::memory_broken;
+    if (exchange.patient() && peer.rank < Ranks::bits) exchange.given_up_by.add(peer.rank);
     if (!exchange.patient() || !passes) abandon_peer(exchange, peer, Status::peer_failed, blame);
 }
 

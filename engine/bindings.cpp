@@ -257,6 +257,11 @@ std::optional<Outcome> wait_outcome(Endpoint& endpoint, std::uint64_t id, std::o
 NB_MODULE(_engine, m) {
     m.doc() = "The native engine of stormtorch.";
 
+    nb::enum_<Prospect>(m, "Prospect")
+        .value("GOOD", Prospect::good)
+        .value("UNCLEAR", Prospect::unclear)
+        .value("NONE", Prospect::none);
+
     nb::enum_<Status>(m, "Status")
         .value("RUNNING", Status::running)
         .value("OK", Status::ok)
@@ -341,6 +346,7 @@ NB_MODULE(_engine, m) {
             nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0)
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Endpoint::ended, nb::arg("id"))
+        .def("prospect", &Endpoint::prospect, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "peek", [](Endpoint& d, std::uint32_t channel, std::uint32_t seq) { return to_list(d.peek(channel, seq)); },
             nb::arg("channel"), nb::arg("seq"))
@@ -448,6 +454,9 @@ NB_MODULE(_engine, m) {
             nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(),
             nb::arg("view") = 0)
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
+        .def(
+            "prospect", [](Sim& s, std::uint16_t rank, std::uint64_t id) { return s.core(rank).prospect(id, s.now()); },
+            nb::arg("rank"), nb::arg("id"))
         .def(
             "peek",
             [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq) {

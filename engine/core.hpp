@@ -89,6 +89,9 @@ public:
     // exchange for a view waits for them; in a lane other than 0 that would be for ever, unless lane 0 is told.
     [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id, Nanos now) const;
 
+    // See Prospect; `good` if the exchange has ended.
+    [[nodiscard]] Prospect prospect(std::uint64_t id, Nanos now) const;
+
     // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
     void receive(std::span<std::byte> datagram, Nanos now);
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
@@ -158,6 +161,7 @@ private:
     void part(Peer& peer, Status status, Blame blame, Nanos now);
     void take_failed(Peer& peer, const Header& header, Nanos now);
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
+    static void note_begun(Exchange& exchange, const Peer& peer);
     void answer_for_ended(Peer& peer, const Header& header);
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);

@@ -145,7 +145,8 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
                 door_.give_way();
                 continue;
             }
-            if (linger(lock) || !core_->may_sleep()) continue;
+            // Meanwhile, another thread may have ended what this one waits for, and nudges only those who sleep.
+            if (linger(lock) || ready() || over() || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
@@ -301,7 +302,8 @@ std::vector<std::uint16_t> Driver::near() {
 void Driver::rearm() {
     if (!caller_drives_) {
         arm();
-    } else if (next_timer() < sleeping_until_) {
+    } else if (sleeping_until_ != 0 && (!unsent_.empty() || next_timer() < sleeping_until_)) {
+        // A caller that fell asleep when the socket had room does not notice when it has some again.
         wake(nudge_);
     }
 }
@@ -332,6 +334,11 @@ void Driver::follow(const View& view, bool inside) {
         collect();
     });
     wake(caller_drives_ ? nudge_ : wake_);
+}
+
+Prospect Driver::prospect(std::uint64_t id) {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->prospect(id, clock_now()) : Prospect::none;
 }
 
 std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {

@@ -100,8 +100,12 @@ public:
     void on_view(std::function<void(const View&, bool)> tell);
     // What another lane's `on_view` told.
     void follow(const View& view, bool inside);
+    // See Core::prospect.
+    [[nodiscard]] Prospect prospect(std::uint64_t id);
     // See Core::unreached.
     [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id);
+    // Says goodbye without waiting for anything; `close` must follow.
+    void leave();
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
     void close(Nanos linger);
 
@@ -185,7 +189,7 @@ private:
     bool caller_drives_{};
     bool listening_{};
     bool more_{};  // the last step may have left something to do
-    bool closing_{}, closed_{};
+    bool leaving_{}, closing_{}, closed_{};
     std::exception_ptr failure_;
     Nanos ticked_at_{};
     Nanos read_at_{};  // when the socket was last read

@@ -125,6 +125,17 @@ void Driver::wake(const Descriptor& event) {
     (void)!write(event.get(), &one, sizeof one);
 }
 
+void Driver::leave() {
+    const Lock lock(door_);
+    if (!core_ || over() || std::exchange(leaving_, true)) return;
+    attempt([&] {
+        core_->leave();
+        for (int round = 0; round < 64 && flush(clock_now()); ++round) {
+        }
+    });
+    rearm();
+}
+
 void Driver::close(Nanos linger) {
     {
         Lock lock(door_);
@@ -160,7 +171,7 @@ void Driver::close(Nanos linger) {
 
 void Driver::say_goodbye(Lock& lock, Nanos linger) {
     const Nanos give_up_at = clock_now() + linger;
-    core_->leave();
+    if (!std::exchange(leaving_, true)) core_->leave();
     while (linger > 0 && !core_->gone() && clock_now() < give_up_at) {
         if (step()) {
             door_.give_way();

@@ -154,7 +154,8 @@ void Core::tick_peer(Peer& peer, Nanos now) {
     if (now < peer.out.probe_at()) return;
     peer.out.probed(now);
     ++counters_.probes;
-    peer.say({.kind = Kind::ping});
+    // Of a peer that we have parted from, the answer to our goodbye is all that is waited for.
+    peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
 }
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {

@@ -236,6 +236,16 @@ void Endpoint::cancel(std::uint64_t id) {
     }
 }
 
+Prospect Endpoint::prospect(std::uint64_t id) {
+    const std::shared_ptr<Divided> exchange = find(id);
+    if (!exchange) return lanes_[0]->prospect(id);
+    Prospect worst = Prospect::good;
+    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
+        if (!verdict(*exchange, lane)) worst = std::max(worst, lanes_[lane]->prospect(exchange->ids[lane]));
+    }
+    return worst;
+}
+
 std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq) {
     return lanes_[0]->peek(channel, seq);
 }
@@ -270,8 +280,17 @@ void Endpoint::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
 }
 
 void Endpoint::close(Nanos linger) {
-    // All lanes together wait no longer than one would.
+    // All lanes together wait no longer than one would: while one waits for answers, the others have their own on the way.
     const Nanos give_up_at = clock_now() + linger;
+    if (lanes_.size() > 1 && linger > 0) {
+        for (const auto& lane : lanes_) {
+            try {
+                lane->leave();
+            } catch (...) {
+                // It has failed, and is closed like the others.
+            }
+        }
+    }
     for (const auto& lane : lanes_) {
         lane->close(linger == 0 ? 0 : std::max<Nanos>(give_up_at - clock_now(), 0));
     }

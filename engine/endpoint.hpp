@@ -43,6 +43,7 @@ public:
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
     [[nodiscard]] bool ended(std::uint64_t id);
     void cancel(std::uint64_t id);
+    [[nodiscard]] Prospect prospect(std::uint64_t id);
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // `addresses` and `keys`: by lane; no keys where datagrams are not sealed.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,

@@ -11,10 +11,19 @@
 #include "clock.hpp"
 #include "exchange_spec.hpp"
 #include "message.hpp"
+#include "ranks.hpp"
 #include "reduction.hpp"
 #include "timers.hpp"
 
 namespace storm {
+
+// Whether a patient exchange can end by what its peers still send. It matters to a caller that has another view: as long as
+// all can end the exchange, all should, since a peer that has may be content and leave.
+enum class Prospect : std::uint8_t {
+    good,     // every peer that it still needs takes part in it
+    unclear,  // one of them has not been heard to
+    none,     // one of them is gone or silent, or has given the exchange up
+};
 
 class Exchange {
 public:
@@ -61,6 +70,8 @@ public:
     Nanos timeout_at;
     const std::uint32_t view;
     bool dropped{};               // a peer that is in no later view
+    Ranks begun_by;               // peers that are known to have posted it; only if it is patient
+    Ranks given_up_by;            // peers that have ended it otherwise than well; only if it is patient
     std::vector<Outgoing> sends;  // never resized after construction: flights and queues point into it
     std::vector<Incoming> receives;
     std::unique_ptr<Reduction> reduction;

@@ -124,6 +124,32 @@ std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
     return all;
 }
 
+Prospect Core::prospect(std::uint64_t id, Nanos now) const {
+    const Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr) return Prospect::good;
+    Prospect worst = Prospect::good;
+    const auto look = [&](std::uint16_t rank) {
+        const Peer& peer = peers_.look(rank);
+        if (peer.left() || now >= peer.silent_at(exchange->outcome.started, config_.silence) ||
+            exchange->given_up_by.has(rank)) {
+            worst = Prospect::none;
+        } else if (!exchange->begun_by.has(rank)) {
+            worst = std::max(worst, Prospect::unclear);
+        }
+    };
+    for (const Outgoing& message : exchange->sends) {
+        if (!message.released) look(message.peer);
+    }
+    for (const Incoming& message : exchange->receives) {
+        if (!message.closed) look(message.peer);
+    }
+    return worst;
+}
+
+void Core::note_begun(Exchange& exchange, const Peer& peer) {
+    if (exchange.patient() && peer.rank < Ranks::bits) exchange.begun_by.add(peer.rank);
+}
+
 void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
     if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours
     views(now).receive(peer.rank, body, now);

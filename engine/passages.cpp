@@ -99,6 +99,7 @@ void Core::sever(Peer& peer, Nanos now) {
     bells_.clear(peer.rank);
     if (shelf_) shelf_->forget(peer.rank);
     peer.passage.reset();
+    peer.farewells = Peer::most_farewells;
     peer.say({.kind = Kind::bye, .blame = blame});
     part(peer, Status::memory_broken, blame, now);
 }

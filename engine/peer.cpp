@@ -24,7 +24,9 @@ Peer::Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl
       last_heard_(now) {}
 
 void Peer::say(const Control& what) {
-    if (!left_ || what.kind == Kind::done) controls.push(what);
+    const bool farewell = left_ && what.kind == Kind::bye && !told && farewells > 0;
+    if (farewell) --farewells;
+    if (!left_ || farewell || what.kind == Kind::done) controls.push(what);
 }
 
 void Peer::pass(std::vector<std::byte> note) {

@@ -27,7 +27,10 @@ public:
     Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
          std::size_t chunk_bytes, Nanos now);
 
-    // Queues a control datagram. Once the peer has left, only `done` is still said.
+    // How often a goodbye is said again to a peer that we part from: it may be gone, and never answer.
+    static constexpr unsigned most_farewells = 8;
+
+    // Queues a control datagram. Once the peer has left, only `done` is still said, and goodbyes as long as `farewells` lasts.
     void say(const Control& what);
 
     // Queues a note. Only the latest are kept: each says more than those before.
@@ -87,6 +90,7 @@ public:
     bool vacant{};                             // nobody has the slot: whatever comes from it is forged
     bool told{};                               // it knows that we leave
     bool refused{};                            // the pool turned a chunk from it away
+    unsigned farewells{};                      // how often it may still be told again that we part from it
 
 private:
     Nanos last_heard_;

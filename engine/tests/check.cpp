@@ -1,6 +1,10 @@
 #include "check.hpp"
 
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <string_view>
 #include <utility>
@@ -19,6 +23,19 @@ std::vector<Test>& tests() {
     return all;
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// A test that fails while engines still use its memory may crash before anybody has told its name. Sanitizers have
+// handlers of their own, which tell more.
+const char* volatile running = "";
+
+void name_the_crash(int number) {
+    for (const char* text : {"CRASHED in ", static_cast<const char*>(running), "\n"})
+        (void)!write(STDERR_FILENO, text, std::strlen(text));
+    std::signal(number, SIG_DFL);
+    std::raise(number);
+}
+#endif
+
 }  // namespace
 
 Registration::Registration(const char* name, const char* file, Body body) { tests().push_back({name, file, body}); }
@@ -27,6 +44,10 @@ Registration::Registration(const char* name, const char* file, Body body) { test
 
 int main(int argc, char** argv) {
     int passed = 0, failed = 0;
+    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // what was told counts, even if a later test crashes
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    for (const int number : {SIGSEGV, SIGABRT, SIGBUS}) std::signal(number, storm::check::name_the_crash);
+#endif
     for (const auto& [name, file, body] : storm::check::tests()) {
         bool asked = false, chosen = false, left_out = false;
         for (int i = 1; i < argc; ++i) {
@@ -39,6 +60,9 @@ int main(int argc, char** argv) {
             }
         }
         if (left_out || (asked && !chosen)) continue;
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+        storm::check::running = name;
+#endif
         try {
             body();
             ++passed;

@@ -242,6 +242,59 @@ TEST(goodbye_and_a_cancelled_exchange_of_a_peer_do_not_end_an_exchange_of_a_view
     for (const std::uint16_t rank : Some{0, 1}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
 }
 
+TEST(prospect_of_an_exchange_stays_good_when_a_peer_that_has_ended_it_leaves) {
+    Members job(network_of(4, 10e6));
+    const auto prospect = [&](std::uint16_t rank, std::uint64_t id) {
+        return job.net.core(rank).prospect(id, job.net.now());
+    };
+    // Only ranks 0 and 1 have much to tell each other: 40 ms.
+    AllToAll all(4, 30, [](auto from, auto to) { return std::size_t{from + to == 1 ? 400'000U : 100U}; });
+    std::vector<std::uint64_t> ids{job.post(0, all.spec(0, 0))};
+    job.run(5 * millisecond);
+    CHECK(prospect(0, ids[0]) == Prospect::unclear);
+    for (const std::uint16_t rank : Some{1, 2, 3}) ids.push_back(job.post(rank, all.spec(rank, 0)));
+    for (const std::uint16_t rank : Some{2, 3}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
+    job.net.core(3).leave();
+    job.net.with_views(3, [](Views&, Nanos) {});
+    job.run(10 * millisecond);
+    for (const std::uint16_t rank : Some{0, 1}) {
+        CHECK_EQUAL(job.number(rank), 2U);
+        CHECK(job.watch.outcome(rank, ids[rank]) == nullptr);
+        CHECK(prospect(rank, ids[rank]) == Prospect::good);
+    }
+    for (const std::uint16_t rank : Some{0, 1}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
+    for (const std::uint16_t from : Some{1, 2, 3}) CHECK(all.got[0][from] == all.sent[from][0]);
+    CHECK(prospect(0, ids[0]) == Prospect::good);
+}
+
+TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or_falls_silent) {
+    // Rank 1 is no majority without rank 0, so no view ends its wait.
+    const auto begun = [](Members& job, AllToAll& all) {
+        std::vector<std::uint64_t> ids;
+        for (const std::uint16_t rank : Some{0, 1}) ids.push_back(job.post(rank, all.spec(rank, 0)));
+        job.run(10 * millisecond);
+        CHECK(job.net.core(1).prospect(ids[1], job.net.now()) == Prospect::good);
+        return ids;
+    };
+    const auto ends = [&](auto&& how, Nanos after) {
+        Members job(network_of(2, 10e6));
+        AllToAll all(2, 31, [](auto, auto) { return std::size_t{4'000'000}; });
+        const auto ids = begun(job, all);
+        how(job, ids);
+        job.run(after);
+        CHECK(job.watch.outcome(1, ids[1]) == nullptr);
+        CHECK(job.net.core(1).prospect(ids[1], job.net.now()) == Prospect::none);
+    };
+    ends([](Members& job, const auto& ids) { job.net.cancel(0, ids[0]); }, 10 * millisecond);
+    ends([](Members& job, const auto&) { job.net.set_dark(0, true); }, silence + 10 * millisecond);
+    ends(
+        [](Members& job, const auto&) {
+            job.net.core(0).leave();
+            job.net.with_views(0, [](Views&, Nanos) {});
+        },
+        10 * millisecond);
+}
+
 TEST(broadcast_whose_root_is_dropped_ends_with_what_arrived) {
     Members job(network_of(4));
     const std::size_t bytes = 3 * 14'400;

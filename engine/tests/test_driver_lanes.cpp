@@ -1,5 +1,6 @@
 // Endpoints with several lanes, several in one process. The thread sanitizer is the second reader of this file.
 #include <future>
+#include <optional>
 #include <thread>
 
 #include "endpoint.hpp"
@@ -15,8 +16,8 @@ namespace {
 constexpr std::size_t large = 700'001;
 
 struct Crew {
-    // `cut`: the last lane between ranks 0 and 1 leads nowhere.
-    explicit Crew(std::uint16_t world, std::size_t lanes, bool views = false, bool cut = false) {
+    // `cut`: this lane between ranks 0 and 1 leads nowhere.
+    explicit Crew(std::uint16_t world, std::size_t lanes, bool views = false, std::optional<std::size_t> cut = {}) {
         std::vector<std::vector<Address>> addresses(lanes);
         for (std::uint16_t rank = 0; rank < world; ++rank) {
             all.push_back(std::make_unique<Endpoint>("127.0.0.1", std::uint16_t{0}, lanes + rank, SocketConfig{}));
@@ -33,7 +34,7 @@ struct Crew {
                 configs[lane].receive_buffer = all[rank]->receive_buffer();
             }
             std::vector<std::vector<Address>> reached = addresses;
-            if (cut && rank < 2) reached.back()[1U - rank] = Address("127.0.0.1", nowhere.socket().port());
+            if (cut && rank < 2) reached[*cut][1U - rank] = Address("127.0.0.1", nowhere.socket().port());
             all[rank]->start(configs, reached);
             CHECK_EQUAL(all[rank]->lanes(), lanes);
             if (views) all[rank]->with_views([](Views& mine, Nanos now) { mine.watch(now); });
@@ -126,10 +127,10 @@ TEST(an_exchange_may_be_asked_about_and_cancelled_while_another_thread_waits_for
 }
 
 TEST(an_exchange_for_a_view_goes_on_in_all_lanes_without_a_rank_that_died) {
-    Crew crew(3, 2, true);
-    for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(crew[rank].wait_view(0, plenty));
     std::vector<AllReduce> jobs;
     jobs.emplace_back(3, large, 1);
+    Crew crew(3, 2, true);
+    for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(crew[rank].wait_view(0, plenty));
     crew.all[2]->close(0);
     std::vector<std::future<void>> ranks;
     for (std::uint16_t rank = 0; rank < 2; ++rank) {
@@ -148,9 +149,9 @@ TEST(an_exchange_for_a_view_goes_on_in_all_lanes_without_a_rank_that_died) {
 }
 
 TEST(a_lane_that_is_cut_while_others_live_does_not_hold_an_exchange_for_a_view_for_ever) {
-    Crew crew(3, 2, true, true);
+    AllReduce job(3, large, 1);  // outlives the lanes that use its memory, also where this test fails
+    Crew crew(3, 2, true, 1);
     for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(crew[rank].wait_view(0, plenty));
-    AllReduce job(3, large, 1);
     std::vector<std::future<void>> ranks;
     for (std::uint16_t rank = 0; rank < 3; ++rank) {
         ranks.push_back(on_thread([&, rank] {
@@ -204,6 +205,18 @@ TEST(a_wait_that_a_close_ends_leaves_the_memory_alone) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     crew[0].close(second / 4);
     waits.get();
+}
+
+TEST(a_lane_says_goodbye_although_another_still_waits_for_an_answer) {
+    AllReduce job(2, large, 1);
+    Crew crew(2, 2, false, 0);
+    const std::uint64_t id = crew[1].post(job.spec(1, 0, Reduce::in_order, {}, {}));
+    const Nanos began = clock_now();
+    auto closing = on_thread([&] { crew[0].close(3 * second); });
+    CHECK(wait_for(crew[1], id).status == Status::peer_left);
+    CHECK(clock_now() - began < second);
+    closing.get();
+    CHECK(clock_now() - began > 2 * second && clock_now() - began < 5 * second);
 }
 
 TEST(closing_with_lanes_leaves_neither_threads_nor_descriptors) {

@@ -12,6 +12,8 @@
 
 #include "driver.hpp"
 #include "jobs.hpp"
+#include "peer.hpp"
+#include "tapped.hpp"
 #include "team.hpp"
 
 using namespace storm;
@@ -381,5 +383,65 @@ TEST(a_descriptor_that_is_no_ring_is_refused) {
         team[1].use_passage(0, 0);
         CHECK(false);
     } catch (const std::invalid_argument&) {
+    }
+}
+
+TEST(a_wait_ends_at_once_although_another_thread_has_ended_its_exchange) {
+    Team team(2);
+    share_memory(team);
+    constexpr std::uint32_t rounds = 3'000;
+    const auto pair = [](std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, AllToAll& job) {
+        ExchangeSpec spec = job.spec(rank, seq);
+        spec.channel = channel;
+        return spec;
+    };
+    AllToAll one(2, 1, [](auto, auto) { return std::size_t{100}; }),
+        other(2, 2, [](auto, auto) { return std::size_t{100}; });
+    Nanos longest = 0;
+    // On rank 0 one thread waits and drives, and the posts of another may end what it waits for.
+    const auto run = [&](std::uint16_t rank, std::uint32_t channel, AllToAll& job) {
+        return on_thread([&team, &pair, &job, &longest, rank, channel] {
+            for (std::uint32_t seq = 0; seq < rounds; ++seq) {
+                const std::uint64_t id = team[rank].post(pair(rank, channel, seq, job));
+                const Nanos began = clock_now();
+                CHECK(wait_for(team[rank], id).status == Status::ok);
+                if (rank == 0 && channel == 1) longest = std::max(longest, clock_now() - began);
+            }
+        });
+    };
+    std::vector<std::future<void>> all;
+    for (const std::uint16_t rank : std::initializer_list<std::uint16_t>{0, 1}) {
+        all.push_back(run(rank, 1, one));
+        all.push_back(run(rank, 2, other));
+    }
+    for (auto& each : all) each.get();
+    CHECK(longest < second);
+}
+
+TEST(a_goodbye_to_a_rank_that_wrote_nonsense_is_said_again_until_it_is_heard_but_not_for_ever) {
+    for (const int deaf : {2, 1'000}) {
+        CoreConfig config;
+        config.world = 2;
+        config.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
+        Tapped net(config);
+        Watch<Tapped> watch(net, 2);
+        int goodbyes = 0;
+        net.tap = [&](Datagram& d) { return d.header.kind != Kind::bye || ++goodbyes > deaf; };
+        auto to_zero = std::make_unique<RingMemory>();
+        const RingMemory nonsense(Descriptor(dup(to_zero->file())));
+        net.core(0).connect(1, 0, std::make_unique<Passage>(std::make_unique<RingMemory>(), std::move(to_zero)),
+                            net.now());
+        nonsense.shared().tail.store(~0ULL);
+        (void)net.core(0).pass(net.now());
+        CHECK(net.core(0).near().empty());
+        net.cancel(0, 0);  // sends what is to be sent
+        net.run(60 * second);
+        if (deaf > 2) {
+            CHECK(goodbyes > 3 && goodbyes <= 1 + static_cast<int>(Peer::most_farewells));
+            continue;
+        }
+        CHECK_EQUAL(goodbyes, 3);
+        AllToAll job(2, 1, [](auto, auto) { return std::size_t{100}; });
+        CHECK(watch.wait(1, net.post(1, job.spec(1, 0))).status == Status::peer_left);
     }
 }

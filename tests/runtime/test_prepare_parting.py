@@ -13,6 +13,7 @@ from torch import nn
 
 from stormtorch import BoundedDrift, ModelAveraging, Options, prepare
 from stormtorch.collectives import Group
+from stormtorch.errors import StormError
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.udp import UdpTransport
 from training import perceptron
@@ -175,3 +176,26 @@ def test_a_rank_that_leaves_last_does_not_wait_for_a_majority_that_is_gone() -> 
 
     local_world(2, work, options=Options(datagram_bytes=400, silence_s=1.5, timeout_s=60.0))
     assert took[0] < 10.0
+
+
+def test_a_rank_that_begins_a_view_which_the_others_leave_gives_up_and_says_so() -> None:
+    begun = threading.Barrier(3)
+
+    def work(transport: UdpTransport) -> float:
+        _, optimizer = trained(transport, 2, BoundedDrift(give_up_s=1.0))
+        optimizer.session.wait()
+        if transport.rank == 3:
+            transport.close()
+            return 0.0
+        assert transport.wait_view(1, 10.0)
+        begun.wait()
+        if transport.rank != 0:
+            time.sleep(0.2)
+            transport.close()
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(StormError, match=r"rank 0: has waited . s \(give_up_s\) .*there is no majority"):
+            optimizer.session.change()
+        return time.monotonic() - began
+
+    assert 1.0 < local_world(4, work, options=OPTIONS)[0] < OPTIONS.timeout_s / 2

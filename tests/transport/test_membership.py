@@ -9,7 +9,7 @@ from conftest import local_world
 
 from reference import same_bits
 from stormtorch import Options
-from stormtorch.collectives import Group, all_reduce, barrier
+from stormtorch.collectives import Group, all_reduce, all_to_all, barrier
 from stormtorch.errors import Closed, Interrupted
 from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
 from stormtorch.transport.udp import UdpTransport
@@ -120,6 +120,36 @@ def test_interrupted_wait_ends_soon_and_frees_the_tensors() -> None:
         barrier(Group(transport)).wait()
 
     local_world(2, work, options=QUICK)
+
+
+def test_interrupted_exchange_ends_well_where_all_that_it_needs_take_part() -> None:
+    waited = [0] * 4
+    ended = threading.Barrier(3)
+
+    def work(transport: UdpTransport) -> float:
+        transport.watch()
+        rank = transport.rank
+
+        def interrupted() -> bool:
+            view = transport.view()
+            assert view is not None
+            waited[rank] += view.number > 1
+            return view.number > 1
+
+        # Only ranks 0 and 1 have much to tell each other: a second. Rank 3 ends the exchange at once, and leaves.
+        sizes = [1_250_000 if rank + peer == 1 else 1 for peer in range(4)]
+        rooms = [torch.zeros(size) for size in sizes]
+        group = Group(transport, view=1, interrupted=interrupted)
+        arrivals = all_to_all(group, rooms, [torch.ones(size) for size in sizes]).wait()
+        assert all(room.eq(1.0).all() for room in rooms)
+        if rank == 3:
+            transport.close()
+        else:
+            ended.wait(30.0)
+        return arrivals[0].arrived
+
+    assert local_world(4, work, options=Options(datagram_bytes=1472, rate="40mbit")) == [1.0] * 4
+    assert min(waited[:2]) > 5
 
 
 def test_closing_wakes_whoever_waits_for_a_view() -> None:

@@ -23,6 +23,7 @@ from stormtorch.errors import Closed, StormError
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
+_LET_IN = "to be let in again by a majority of the ranks"
 
 
 class Left(SystemExit):
@@ -137,12 +138,13 @@ class Membership:
             latest = self._transport.view()
             if getattr(self._transport, "leaving", False) and (self.newcomer or not self._transport.inside()):
                 raise Left
+            if latest is not None and self._given_up():
+                raise self._late(time.monotonic() - began, _LET_IN)
             if latest is not None and self._transport.inside() and latest.number > self.view.number:
-                self._alone_since = None
                 self._transport.install(latest)
                 return latest
             self._transport.wait_view(latest.number if latest else 0, _SLICE_S)
-            announced = self._announce(began, announced, "to be let in again by a majority of the ranks")
+            announced = self._announce(began, announced, _LET_IN)
 
     def base(self, latest: Any) -> tuple[int, int]:
         """Returns the view from which all members go on to another one, and the round at which that begins."""
@@ -188,6 +190,10 @@ class Membership:
         """Whether there is a later view than that one."""
         return bool(self._transport.view().number > number)
 
+    def obsolete(self, number: int) -> bool:
+        """Whether a view that begins is waited for in vain: there is a later one, or no majority to agree on one."""
+        return self.superseded(number) or self._given_up()
+
     def _due(self, latest: Any) -> bool:
         if latest.number <= self.view.number:
             return False
@@ -220,14 +226,17 @@ class Membership:
         """
         waited = time.monotonic() - began
         if waited > self._give_up_s:
-            raise StormError(
-                f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the "
-                "ranks that are gone, or raise give_up_s"
-            )
+            raise self._late(waited, what)
         if waited < max(_ANNOUNCE_AFTER_S, 2 * announced):
             return announced
         _log.warning("rank %d: waits %s, for %.0f s so far; %s", self._rank, what, waited, self.standing())
         return waited
+
+    def _late(self, waited: float, what: str) -> StormError:
+        return StormError(
+            f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the ranks "
+            "that are gone, or raise give_up_s"
+        )
 
     def standing(self) -> str:
         """Says in words whom this rank hears."""
@@ -238,7 +247,7 @@ class Membership:
         heard = standing["heard_s"]
         silent = [rank for rank in others if heard.get(rank) is None or heard[rank] > silence_s]
         if not silent:
-            return "it hears all members"
+            return "it hears all members" if standing["quorum"] else "members have left, so that there is no majority"
         since = max((heard[rank] for rank in silent if heard.get(rank) is not None), default=0.0)
         majority = "" if standing["quorum"] else ", which leaves it without a majority"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"

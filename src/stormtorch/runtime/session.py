@@ -318,7 +318,7 @@ class Session(ABC):
         name = f"{self.name}/{latest.number}/moving"
         self._channels_used.add(name)
         ranks = self.membership.takes_part(latest)
-        stop = functools.partial(self.membership.superseded, latest.number)
+        stop = functools.partial(self.membership.obsolete, latest.number)
         return Group(self.group.transport, ranks, name=name, view=latest.number, interrupted=stop)
 
     def forget_channels(self) -> None:

@@ -21,7 +21,15 @@ from stormtorch.network.units import parse_rate
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
 from stormtorch.transport.options import Options
-from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Server, Servers, attends
+from stormtorch.transport.waiting import (
+    FIRST_SLICE_S,
+    INTERRUPT_SLICE_S,
+    SLICE_S,
+    Interruption,
+    Server,
+    Servers,
+    attends,
+)
 
 T = TypeVar("T")
 
@@ -29,7 +37,19 @@ T = TypeVar("T")
 class SimulatedExchange:
     """An exchange on a simulated network."""
 
-    __slots__ = ("_arrival", "_network", "ask_at", "attends", "id", "look_at", "outcome", "plan", "rank", "server")
+    __slots__ = (
+        "_arrival",
+        "_network",
+        "ask_at",
+        "attends",
+        "id",
+        "interruption",
+        "look_at",
+        "outcome",
+        "plan",
+        "rank",
+        "server",
+    )
 
     def __init__(self, network: "SimulatedNetwork", rank: int, plan: Plan) -> None:
         self._network = network
@@ -41,6 +61,7 @@ class SimulatedExchange:
         self.attends = False
         self.look_at = 0.0
         self.ask_at = 0.0
+        self.interruption = Interruption()
         self.server: Server | None = None
         """Server that the waiting rank must call before it continues to wait."""
 
@@ -438,7 +459,10 @@ class SimulatedNetwork:
             if exchange not in self._waiting or not (at_once or self.now_s >= exchange.ask_at):
                 continue
             exchange.ask_at = self.now_s + INTERRUPT_SLICE_S
-            if exchange.id is not None and exchange.plan.interrupted is not None and exchange.plan.interrupted():
+            if exchange.id is None or exchange.plan.interrupted is None or not exchange.plan.interrupted():
+                continue
+            prospect = self._sim.prospect(exchange.rank, exchange.id)
+            if at_once or exchange.interruption.gives_up(prospect, self.now_s):
                 exchange.plan.stopped = found = True
                 self._sim.cancel(exchange.rank, exchange.id)
         if found:

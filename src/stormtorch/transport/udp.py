@@ -23,7 +23,17 @@ from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
 from stormtorch.transport.sharing import Sharing
 from stormtorch.transport.views import EndpointMembership
-from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, Wait, attends
+from stormtorch.transport.waiting import (
+    FIRST_SLICE_S,
+    INTERRUPT_SLICE_S,
+    SLICE_S,
+    UNCLEAR_S,
+    Interruption,
+    Patience,
+    Servers,
+    Wait,
+    attends,
+)
 
 _log = logging.getLogger("stormtorch")
 
@@ -218,9 +228,10 @@ class UdpTransport(EndpointMembership):
             return outcome
         slice_s = SLICE_S if plan.interrupted is None else INTERRUPT_SLICE_S
         patience = Patience(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
+        interruption = Interruption()
         try:
             while outcome is None and time.monotonic() < give_up_at:
-                if plan.interrupted is not None and plan.interrupted():
+                if plan.interrupted is not None and plan.interrupted() and self._gives_up(exchange_id, interruption):
                     plan.stopped = True
                     self.endpoint.cancel(exchange_id)
                     return wait(None)
@@ -229,6 +240,12 @@ class UdpTransport(EndpointMembership):
         finally:
             patience.end()
         return outcome
+
+    def _gives_up(self, exchange_id: int, interruption: Interruption) -> bool:
+        peers = [peer for peer in self.cards if peer != self.rank]
+        longest_trip_s = max((round_trip_s for round_trip_s, *_ in self.endpoint.links(peers)), default=0.0)
+        prospect = self.endpoint.prospect(exchange_id)
+        return interruption.gives_up(prospect, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import stormtorch._engine as _engine
+
 _log = logging.getLogger("stormtorch")
 
 FIRST_SLICE_S = 0.03
@@ -21,6 +23,8 @@ FIRST_SLICE_S = 0.03
 SLICE_S = 0.1
 INTERRUPT_SLICE_S = 0.03
 """Longest slice of a wait that may be interrupted."""
+UNCLEAR_S = 0.3
+"""Time for which an interrupted exchange waits for peers that have not been heard to take part in it."""
 ANNOUNCE_AFTER_S = 10.0
 """Time of waiting while nothing moves after which a rank logs a warning."""
 BACKWARD = "backward()"
@@ -127,6 +131,31 @@ class Wait:
     """When it began, as `time.monotonic` counts."""
     peers: Collection[int]
     """Ranks that take part in the exchange that is waited for."""
+
+
+class Interruption:
+    """Decides whether a wait for an exchange that should be interrupted, as another view begins, is given up.
+
+    It goes on as long as the exchange can end well. For a rank that has ended it may leave: if the others gave it up
+    then, they would wait in the next view for a rank that is gone, and perhaps without a majority.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def gives_up(self, prospect: _engine.Prospect, now_s: float, unclear_s: float = UNCLEAR_S) -> bool:
+        """Whether to give up, whenever the exchange should be interrupted.
+
+        Args:
+            prospect: Prospect of the exchange.
+            now_s: Time in seconds, from any beginning.
+            unclear_s: Longest time for which an unclear prospect is enough to go on.
+        """
+        if self._since_s is None:
+            self._since_s = now_s
+        if prospect == _engine.Prospect.UNCLEAR:
+            return now_s - self._since_s >= unclear_s
+        return prospect == _engine.Prospect.NONE
 
 
 class Patience:
