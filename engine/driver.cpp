@@ -407,26 +407,28 @@ bool Driver::step() {
     const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now); };
     faults_->release(now, take);
     bool first = true;
-    const std::size_t received = socket_.receive([&](std::span<std::byte> datagram) {
+    const Socket::Read got = socket_.receive([&](std::span<std::byte> datagram) {
         if (std::exchange(first, false)) now = clock_now();
         // Faults depend on the link, so the source must be known before the datagram is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });
     read_at_ = now;
-    if (received > 0) {
+    if (got.datagrams > 0) {
         core_->set_overflow(socket_.overflow());
         now = clock_now();
     }
-    if (received == 0 || now - ticked_at_ >= tick_every) {
+    if (!got.more || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
     }
-    const bool sent = flush(now);
+    // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
+    bool sent = flush(now);
+    if (sent && !got.more) sent = flush(now);
     // A datagram may have let more pass.
     const bool passed_on = pass();
     collect();
-    return received > 0 || sent || passed || passed_on;
+    return got.more || sent || passed || passed_on;
 }
 
 bool Driver::flush(Nanos now) {

@@ -61,9 +61,13 @@ public:
     // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
     // Batches that the network refuses (no route, no such port) count as sent, and then as lost.
     [[nodiscard]] std::size_t send(std::span<Batch* const> batches);
-    // Calls `take` with each datagram that waits, up to one system call's worth; returns how many there were.
+    struct Read {
+        std::size_t datagrams{};
+        bool more{};  // others may wait: the system call brought as much as it can
+    };
+    // Calls `take` with each datagram that waits, up to one system call's worth.
     template <class Take>
-    std::size_t receive(Take&& take);
+    Read receive(Take&& take);
 
     [[nodiscard]] int fd() const { return fd_.get(); }
     [[nodiscard]] std::uint16_t port() const;
@@ -97,7 +101,7 @@ private:
 };
 
 template <class Take>
-std::size_t Socket::receive(Take&& take) {
+Socket::Read Socket::receive(Take&& take) {
     const std::size_t count = receive_messages();
     std::size_t datagrams = 0;
     for (std::size_t slot = 0; slot < count; ++slot) {
@@ -110,7 +114,7 @@ std::size_t Socket::receive(Take&& take) {
             ++datagrams;
         } while (!rest.empty());
     }
-    return datagrams;
+    return {.datagrams = datagrams, .more = count == slots};
 }
 
 }  // namespace storm
