@@ -19,7 +19,7 @@ Control nothing_more(const Header& header, bool second_stage) {
 
 }  // namespace
 
-void Core::receive(std::span<std::byte> datagram, Nanos now) {
+void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     ++counters_.datagrams_received;
     counters_.bytes_received += datagram.size();
     const std::optional<Header> header = parse_header(datagram);
@@ -80,7 +80,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now) {
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
     const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
-    if (taken) peer.in.arrive(number, datagram.size(), elicits, now);
+    if (taken) peer.in.arrive(number, datagram.size(), elicits, arrived_at);
 }
 
 // A piece is reported when its chunk is complete, with all others of that chunk.

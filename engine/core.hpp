@@ -92,8 +92,10 @@ public:
     // See Prospect; `good` if the exchange has ended.
     [[nodiscard]] Prospect prospect(std::uint64_t id, Nanos now) const;
 
-    // Takes a datagram from anyone, also from strangers. It may be decrypted in place.
-    void receive(std::span<std::byte> datagram, Nanos now);
+    // Takes a datagram from anyone, also from strangers. It may be decrypted in place. `arrived_at`: when it came to this
+    // machine, if that is known to be earlier: delays are measured up to then.
+    void receive(std::span<std::byte> datagram, Nanos now) { receive(datagram, now, now); }
+    void receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at);
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);

@@ -26,13 +26,16 @@ constexpr Nanos longest_linger = 50 * microsecond;
 // Rounds of passing data in a call that only begins something: peers may go on writing for as long as we read.
 constexpr int most_rounds = 8;
 
+// How long a datagram may wait to be read for its time stamp to be believed.
+constexpr Nanos longest_stay = 100 * millisecond;
+
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
 }  // namespace
 
-Nanos clock_now() {
+Nanos clock_now(clockid_t clock) {
     timespec now{};
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return now.tv_sec * second + now.tv_nsec;
 }
 
@@ -413,32 +416,41 @@ bool Driver::step() {
         collect();
         return true;
     }
-    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped after the
-    // system call that fetched them, departures right before the one that sends them: errors then only lengthen a delay.
-    Nanos now = clock_now();
-    const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now); };
+    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped by the kernel,
+    // or after the system call that fetched them, departures right before the one that sends them: errors then only
+    // lengthen a delay.
+    Nanos now = clock_now(), arrived_at = now, behind = 0;
+    const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now, arrived_at); };
     faults_->release(now, take);
     bool first = true;
-    const std::size_t received = socket_.receive([&](std::span<std::byte> datagram) {
-        if (std::exchange(first, false)) now = clock_now();
+    const Socket::Read got = socket_.receive([&](std::span<std::byte> datagram, Nanos stamp) {
+        if (std::exchange(first, false)) {
+            now = clock_now();
+            behind = clock_now(CLOCK_REALTIME) - now;
+        }
+        // The clock of stamps may be set while a datagram waits.
+        const Nanos waited = now - (stamp - behind);
+        arrived_at = waited > 0 && waited < longest_stay ? now - waited : now;
         // Faults depend on the link, so the source must be known before the datagram is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
     });
     read_at_ = now;
-    if (received > 0) {
+    if (got.datagrams > 0) {
         core_->set_overflow(socket_.overflow());
         now = clock_now();
     }
-    if (received == 0 || now - ticked_at_ >= tick_every) {
+    if (!got.more || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
     }
-    const bool sent = flush(now);
+    // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
+    bool sent = flush(now);
+    if (sent && !got.more) sent = flush(now);
     // A datagram may have let more pass.
     const bool passed_on = pass();
     collect();
-    return received > 0 || sent || passed || passed_on;
+    return got.more || sent || passed || passed_on;
 }
 
 bool Driver::flush(Nanos now) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <time.h>
 
 #include <array>
 #include <condition_variable>
@@ -35,8 +36,8 @@
 
 namespace storm {
 
-// Nanoseconds of CLOCK_MONOTONIC.
-[[nodiscard]] Nanos clock_now();
+// Nanoseconds of a clock.
+[[nodiscard]] Nanos clock_now(clockid_t clock = CLOCK_MONOTONIC);
 
 class Driver {
 public:

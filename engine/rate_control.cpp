@@ -10,6 +10,7 @@ namespace {
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double gso_bytes = 65'536;      // what one system call carries at most
 constexpr double batch_s = 0.00025;       // a batch is this long at the current rate: a small part of a switch's queue
+constexpr double shared_batch_s = 0.001;  // the same where several links share a line: each has only a part of its rate
 constexpr double late_s = 0.001;          // how late a thread may wake without losing what it could have sent
 constexpr double initial_datagrams = 32;  // sent before anything is known,
 constexpr double initial_bytes_per_s = 30e6;  // at this rate by all links of an endpoint together
@@ -414,7 +415,9 @@ void RateControl::grow(bool queued, bool empty, double share) {
 
 void RateControl::apply(double gain, Nanos now) {
     pace_ = gain * rate_;
-    const double batch = std::clamp(batch_s * rate_, 2 * datagram_bytes_, std::max(gso_bytes, 2 * datagram_bytes_));
+    // What the kernel does for a batch costs nearly the same whatever its size.
+    const double lasts_s = busy_ > 1 ? shared_batch_s : batch_s;
+    const double batch = std::clamp(lasts_s * rate_, 2 * datagram_bytes_, std::max(gso_bytes, 2 * datagram_bytes_));
     batch_bytes_ = static_cast<std::size_t>(std::max(std::min(batch, gso_bytes), datagram_bytes_));
     pacer_.set_rate(pace_, now);
     // A thread that woke late may catch up: otherwise a busy machine would never reach the rate.

@@ -112,6 +112,8 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     getsockopt(fd(), SOL_SOCKET, SO_RCVBUF, &granted, &size);
     receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
     try_option(fd(), SOL_SOCKET, SO_RXQ_OVFL, 1);
+    // When a datagram is read says more about the scheduler than about the network.
+    try_option(fd(), SOL_SOCKET, SO_TIMESTAMPNS, 1);
     // Probes find the size that a path carries (path_mtu.hpp). So forbid fragments on the way, and ignore ICMP messages
     // about the MTU, which anybody can forge.
     if (address.family() == AF_INET6) {
@@ -239,19 +241,23 @@ std::size_t Socket::receive_messages() {
     return count > 0 ? static_cast<std::size_t>(count) : 0;
 }
 
-std::size_t Socket::segment_bytes(std::size_t slot) {
-    std::size_t segment = std::max<std::size_t>(messages_[slot].msg_len, 1);
+Socket::About Socket::about(std::size_t slot) {
+    About message{.segment_bytes = std::max<std::size_t>(messages_[slot].msg_len, 1)};
     msghdr& header = messages_[slot].msg_hdr;
     for (cmsghdr* control = CMSG_FIRSTHDR(&header); control != nullptr; control = CMSG_NXTHDR(&header, control)) {
         if (control->cmsg_level == SOL_UDP && control->cmsg_type == UDP_GRO) {
             int size = 0;
             std::memcpy(&size, CMSG_DATA(control), sizeof size);
-            if (size > 0) segment = static_cast<std::size_t>(size);
+            if (size > 0) message.segment_bytes = static_cast<std::size_t>(size);
+        } else if (control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_TIMESTAMPNS) {
+            timespec at{};
+            std::memcpy(&at, CMSG_DATA(control), sizeof at);
+            message.arrived_at = at.tv_sec * second + at.tv_nsec;
         } else if (control->cmsg_level == SOL_SOCKET && control->cmsg_type == SO_RXQ_OVFL) {
             std::memcpy(&overflow_, CMSG_DATA(control), sizeof overflow_);
         }
     }
-    return segment;
+    return message;
 }
 
 }  // namespace storm

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "batch.hpp"
+#include "clock.hpp"
 #include "descriptor.hpp"
 
 namespace storm {
@@ -61,9 +62,14 @@ public:
     // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
     // Batches that the network refuses (no route, no such port) count as sent, and then as lost.
     [[nodiscard]] std::size_t send(std::span<Batch* const> batches);
-    // Calls `take` with each datagram that waits, up to one system call's worth; returns how many there were.
+    struct Read {
+        std::size_t datagrams{};
+        bool more{};  // others may wait: the system call brought as much as it can
+    };
+    // Calls `take(datagram, arrived_at)` with each datagram that waits, up to one system call's worth. `arrived_at` is the
+    // kernel's time stamp, by CLOCK_REALTIME; 0 where there is none.
     template <class Take>
-    std::size_t receive(Take&& take);
+    Read receive(Take&& take);
 
     [[nodiscard]] int fd() const { return fd_.get(); }
     [[nodiscard]] std::uint16_t port() const;
@@ -79,8 +85,13 @@ private:
 
     [[nodiscard]] bool send_one_by_one(Batch& batch);
     [[nodiscard]] std::size_t receive_messages();
-    // The segment size that the kernel used when it joined datagrams; the whole length if it joined none.
-    [[nodiscard]] std::size_t segment_bytes(std::size_t slot);
+    // What the kernel says about a message: when it arrived, and the segment size that it used when it joined datagrams; the
+    // whole length if it joined none.
+    struct About {
+        std::size_t segment_bytes{};
+        Nanos arrived_at{};
+    };
+    [[nodiscard]] About about(std::size_t slot);
 
     Descriptor fd_;
     bool segmentation_{}, coalescing_{};
@@ -91,26 +102,26 @@ private:
     std::array<mmsghdr, slots> messages_{};
     std::array<iovec, slots> parts_{};
     struct alignas(cmsghdr) ControlSpace {
-        std::byte bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(std::uint32_t))];
+        std::byte bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(std::uint32_t)) + CMSG_SPACE(sizeof(timespec))];
     };
     std::array<ControlSpace, slots> controls_{};
 };
 
 template <class Take>
-std::size_t Socket::receive(Take&& take) {
+Socket::Read Socket::receive(Take&& take) {
     const std::size_t count = receive_messages();
     std::size_t datagrams = 0;
     for (std::size_t slot = 0; slot < count; ++slot) {
         std::span<std::byte> rest(buffer_.get() + slot * slot_bytes, messages_[slot].msg_len);
-        const std::size_t segment = segment_bytes(slot);
+        const About message = about(slot);
         do {
-            const std::size_t size = std::min(segment, rest.size());
-            take(rest.first(size));
+            const std::size_t size = std::min(message.segment_bytes, rest.size());
+            take(rest.first(size), message.arrived_at);
             rest = rest.subspan(size);
             ++datagrams;
         } while (!rest.empty());
     }
-    return datagrams;
+    return {.datagrams = datagrams, .more = count == slots};
 }
 
 }  // namespace storm

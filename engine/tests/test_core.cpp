@@ -2,6 +2,7 @@
 #include <array>
 #include <numeric>
 
+#include "batch.hpp"
 #include "jobs.hpp"
 #include "sim.hpp"
 #include "tapped.hpp"
@@ -321,4 +322,41 @@ TEST(quiet_network_carries_each_byte_once) {
         // Six messages of 100 kB: the rest is headers and reports.
         CHECK(counters.bytes_sent < 600'000 * 105 / 100);
     }
+}
+
+TEST(a_datagram_that_waits_to_be_read_is_not_counted_as_slow) {
+    CoreConfig config = core_config(2);
+    Core sender(config, second);
+    config.rank = 1;
+    Core receiver(config, second);
+    const Buffer sent = random_buffer(1000, 3);
+    Buffer got(sent.size());
+    ExchangeSpec sends = exchange_on(0, 0), receives = exchange_on(0, 0);
+    sends.sends.push_back({.peer = 1, .data = sent.data(), .bytes = sent.size()});
+    receives.receives.push_back({.peer = 0, .into = got.data(), .bytes = got.size()});
+    sender.post(sends, second);
+    receiver.post(receives, second);
+
+    // Hands on what `from` sends at `now`; it is read at `read_at`, but was there at `arrived_at`.
+    const auto carry = [](Core& from, Core& to, Nanos now, Nanos read_at, Nanos arrived_at) {
+        Batch batch;
+        while (from.transmit(batch, now)) {
+            Buffer joined;
+            for (const iovec& part : batch.parts()) {
+                const auto* bytes = static_cast<const std::byte*>(part.iov_base);
+                joined.insert(joined.end(), bytes, bytes + part.iov_len);
+            }
+            for (std::size_t at = 0; at < joined.size(); at += batch.segment_bytes()) {
+                const std::size_t size = std::min(batch.segment_bytes(), joined.size() - at);
+                to.receive(std::span(joined).subspan(at, size), read_at, arrived_at);
+            }
+            from.transmitted(batch, now);
+        }
+    };
+    const Nanos way = 100 * microsecond, read_at = second + 5 * millisecond;
+    carry(sender, receiver, second, read_at, second + way);
+    carry(receiver, sender, read_at, read_at + way, read_at + way);
+    CHECK(got == sent);
+    CHECK(sender.round_trip(1) > 0);
+    CHECK(sender.round_trip(1) < 3 * way);
 }
