@@ -525,6 +525,17 @@ NB_MODULE(_engine, m) {
         },
         nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("out"),
         nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "copy_finite",
+        [](unsigned dtype, const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
+            bool finite = true;
+            for (const auto& [from, to, elements] : copies)
+                finite = copy_finite(static_cast<Dtype>(dtype), reinterpret_cast<const std::byte*>(from), elements,
+                                     reinterpret_cast<std::byte*>(to)) &&
+                         finite;
+            return finite;
+        },
+        nb::arg("dtype"), nb::arg("copies"), nb::call_guard<nb::gil_scoped_release>());
     m.def("interface_mtu", &interface_mtu, nb::arg("host"));
     m.def(
         "datagram_bytes",

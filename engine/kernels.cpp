@@ -42,12 +42,16 @@ STORM_INLINE float float_of(std::uint32_t bits) { return std::bit_cast<float>(bi
 
 struct Float32 {
     using Word = float;
+    using Bits = std::uint32_t;
+    static constexpr Bits infinity = 0x7f800000U;
     STORM_INLINE static float widen(Word word) { return word; }
     STORM_INLINE static Word round(float value) { return value; }
 };
 
 struct Bfloat16 {
     using Word = std::uint16_t;
+    using Bits = std::uint16_t;
+    static constexpr Bits infinity = 0x7f80U;
     STORM_INLINE static float widen(Word word) { return float_of(std::uint32_t{word} << 16); }
     STORM_INLINE static Word round(float value) {
         const std::uint32_t bits = bits_of(value);
@@ -60,6 +64,8 @@ struct Bfloat16 {
 #if defined(__aarch64__)
 struct Float16 {
     using Word = __fp16;  // IEEE half precision; the instructions that convert it are part of every ARMv8
+    using Bits = std::uint16_t;
+    static constexpr Bits infinity = 0x7c00U;
     STORM_INLINE static float widen(Word word) { return static_cast<float>(word); }
     STORM_INLINE static Word round(float value) { return static_cast<Word>(value); }
 };
@@ -73,6 +79,8 @@ STORM_INLINE std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) 
 // Converts by integer operations, as GCC 12 does not vectorise _Float16. Same bits as F16C, NaNs included.
 struct Float16 {
     using Word = std::uint16_t;
+    using Bits = std::uint16_t;
+    static constexpr Bits infinity = 0x7c00U;
     STORM_INLINE static float widen(Word word) {
         const std::uint32_t sign = (word & 0x8000U) << 16, rest = (word & 0x7fffU) << 13;
         const std::uint32_t normal = rest + (112U << 23);
@@ -128,6 +136,19 @@ STORM_INLINE void sum_of(const std::byte* const* inputs, std::size_t elements, f
     }
 }
 
+// Whether all elements are finite: those that are not have all bits of infinity's exponent.
+template <class Element>
+STORM_INLINE bool all_finite(const std::byte* from, std::size_t elements) {
+    using Bits = typename Element::Bits;
+    Bits found = 0;
+    for (std::size_t i = 0; i < elements; ++i) {
+        Bits bits;
+        std::memcpy(&bits, from + i * sizeof bits, sizeof bits);
+        found = static_cast<Bits>(found | static_cast<Bits>((bits & Element::infinity) == Element::infinity));
+    }
+    return found == 0;
+}
+
 constexpr std::size_t group_inputs = 4;
 
 STORM_INLINE void sum_floats(const std::byte* const* in, std::size_t count, std::size_t n, float divisor,
@@ -143,6 +164,7 @@ struct Passes {
     void (*add_first)(const std::byte* a, const std::byte* b, std::size_t elements, float* sum);
     void (*add)(const std::byte* a, std::size_t elements, float* sum);
     void (*divide_into)(const float* sum, float divisor, std::size_t elements, std::byte* out);
+    bool (*finite)(const std::byte* a, std::size_t elements);
 };
 
 struct Kernels {
@@ -182,7 +204,11 @@ struct Kernels {
             sum_of<1, Float32, Float32, Wire>(&in, n, divisor, out);                                              \
         }                                                                                                         \
         template <class Wire>                                                                                     \
-        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, divide_into<Wire>};               \
+        TARGET static bool finite(const std::byte* a, std::size_t n) {                                            \
+            return all_finite<Wire>(a, n);                                                                        \
+        }                                                                                                         \
+        template <class Wire>                                                                                     \
+        static constexpr Passes passes{widen<Wire>, add_first<Wire>, add<Wire>, divide_into<Wire>, finite<Wire>}; \
     };
 
 STORM_INSTRUCTION_SET(Baseline, )
@@ -226,7 +252,7 @@ struct F16c {
         }
         Baseline::divide_into<Float16>(sum + i, divisor, n - i, out + 2 * i);
     }
-    static constexpr Passes passes{widen, add_first, add, divide_into};
+    static constexpr Passes passes{widen, add_first, add, divide_into, Avx2::finite<Float16>};
 };
 #endif
 
@@ -395,6 +421,20 @@ void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large) 
     (void)large;
 #endif
     if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+bool copy_finite(Dtype dtype, const std::byte* from, std::size_t elements, std::byte* to) {
+    const Passes& pass = passes(kernels(), dtype);
+    const std::size_t bytes = elements * element_bytes(dtype);
+    // Block by block: what is looked at is in the nearest cache when it is copied.
+    constexpr std::size_t block_bytes = 16 << 10;
+    bool finite = true;
+    for (std::size_t begin = 0; begin < bytes; begin += block_bytes) {
+        const std::size_t n = std::min(block_bytes, bytes - begin);
+        finite = pass.finite(from + begin, n / element_bytes(dtype)) && finite;
+        if (to != from) std::memcpy(to + begin, from + begin, n);
+    }
+    return finite;
 }
 
 std::span<const char* const> instruction_sets() { return std::span(available().names).first(available().count); }

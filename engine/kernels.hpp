@@ -25,6 +25,9 @@ void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::siz
 // copy need not read what it overwrites, and the caches stay free for data that is still to come.
 void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large);
 
+// Copies elements and returns whether all of them are finite, in one pass over memory. Where `to` is `from`, it only looks.
+[[nodiscard]] bool copy_finite(Dtype dtype, const std::byte* from, std::size_t elements, std::byte* to);
+
 // sum[i] = a[i] (as float32).
 void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum);
 // sum[i] = a[i] + b[i]; `sum` may be a's memory where wire is float32.

@@ -336,3 +336,41 @@ TEST(dtypes_that_cannot_be_summed_are_misuse) {
     CHECK_EQUAL(element_bytes(Dtype::float16), 2U);
     CHECK_EQUAL(element_bytes(Dtype::float32), 4U);
 }
+
+TEST(copying_finds_the_one_element_that_is_not_finite_wherever_it_is) {
+    for_each_set([] {
+        for (const std::size_t elements : {1UL, 63UL, 20'001UL}) {
+            std::vector<float> from(elements, std::numeric_limits<float>::max()), to(elements);
+            const auto copied = [&] {
+                return copy_finite(Dtype::float32, reinterpret_cast<const std::byte*>(from.data()), elements,
+                                   reinterpret_cast<std::byte*>(to.data()));
+            };
+            CHECK(copied());
+            CHECK(to == from);
+            for (const std::size_t at : {std::size_t{0}, elements / 2, elements - 1}) {
+                for (const float odd : {HUGE_VALF, -HUGE_VALF, std::nanf("")}) {
+                    from[at] = odd;
+                    CHECK(!copied());
+                    CHECK_EQUAL(std::memcmp(from.data(), to.data(), elements * sizeof(float)), 0);
+                    auto* const same = reinterpret_cast<std::byte*>(from.data());
+                    CHECK(!copy_finite(Dtype::float32, same, elements, same));
+                }
+                from[at] = -1.0F;
+            }
+        }
+    });
+}
+
+TEST(copying_tells_for_all_65536_small_floats_whether_they_are_finite) {
+    const auto words = all_words();
+    for_each_set([&] {
+        for (const Format& format : {bfloat16, float16}) {
+            for (const std::uint16_t& word : words) {
+                std::uint16_t copy = 0;
+                const bool finite = copy_finite(format.dtype, reinterpret_cast<const std::byte*>(&word), 1,
+                                                reinterpret_cast<std::byte*>(&copy));
+                if (finite != std::isfinite(value_of(format, word)) || copy != word) CHECK_EQUAL(word, copy);
+            }
+        }
+    });
+}

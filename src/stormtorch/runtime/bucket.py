@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+import stormtorch._engine as _engine
 from stormtorch.runtime.layout import Layout, Piece
 from stormtorch.staging.copies import Visit
 from stormtorch.staging.order import Moment
+from stormtorch.transport.exchange import WIRE_DTYPES
 
 
 class Bucket:
@@ -38,6 +40,8 @@ class Bucket:
                 self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
         # Addresses of the gradients' places: comparing numbers is much quicker than making views.
         self._homes = [view.data_ptr() for view in self.grad_views]
+        self.finite: bool | None = None
+        """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
         self._own(torch.empty(0))
         self.previous: torch.Tensor | None = None
         """Owned parameters before the last step, where `remember` was called."""
@@ -143,6 +147,47 @@ class Bucket:
                 if keep:
                     home.copy_(view)
                 view.data = home
+
+    def collect(self, views: Sequence[torch.Tensor]) -> list[bool]:
+        """Puts all parameters' gradients into the bucket, zeros where one has none. Tells whether each has one.
+
+        Args:
+            views: What parameters get as their gradients: views of `grads`, in the bucket's order.
+        """
+        given = [parameter.grad for parameter in self.parameters]
+        looks = self.device.type == "cpu" and self.dtype in WIRE_DTYPES
+        copies: list[tuple[int, int, int]] = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # backward(create_graph=True) enables gradients
+            for place, (gradient, view, home) in enumerate(zip(given, views, self._homes, strict=True)):
+                if view.data_ptr() != home:
+                    self.bring_gradient_home(place, view, keep=gradient is view)
+                if gradient is None:
+                    self.grad_views[place].zero_()
+                    continue
+                count = self.layout.slots[place].count
+                if gradient is view or not (looks and self._is_plain(gradient, count)):
+                    if gradient is not view:
+                        self.grad_views[place].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    copies.append((home, home, count))  # only look at it
+                else:
+                    copies.append((gradient.data_ptr(), home, count))
+                if gradient is not view:
+                    self.parameters[place].grad = view
+        # One call for the whole bucket. It looks for infinities as it copies: a look of its own would read all again.
+        self.finite = _engine.copy_finite(WIRE_DTYPES[self.dtype], copies) if looks else None
+        return [gradient is not None for gradient in given]
+
+    def _is_plain(self, gradient: torch.Tensor, count: int) -> bool:
+        """Whether a gradient is nothing but elements in a row, like those of the bucket."""
+        return (
+            type(gradient) is torch.Tensor
+            and gradient.layout == torch.strided
+            and gradient.dtype == self.dtype
+            and gradient.device.type == "cpu"
+            and gradient.numel() == count
+            and gradient.is_contiguous()
+            and not gradient.is_neg()
+        )
 
     def _is_here(self, device: torch.device) -> bool:
         """Whether a device is this bucket's. All CPU devices are the same one, whatever their index."""

@@ -95,9 +95,9 @@ class GradientCollector:
     def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
         if parameter.dtype != bucket.dtype:
             bucket.bring_home()
-        if parameter.grad is not self._views[bucket.index][place]:
-            self._place(bucket, place, parameter)
         if not self.syncing:
+            if parameter.grad is not self._views[bucket.index][place]:
+                self._place(bucket, place, parameter)
             return
         if not self._running:
             self._begin()
@@ -158,15 +158,7 @@ class GradientCollector:
     def _launch(self, bucket: Bucket) -> None:
         self._started[bucket.index] = True
         bucket.bring_home()
-        used = self._used[bucket.index]
-        for place, parameter in enumerate(bucket.parameters):
-            used[place] = parameter.grad is not None
-            view = self._views[bucket.index][place]
-            bucket.bring_gradient_home(place, view, keep=parameter.grad is view)
-            if not used[place]:
-                bucket.grad_views[place].zero_()
-            elif parameter.grad is not view:
-                self._place(bucket, place, parameter)  # the user has assigned it
+        self._used[bucket.index] = bucket.collect(self._views[bucket.index])
         self._start(bucket)
 
     def _carry(self) -> None:

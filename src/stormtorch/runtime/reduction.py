@@ -94,7 +94,9 @@ class Reduction:
                 sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
                 if not float(sent) <= torch.finfo(torch.float16).max:
                     return False
-            else:
+            elif bucket.finite is False:
+                return False
+            elif bucket.finite is None:
                 sums.setdefault(grads.device, []).append(grads.sum(dtype=torch.float32))
         # An element that is not finite makes the sum not finite, and a sum is twenty times as fast as a look at each
         # element. As finite elements may overflow the sum, a sum that is not finite calls for that look. All sums of a

@@ -201,6 +201,7 @@ class ShardedSession(Session):
                     # It comes back with other parameters than those of its gradients, and others got its samples.
                     for bucket in self.buckets:
                         bucket.grads.zero_()
+                        bucket.finite = True
                 for bucket in self.buckets:
                     self._reduction.start(bucket)
         finally:
