@@ -7,7 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
@@ -23,7 +25,16 @@ from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
 from stormtorch.transport.sharing import Sharing
 from stormtorch.transport.views import EndpointMembership
-from stormtorch.transport.waiting import FIRST_SLICE_S, INTERRUPT_SLICE_S, SLICE_S, Patience, Servers, Wait, attends
+from stormtorch.transport.waiting import (
+    FIRST_SLICE_S,
+    INTERRUPT_SLICE_S,
+    SLICE_S,
+    Patience,
+    Servers,
+    Wait,
+    aside,
+    attends,
+)
 
 _log = logging.getLogger("stormtorch")
 
@@ -229,6 +240,28 @@ class UdpTransport(EndpointMembership):
         finally:
             patience.end()
         return outcome
+
+    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+
+        def body() -> None:
+            with aside():
+                task()
+
+        return body
+
+    def rest(self, future: Future[Any], peers: Collection[int] = ()) -> None:
+        """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others."""
+        wait_for([future], FIRST_SLICE_S if attends() else None)
+        if future.done():
+            return
+        patience = Patience(self, peers)
+        try:
+            while not future.done():
+                patience.look()
+                wait_for([future], SLICE_S)
+        finally:
+            patience.end()
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
