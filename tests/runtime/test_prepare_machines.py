@@ -92,13 +92,18 @@ def test_models_of_fewer_bits_go_by_machines(dtype: torch.dtype) -> None:
     assert not equal(found[0][0], values(perceptron().to(dtype)))
 
 
-@pytest.mark.parametrize("policy", [BoundedDrift(), BoundedDrift(wire=torch.int8), BoundedDrift(max_lag=1)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [BoundedDrift(), BoundedDrift(wire=torch.int8), BoundedDrift(max_lag=1)],
+    ids=["float32", "int8", "bounded"],
+)
 def test_ranks_of_a_machine_have_the_same_stale_copies_of_what_others_own(policy: BoundedDrift) -> None:
     def work(rank: Rank) -> list[Any]:
         found = []
         for step in range(12):
             rank.train(range(step, step + 1))
-            mine = torch.cat([each.flatten() for each in copies(rank)])
+            copies(rank)
+            mine = rank.optimizer.session.buckets[0].flat.clone()
             ages = [torch.cat(each) for each in zip(*rank.optimizer.session._broadcast.ages, strict=True)]
             found.append((mine, ages, rank.optimizer.session.buckets[0].layout.spans))
         return found
@@ -156,6 +161,7 @@ def test_gradients_that_arrived_are_averaged_over_machines_without_bias() -> Non
         Vector(6000), make, work, world=world, policy=BoundedDrift(guard=None), loss=0.3, machines=layout, **SMALL
     )
     sums = {"a": 3.0, "b": 12.0, "c": 48.0}
+    per_chunk = SimulatedNetwork(2, **SMALL).chunk_bytes // 4
     whole = 0.0
     for rank, steps in enumerate(found):
         own = layout[rank]
@@ -164,9 +170,9 @@ def test_gradients_that_arrived_are_averaged_over_machines_without_bias() -> Non
         for gradients, row in steps:
             nearest = (gradients.unsqueeze(1) - possible).abs().min(1)
             assert float(nearest.values.max()) < 1e-3
-            ranks = torch.tensor([2.0, 4.0, 4.0, 6.0])[nearest.indices]
-            assert row.effective_batch == pytest.approx(float(ranks.mean()) / world, abs=0.02)
-            assert row.variance_inflation == pytest.approx(float((world / ranks).mean()), abs=0.05)
+            ranks_C = torch.tensor([2.0, 4.0, 4.0, 6.0])[nearest.indices[::per_chunk]]
+            assert row.effective_batch == pytest.approx(float(ranks_C.mean()) / world)
+            assert row.variance_inflation == pytest.approx(float((world / ranks_C).mean()))
             # Those that have this rank's place on the other machines, and no others.
             counterparts = {at for at, name in enumerate(layout) if name != own and at % 2 == rank % 2}
             assert set(row.gradients) == set(row.broadcast) == counterparts
@@ -233,7 +239,7 @@ class Accepting(BoundedDrift):
         ("aabb", BoundedDrift(weights="horvitz-thompson")),
         ("aabb", Accepting()),
     ],
-    ids=str,
+    ids=["aaab", "aabbc", "abcd", "aaaa", "off", "weighs", "accepts"],
 )
 def test_other_layouts_and_policies_that_need_every_link_go_the_flat_way(layout: str, policy: Policy) -> None:
     def work(rank: Rank) -> int:
@@ -248,10 +254,10 @@ def test_other_layouts_and_policies_that_need_every_link_go_the_flat_way(layout:
 
 
 def test_a_small_model_goes_the_flat_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = sum(each.numel() * 4 for each in perceptron(inside=25).parameters())
-    for smallest, expected in ((size, True), (size + 1, False)):
+    size = sum(each.numel() * 4 for each in perceptron().parameters())
+    for smallest, expected in ((size, True), (2 * size, False)):
         monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", smallest)
-        assert on_ranks(perceptron(inside=25), adamw, by_machines, policy=BoundedDrift(), machines="aabb") == [expected] * 4
+        assert on_ranks(perceptron(), adamw, by_machines, policy=BoundedDrift(), machines="aabb") == [expected] * 4
 
 
 @pytest.mark.parametrize("alone", range(4))
