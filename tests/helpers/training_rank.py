@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 
 import stormtorch
 from stormtorch import BoundedDrift, Options, StormError
-from stormtorch.collectives import Group
+from stormtorch.collectives import Group, hierarchy
 
 # Time for another process to start meanwhile.
 PAUSE_S = 0.02
@@ -64,9 +64,13 @@ def train(how: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     group = enter(how)
     transport: Any = group.transport
+    if how.get("machines"):
+        # All ranks run on one machine: pretend that they do not, and that the model is large.
+        transport.machine_of = lambda rank: how["machines"][rank]
+        hierarchy._SMALLEST_BYTES = 0
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    policy = BoundedDrift(give_up_s=how["give_up_s"], max_lag=8)
+    policy = BoundedDrift(give_up_s=how["give_up_s"], max_lag=8, overlap=how.get("overlap", False))
     with stormtorch.faults(loss=how["loss"], seed=1):
         model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=group)
         session: Any = optimizer.session  # type: ignore[attr-defined]
@@ -78,7 +82,7 @@ def train(how: dict[str, Any]) -> None:
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-            tell(step=session.steps)
+            tell(step=session.steps, by_machines=session._reduction._islands is not None)
             time.sleep(PAUSE_S)
             if session.steps == deaf_at:
                 threading.Thread(target=go_deaf, args=(deaf_s,)).start()
@@ -95,6 +99,7 @@ def train(how: dict[str, Any]) -> None:
         events=[event for row in session.ledger.rows for event in row.events],
         members=session.view.members,
         view=session.view.number,
+        by_machines=session._reduction._islands is not None,
     )
     transport.part()
     transport.close()

@@ -129,6 +129,23 @@ def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_starte
     assert not any("no standby left" in event for event in told[0]["events"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_that_share_machines_are_killed_and_started_again(job: Job, overlap: bool) -> None:
+    steps = 160
+    for rank in range(WORLD):
+        job.start(rank, steps=steps, machines="aabb", overlap=overlap)
+    assert job.hear(0, "step", 40)["by_machines"]
+    job.kill(3)
+    assert not job.hear(0, "step", 60)["by_machines"]  # two and one: the others go on from rank to rank
+    job.start(3, steps=steps, machines="aabb", overlap=overlap)
+    assert job.hear(3, "begins_at")["begins_at"] >= 60
+    told = {rank: job.hear(rank, "values") for rank in range(WORLD)}
+    assert_equal(told, steps, [0, 1, 2, 3])
+    assert all(each["by_machines"] for each in told.values())
+    assert in_order(told[0]["events"], ["rank 3 is gone", "rank 3 is new"])
+
+
 def test_rank_that_was_stopped_comes_back_when_it_continues(job: Job) -> None:
     steps = 250
     for rank in range(WORLD):

@@ -17,6 +17,7 @@ from stormtorch.bench.replicas import (
     BACKENDS,
     DEFAULT,
     DRIFT,
+    DRIFT_FLAT,
     LEARNING_RATE,
     NO_SYNC,
     GlooReplica,
@@ -44,7 +45,7 @@ from stormtorch.results.surroundings import surroundings
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
     "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift, storm-alone "
-    "the same without standbys; one torch thread per rank"
+    "the same without standbys, storm-drift-flat without hierarchy; one torch thread per rank"
 )
 TIMES = (
     "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
@@ -52,7 +53,8 @@ TIMES = (
     "lost, when a turn ends"
 )
 IDEAL = (
-    "2(n-1)/n x bytes of the parameters as they travel, what each rank must send and receive, at the rate of its line"
+    "2(n-1)/n x bytes of the parameters as they travel, what each of n hosts must send and receive, at the rate of its "
+    "line"
 )
 MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
 # Sums of other orders differ by the rounding of a few additions; narrower types are rounded twice.
@@ -67,7 +69,9 @@ class DdpSettings:
     """Settings of the benchmark."""
 
     ranks: int = 4
-    """Processes of this machine, or hosts of a lab with one each."""
+    """Processes of this machine, or of all hosts of a lab together."""
+    ranks_per_host: int = 1
+    """Ranks on each host of a lab. With several, storm-drift adds up inside a host first."""
     params_m: float = 25.0
     """Parameters of the model in millions; about, as its width is a multiple of 8."""
     tokens: int = 16
@@ -95,18 +99,28 @@ class DdpSettings:
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
+        check_between("ranks_per_host", self.ranks_per_host, 1, 32)
+        if self.ranks_per_host > 1 and self.network is None:
+            raise BadSetting("ranks_per_host", "is for a lab: loopback has one host, give a --rate")
+        if self.ranks % self.ranks_per_host or self.hosts < 2:
+            raise BadSetting("ranks_per_host", f"must divide the ranks, {self.ranks}, among two hosts or more")
         check_between("params_m", self.params_m, 0.01, 1000)
         check_between("tokens", self.tokens, 1, 100_000)
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("steps", self.steps, 1, 10_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network, BACKENDS)
+        check_backends(self.backends, self.network, BACKENDS, further=(DRIFT_FLAT,))
         check_subset("wire", self.wires, tuple(WIRES))
         check_subset("device", (self.device,), ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise BadSetting("device", "must be cpu here: torch finds no GPU")
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts of a lab."""
+        return self.ranks // self.ranks_per_host
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -121,9 +135,13 @@ class StepResult(BackendResult):
     adds_s: float
     """Time that communication adds to a step: the median beyond that of a step without any."""
     moved_bytes: float
-    """Bytes that each rank must send in a step, and receive as many: 2(n-1)/n of the parameters, as they travel."""
+    """Bytes that each of n hosts must send in a step, and receive as many: 2(n-1)/n of the parameters, as they
+    travel. On one machine, each rank is a host."""
     sent_bytes: float | None
     """Bytes that a rank's engine sent in a step, on average, headers and all else included; None over TCP."""
+    host_bytes: float | None
+    """Bytes of the datagrams that a host's ranks sent in a step, on average, the same way: what its line carried. What
+    passes through shared memory is not among them."""
     ideal_s: float | None
     """Time that `moved_bytes` take at the rate of a line; None where lines have no rate."""
     adds_over_ideal: float | None
@@ -152,6 +170,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
     """
     conditions = {
         "ranks": settings.ranks,
+        "ranks_per_host": settings.ranks_per_host,
         "params_asked": settings.params_m * 1e6,
         "tokens": settings.tokens,
         "iters": settings.iters,
@@ -170,15 +189,16 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
     if settings.network is None:
         logs, where = run_here(_rank_steps, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
     else:
-        with open_lab(settings.ranks, settings.network, congestion_controls(settings.backends)) as lab:
+        with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             logs, where = run_in_lab(
                 _rank_steps,
                 lab,
                 settings.network,
-                settings.ranks,
+                settings.hosts,
                 (settings,),
                 timeout_s=settings.timeout_s,
                 advance=advance,
+                per_host=settings.ranks_per_host,
             )
         where["patience_s"] = settings.patience_s
     return _report(settings, conditions | where, merge(logs))
@@ -195,7 +215,7 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
         "params": size_bytes // 4,
         "no_sync_s": no_sync_s,
         "no_sync_cpu_s": _mean_cpu_s(by_name[NO_SYNC]),
-        "line_s": None if rate_bits is None else ideal_s(settings.ranks, size_bytes, rate_bits),
+        "line_s": None if rate_bits is None else ideal_s(settings.hosts, size_bytes, rate_bits),
         "kernel_drops": sum(counters.kernel_drops for counters in log.counters.values()),
         "chunk_bytes": log.chunk_bytes,
     }
@@ -210,13 +230,16 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
         adds_s = found["median_s"] - no_sync_s
         cpu_s = _mean_cpu_s(samples)
         travels = _travelling_bytes(name, size_bytes // 4, log.chunk_bytes)
-        ideal = None if rate_bits is None else ideal_s(settings.ranks, travels, rate_bits)
+        ideal = None if rate_bits is None else ideal_s(settings.hosts, travels, rate_bits)
         counters = log.counters.get((name, size_bytes))
         results.append(
             StepResult(
                 adds_s=adds_s,
-                moved_bytes=2 * (settings.ranks - 1) / settings.ranks * travels,
+                moved_bytes=2 * (settings.hosts - 1) / settings.hosts * travels,
                 sent_bytes=counters.sent_bytes / (settings.ranks * len(samples) * settings.steps) if counters else None,
+                host_bytes=counters.datagram_bytes / (settings.hosts * len(samples) * settings.steps)
+                if counters
+                else None,
                 ideal_s=ideal,
                 adds_over_ideal=adds_s / ideal if ideal else None,
                 over_gloo=found["median_s"] / peer.median_s if peer else None,

@@ -39,10 +39,14 @@ LOSSY = {f"storm-lossy{ending}": wire for wire, ending in _ENDINGS.items()}
 """Wires of the replicas under DistributedDataParallel with the lossy hook."""
 _FOLLOWED = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}
 _ALONE = {f"storm-alone{ending}": wire for wire, ending in _ENDINGS.items()}
-DRIFT = {**_FOLLOWED, **_ALONE}
-"""Wires of the replicas prepared for `BoundedDrift`; those of storm-alone have no standbys."""
+_FLAT = {f"storm-drift-flat{ending}": wire for wire, ending in _ENDINGS.items()}
+DRIFT = {**_FOLLOWED, **_ALONE, **_FLAT}
+"""Wires of the replicas prepared for `BoundedDrift`: those of storm-alone have no standbys, those of storm-drift-flat
+no hierarchy."""
 DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo")
 """Backends that are compared by default."""
+DRIFT_FLAT = "storm-drift-flat"
+"""Backend in a lab: storm-drift without the hierarchy that it chooses where hosts have several ranks."""
 BACKENDS = (*DEFAULT, "storm-alone")
 """Backends that can be asked for; a lab also has those of gloo by TCP's congestion control."""
 LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
@@ -50,8 +54,8 @@ LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
 
 
 def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
-    """Puts one contender for each of the wires in place of storm-lossy, storm-drift and storm-alone."""
-    families = {"storm-lossy": LOSSY, "storm-drift": _FOLLOWED, "storm-alone": _ALONE}
+    """Puts one contender for each of the wires in place of storm-lossy and each kind of storm-drift."""
+    families = {"storm-lossy": LOSSY, "storm-drift": _FOLLOWED, "storm-alone": _ALONE, DRIFT_FLAT: _FLAT}
     return tuple(
         name
         for each in backends
@@ -198,7 +202,8 @@ class DriftReplica(StormReplica):
         group = _storm(member, datagram_bytes)
         model = copy.deepcopy(task.model)
         self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
-        policy = BoundedDrift(wire=WIRES[DRIFT[name]], standby=int(name not in _ALONE))
+        wire, standby, hierarchy = WIRES[DRIFT[name]], int(name not in _ALONE), name not in _FLAT
+        policy = BoundedDrift(wire=wire, standby=standby, hierarchy=hierarchy)
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
         (self._session,) = sessions_of(model)

@@ -81,6 +81,10 @@ def ddp(
     queue: Queue = None,
     tcp: Tcp = None,
     patience_s: Patience = 30.0,
+    ranks_per_host: Annotated[
+        int,
+        typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-drift-flat does without hierarchy."),
+    ] = 1,
 ) -> None:
     """Time a training step under DistributedDataParallel and under prepare(), beside gloo.
 
@@ -104,6 +108,8 @@ def ddp(
       stormtorch bench ddp --rate 1gbit --loss 0.01 --backends storm,gloo-bbr --params-m 100
 
       stormtorch bench ddp --rate 400mbit --loss 0.1 --wire float32,bfloat16,int8 --steps 4
+
+      stormtorch bench ddp --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm-drift,storm-drift-flat
     """
     with friendly_errors():
         from stormtorch.bench.ddp import DdpSettings, run_ddp
@@ -114,6 +120,7 @@ def ddp(
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = DdpSettings(
             ranks=ranks,
+            ranks_per_host=ranks_per_host,
             params_m=params_m if params_m is not None else (PARAMS_M if network is None else LAB_PARAMS_M),
             tokens=tokens,
             iters=iters,

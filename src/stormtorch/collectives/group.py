@@ -54,6 +54,12 @@ class Pending:
             self._error = error
         self._error = self._error or Closed("the collective was given up")
 
+    def stop(self) -> None:
+        """Gives the collective up while another thread waits for it: that thread's `wait` raises `Closed` soon."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.cancel()
+
     @property
     def ended(self) -> bool:
         """Whether the collective is already known to have ended, without asking the transport."""
@@ -134,6 +140,12 @@ class Group:
         other._channel = self._channel
         return other
 
+    def part(self, positions: Sequence[int], name: str) -> "Group":
+        """Returns a group of some of the ranks, in the same view."""
+        ranks = [self.ranks[position] for position in positions]
+        name = f"{self.name}/{name}"
+        return Group(self.transport, ranks, name=name, view=self.view, interrupted=self.interrupted)
+
     def start(self, steps: Steps, exchanges: int = 1) -> Pending:
         """Starts a collective that makes the given number of exchanges, one after the other."""
         return Pending(self, steps, exchanges)
@@ -169,14 +181,22 @@ class Group:
         """Layout of the ranks over machines, if several machines have the same number of ranks, two or more.
 
         None for any other layout, and for a group with a view, whose exchanges go on without ranks that are gone: a
-        hierarchy would lose a whole machine's contributions with one rank.
+        hierarchy would lose a whole machine's contributions with one rank. Who can repeat an exchange in the next view
+        asks `by_machine`.
         """
-        if self.view or self.interrupted is not None:
-            return None
+        return None if self.view or self.interrupted is not None else self.by_machine(self.transport.machine_of)
+
+    def by_machine(self, machine_of: Callable[[int], str]) -> "Islands | None":
+        """Returns the layout of the ranks over machines, if several machines have equally many ranks, two or more.
+
+        Args:
+            machine_of: Returns the identity of the machine of a rank of the transport, the same on all ranks of the
+                group; an empty text if it is unknown.
+        """
         by_machine: dict[str, list[int]] = {}
         for position, rank in enumerate(self.ranks):
-            by_machine.setdefault(self.transport.machine_of(rank), []).append(position)
-        each = len(by_machine[self.transport.machine_of(self.ranks[0])])
+            by_machine.setdefault(machine_of(rank), []).append(position)
+        each = len(next(iter(by_machine.values())))
         even = all(len(positions) == each for positions in by_machine.values())
         if "" in by_machine or not even or each == 1 or len(by_machine) == 1:
             return None
@@ -224,11 +244,10 @@ class Islands:
         """Makes the groups of this rank."""
         mine = next(ranks for ranks in machines if group.rank in ranks)
         peers = [ranks[mine.index(group.rank)] for ranks in machines]
-        transport, name = group.transport, group.name
         return cls(
             machines=machines,
-            inside=Group(transport, [group.ranks[rank] for rank in mine], name=f"{name}/inside"),
-            between=Group(transport, [group.ranks[rank] for rank in peers], name=f"{name}/between"),
+            inside=group.part(mine, "inside"),
+            between=group.part(peers, "between"),
         )
 
     @property

@@ -35,9 +35,14 @@ _PIECE_BYTES_PER_RANK = 512 << 10
 _PIECES_AT_ENDS = 4
 
 
+def pays(length: int) -> bool:
+    """Whether so many bytes are enough for exchanges inside machines to cost less than they save."""
+    return length >= _SMALLEST_BYTES
+
+
 def _chosen(group: Group, length: int) -> Islands | None:
     """Chooses the way of a collective that moves so many bytes: by machines, or None for the flat way."""
-    return group.islands if length >= _SMALLEST_BYTES and group.size > 2 else None
+    return group.islands if pays(length) and group.size > 2 else None
 
 
 @wraps(flat_all_reduce)

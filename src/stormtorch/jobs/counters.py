@@ -53,7 +53,9 @@ class Counters:
     kernel_drops: int = 0
     """Datagrams that the kernel dropped because a socket's buffer was full."""
     sent_bytes: int = 0
-    """Bytes of all datagrams sent, with the engine's headers but without those of UDP."""
+    """Bytes sent by datagram or through shared memory, with the engine's headers but without those of UDP."""
+    datagram_bytes: int = 0
+    """Bytes of all datagrams sent, the same way: without what passes through shared memory."""
 
     @classmethod
     def of(cls, transport: UdpTransport) -> "Counters":
@@ -65,6 +67,7 @@ class Counters:
             seen=faults["seen"],
             kernel_drops=health["overflow"],
             sent_bytes=health["bytes_sent"] + health["shared_bytes_sent"],
+            datagram_bytes=health["bytes_sent"],
         )
 
     def __add__(self, other: "Counters") -> "Counters":

@@ -64,9 +64,12 @@ class Row:
     step: int
     """Number of the step, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
     gradients: Mapping[int, float] = field(default_factory=dict)
-    """Fraction of each peer's gradients that arrived at this rank."""
+    """Fraction of each peer's gradients that arrived at this rank. Where exchanges go by machines, peers are those that
+    have this rank's place on other machines: each sends the mean of its machine, and inside a machine nothing is lost.
+    """
     broadcast: Mapping[int, float] = field(default_factory=dict)
-    """Fraction of each owner's parameters that arrived at this rank."""
+    """Fraction of each owner's parameters that arrived at this rank. Where exchanges go by machines, it has the owners
+    with this rank's place on other machines; copies of the others come by ranks of this machine, and `lag` has all."""
     lag: dict[int, int] = field(default_factory=dict)
     """Number of chunks of others' parameters by their age in steps."""
     lead: float = 0.0
@@ -98,7 +101,7 @@ class Row:
     view_wait_s: float = 0.0
     """Seconds in which a view began, as ranks had come or gone: waiting for its members, and moving shards."""
     fetched: int = 0
-    """Chunks that would have become too old and were fetched exactly."""
+    """Chunks that would have become too old and that this rank fetched exactly, also for others of its machine."""
     guarded: bool = False
     """Whether the broadcast was exact because the guard demanded it."""
     missing: list[int] = field(default_factory=list)

@@ -138,6 +138,13 @@ class OwnerPolicy(Policy):
     """Ranks that follow the owner of each shard, so that nothing is lost if it dies: 1, or 0 for none. From 3 ranks on,
     the owner sends its averaged gradient exactly to another rank, which runs the same optimizer on it. Without one, a
     dead owner's parameters come from the freshest copy, and the optimizer's state of its shard begins anew."""
+    hierarchy: bool = True
+    """Whether ranks exchange by machines, where several machines have the same number k of ranks, two or more, and the
+    model has 512 KiB or more: gradients are averaged inside a machine before they go to owners on others, and an owner
+    sends its parameters to each other machine once, where they are passed on. A machine's line then carries 1/k of the
+    bytes, and only what it carries may be lost: one lost chunk of gradients takes those of all ranks of a machine, and
+    one of parameters leaves all of them with the same stale copy. Policies that override `accept`, or weigh gradients
+    by link, go without. False sends everything from rank to rank."""
     ownership: Literal["auto", "elements", "parameters"] = "auto"
     """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
     as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""

@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
+from stormtorch.collectives.group import Islands
 from stormtorch.collectives.wire import Wire
 from stormtorch.policies import rules
 from stormtorch.policies.policy import OwnerPolicy, overrides
@@ -15,7 +17,9 @@ from stormtorch.reliability import Reliability
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.chunked import chunked
+from stormtorch.runtime.forwarding import Came, Fetch, Forwarding
 from stormtorch.runtime.profiling import shown
+from stormtorch.runtime.relays import Relays
 from stormtorch.staging.order import Order
 from stormtorch.transport.exchange import Arrival
 
@@ -28,9 +32,19 @@ class Broadcast:
         policy: Says what owners send, and what ranks make of it.
         buckets: Buckets that hold the parameters.
         order: Starts exchanges once data has left the GPU.
+        relays: Passes on what has come from other machines.
+        islands: Layout of each group over machines, if parameters go by machines; otherwise None.
     """
 
-    def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        policy: OwnerPolicy,
+        buckets: Sequence[Bucket],
+        order: Order,
+        relays: Relays,
+        islands: Sequence[Islands] | None = None,
+    ) -> None:
         self.links = Links(groups[0].size)
         """Chunks that arrived from each peer in the last exchange."""
         self.fetched = 0
@@ -56,8 +70,9 @@ class Broadcast:
         """Age in steps of the copy of each chunk, by bucket and owner."""
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._rooms: dict[int, list[torch.Tensor]] = {}
-        self._fetches: dict[int, list[tuple[int, torch.Tensor, torch.Tensor, Pending]]] = {}
+        self._fetches: dict[int, list[Fetch]] = {}
         self._serves: dict[int, list[Pending]] = {}
+        self._forwarding = None if islands is None else Forwarding(islands, self._wires, relays)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -105,9 +120,17 @@ class Broadcast:
         if bucket.on_gpu:
             ahead, device_ahead = torch.empty(ahead.shape, pin_memory=True, device="cpu"), ahead
             moments = bucket.fetch(ahead, device_ahead)
+            if self._forwarding is not None:
+                moments += bucket.fetch(bucket.shard(bucket.host_flat, self._rank), bucket.own)
 
         def begin() -> list[Pending]:
             message = wire.encode(ahead, seed)
+            if self._forwarding is not None:
+                # Nothing is lost inside a machine, so its ranks need no lead and no narrow format: they get what the
+                # owner itself has, unless the policy publishes something else.
+                near = ahead.to(bucket.dtype) if self._publishes else bucket.shard(bucket.host_flat, self._rank)
+                fetches = partial(self._begin_exact, bucket, ahead, serve, fetch, reliability)
+                return [self._forwarding.begin(bucket, message, near, reliability, fetches)]
             rooms = bucket.shards(bucket.host_flat)
             if wire.dtype != bucket.dtype or self._accepts:
                 rooms = [wire.room(room.numel()) for room in rooms]
@@ -116,7 +139,7 @@ class Broadcast:
             self._rooms[bucket.index] = rooms
             group = self.groups[bucket.index]
             pending = collectives.all_gather(group, rooms, message, reliability=reliability)
-            self._begin_exact(bucket, ahead, serve, fetch, reliability)
+            self._fetches[bucket.index] = self._begin_exact(bucket, ahead, serve, fetch, reliability)
             return [pending]
 
         return self._order.begin(begin, moments)  # type: ignore[return-value]  # it holds what `begin` returns
@@ -143,12 +166,14 @@ class Broadcast:
         serve: Sequence[torch.Tensor | None],
         fetch: Sequence[torch.Tensor | None],
         reliability: Reliability,
-    ) -> None:
+    ) -> list[Fetch]:
+        """Begins to send chunks that others want exactly, and to fetch those that this rank wants."""
         group, wire = self.groups[bucket.index], self._wires[bucket.index]
         # The deadline matters where only one side knows of the request, because a report was lost with its rank.
         silence_s = getattr(group.transport, "silence_s", None)
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
-        self._serves[bucket.index], self._fetches[bucket.index] = [], []
+        fetches: list[Fetch] = []
+        self._serves[bucket.index] = []
         for peer, chunks_C in enumerate(serve):
             if chunks_C is not None and bool(chunks_C.any()):
                 message = ahead[_elements(chunks_C, wire.per_chunk, ahead.numel())]
@@ -160,7 +185,8 @@ class Broadcast:
                 where = _elements(chunks_C, wire.per_chunk, bucket.layout.spans[owner][1])
                 message = torch.empty(where.numel(), dtype=torch.float32, device="cpu")
                 pending = collectives.receive(group, message, owner, tag=bucket.index, reliability=certain)
-                self._fetches[bucket.index].append((owner, where, message, pending))
+                fetches.append(Fetch(owner, where, message, pending))
+        return fetches
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
@@ -170,24 +196,34 @@ class Broadcast:
         with self._shown("all_gather wait", bucket):
             (pending,) = begun.result() if isinstance(begun, Future) else begun
             arrivals = pending.wait()
-        rooms = self._rooms.pop(bucket.index)
-        for arrival in arrivals:
-            self._repaired += arrival.repaired
-            self.links.add(self.groups[bucket.index], arrival)
-            self._place(bucket, rooms, arrival)
-        for owner, where, message, fetching in self._fetches.pop(bucket.index):
-            (arrival,) = fetching.wait()
-            if arrival.arrived == 1.0:
-                bucket.shard(bucket.host_flat, owner)[where] = message.to(bucket.dtype)
-                chunks_C = torch.unique(where // self._wires[bucket.index].per_chunk)
-                self.ages[bucket.index][owner][chunks_C] = 0
-                self.fetched += chunks_C.numel()
+        if self._forwarding is not None:
+            self._take(bucket, self._forwarding.receive(bucket))
+        else:
+            rooms = self._rooms.pop(bucket.index)
+            for arrival in arrivals:
+                self._repaired += arrival.repaired
+                self.links.add(self.groups[bucket.index], arrival)
+                self._place(bucket, rooms, arrival)
+            for fetch in self._fetches.pop(bucket.index):
+                chunks_C = fetch.place(bucket, self._wires[bucket.index].per_chunk)
+                if chunks_C is not None:
+                    self.ages[bucket.index][fetch.owner][chunks_C] = 0
+                    self.fetched += chunks_C.numel()
         for serving in self._serves.pop(bucket.index):
             serving.wait()
         if bucket.on_gpu:
             first, count = bucket.layout.spans[self._rank]
             bucket.bring(bucket.flat[:first], bucket.host_flat[:first])
             bucket.bring(bucket.flat[first + count :], bucket.host_flat[first + count :])
+
+    def _take(self, bucket: Bucket, came: Came) -> None:
+        """Counts what came by machines. It is where it belongs already."""
+        for arrival in came.across:
+            self._repaired += arrival.repaired
+            self.links.add(self.groups[bucket.index], arrival)
+        for owner, fresh_C in came.fresh.items():
+            rules.grow_older(self.ages[bucket.index][owner], fresh_C)
+        self.fetched += came.fetched
 
     def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:
         group, wire = self.groups[bucket.index], self._wires[bucket.index]
@@ -219,7 +255,8 @@ class Broadcast:
         """
         if missing:
             return 0, 0
-        return self._repaired, self.chunks_of(self._rank) * (self._size - 1) + self._repaired
+        receivers = self._size - 1 if self._forwarding is None else len(self._forwarding.sources)
+        return self._repaired, self.chunks_of(self._rank) * receivers + self._repaired
 
     # --- ages -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +265,12 @@ class Broadcast:
         return sum(ages[owner].numel() for ages in self.ages)
 
     def too_old(self, owner: int, most: int) -> torch.Tensor:
-        """Whether each chunk of an owner's shards, over all buckets, would be older than `most` after another loss."""
+        """Whether each chunk of an owner's shards, over all buckets, would be older than `most` after another loss.
+
+        Where another rank of this machine receives and fetches them for all, none is.
+        """
+        if self._forwarding is not None and owner not in self._forwarding.sources:
+            return torch.zeros(self.chunks_of(owner), dtype=torch.bool, device="cpu")
         return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
 
     def split(self, chunks_C: torch.Tensor, owner: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
+from stormtorch.collectives.group import Islands
 from stormtorch.collectives.wire import Wire
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.reliability import Reliability
@@ -15,6 +16,7 @@ from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.chunked import chunked
 from stormtorch.runtime.profiling import shown
+from stormtorch.runtime.relays import Relays
 from stormtorch.staging.order import Order
 
 
@@ -26,9 +28,19 @@ class Reduction:
         policy: Says what may be lost, and how the rest is weighed.
         buckets: Buckets that hold the gradients.
         order: Starts exchanges once data has left the GPU.
+        relays: Begins exchanges between machines when those inside have ended.
+        islands: Layout of each group over machines, if gradients go by machines; otherwise None.
     """
 
-    def __init__(self, groups: Sequence[Group], policy: OwnerPolicy, buckets: Sequence[Bucket], order: Order) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        policy: OwnerPolicy,
+        buckets: Sequence[Bucket],
+        order: Order,
+        relays: Relays,
+        islands: Sequence[Islands] | None = None,
+    ) -> None:
         self.links = Links(groups[0].size)
         """Chunks that arrived from each peer in the last exchange."""
         self.effective_batch = 1.0
@@ -41,6 +53,8 @@ class Reduction:
         self._policy = policy
         self._buckets = buckets
         self._order = order
+        self._relays = relays
+        self._islands = islands
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
 
     def start(self, bucket: Bucket) -> None:
@@ -57,6 +71,8 @@ class Reduction:
         """Waits until this rank's shards are averaged."""
         self.links.clear()
         copies = inverse = chunks = 0.0
+        # A copy that comes from another machine is the mean of its ranks.
+        each = self._islands[0].each if self._islands else 1
         for bucket in self._buckets:
             begun = self._begun.pop(bucket.index)
             with self._shown("reduce_scatter wait", bucket):
@@ -65,7 +81,7 @@ class Reduction:
             group = self.groups[bucket.index]
             for arrival in arrivals:
                 self.links.add(group, arrival)
-                counts = arrival.counts()
+                counts = arrival.counts() * each
                 if counts.numel():
                     copies += float(counts.sum())
                     inverse += float(counts.reciprocal().sum())
@@ -79,9 +95,12 @@ class Reduction:
 
     def abandon(self) -> None:
         """Gives up all exchanges that are under way. Their memory may be written afterwards."""
-        for begun in self._begun.values():
-            for pending in begun.result() if isinstance(begun, Future) else begun:
-                pending.cancel()
+        begun = [each.result() if isinstance(each, Future) else each for each in self._begun.values()]
+        pendings = [pending for each in begun for pending in each]
+        for pending in pendings:
+            pending.stop()  # all before the first is waited for: they are passed on one after the other
+        for pending in pendings:
+            pending.cancel()
         self._begun.clear()
 
     def finite(self) -> bool:
@@ -110,6 +129,8 @@ class Reduction:
         return wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
+        if self._islands is not None:
+            return self._reduce_by_machine(bucket, self._islands[bucket.index], reliability)
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
         # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
         travels = torch.float32 if wire == torch.int8 else wire
@@ -123,6 +144,27 @@ class Reduction:
             parts = bucket.shards(bucket.host_grads.to(travels))
         reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
         return reduce(group, out, parts, Op.AVG, reliability=reliability)
+
+    def _reduce_by_machine(self, bucket: Bucket, islands: Islands, reliability: Reliability) -> Pending:
+        """Averages inside this machine what goes to each owner that has this rank's place, then over machines."""
+        wire, out = self._wire(bucket), bucket.host_own_grads
+        travels = torch.float32 if wire == torch.int8 else wire
+        parts, place = bucket.shards(bucket.host_grads), islands.inside.rank
+        # Taken now: buckets are passed on in another order than they begin on other ranks.
+        inside, between = islands.inside.ahead(len(islands.machines)), islands.between.ahead(1)
+        # In memory of their own, as gradients must stay what they are: see `Bucket`.
+        means = [torch.empty(parts[ranks[place]].numel(), device="cpu") for ranks in islands.machines]
+        first = [
+            collectives.reduce_scatter(inside, mean, [parts[rank] for rank in ranks], Op.AVG)
+            for mean, ranks in zip(means, islands.machines, strict=True)
+        ]
+
+        def then() -> list[Pending]:
+            reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
+            # The mean of means of equally many ranks is the mean.
+            return [reduce(between, out, [mean.to(travels) for mean in means], Op.AVG, reliability=reliability)]
+
+        return self._relays.begin(first, then, islands.inside.ranks)
 
     def _per_chunk(self, bucket: Bucket) -> int:
         return Wire(self._wire(bucket), self.groups[bucket.index].transport.chunk_bytes).per_chunk

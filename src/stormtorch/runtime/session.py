@@ -17,6 +17,7 @@ from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
+from stormtorch.collectives.group import Islands
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
@@ -65,6 +66,8 @@ class Session(ABC):
         self._told: dict[int, dict[str, bytes]] = {}
         """What the others have told when this process came into the job, for those who ask only afterwards."""
         self._on_step: list[Callable[[int], None]] = []
+        self.machines: dict[int, str] = {}
+        """Identity of the machine of each rank, as each has told it; empty if it is unknown."""
         self._bytes_sent = 0
         # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
         self._channels_used: set[str] = set()
@@ -289,6 +292,16 @@ class Session(ABC):
         self._channels_used.add(name)
         return self.membership.group(name, self.void)
 
+    def islands(self, groups: Sequence[Group]) -> list[Islands] | None:
+        """Returns how the members of the view, in channels of it, are laid out over machines.
+
+        None if they are not, in a way that allows a hierarchy. All members have the same answer.
+        """
+        found = [group.by_machine(lambda rank: self.machines.get(rank, "")) for group in groups]
+        known = [each for each in found if each is not None]
+        self._channels_used |= {part.name for each in known for part in (each.inside, each.between)}
+        return known if len(known) == len(groups) else None
+
     def void(self) -> bool:
         """Whether the round that is under way must be given up: by default, if another view begins with it."""
         return self.membership.due()
@@ -422,9 +435,13 @@ class Session(ABC):
 
     def _compare(self, group: Group) -> None:
         digests = [zlib.crc32(repr(each).encode()) for each in self._given.values()]
-        all_N = [torch.tensor(digests, dtype=torch.int64, device="cpu") for _ in range(group.size)]
+        machine = zlib.crc32(group.transport.machine_of(group.transport.rank).encode())
+        all_N = [torch.tensor([*digests, machine], dtype=torch.int64, device="cpu") for _ in range(group.size)]
         collectives.all_gather(group, all_N, all_N[group.rank]).wait()
-        for what, first, *others in zip(self._given, *(each.tolist() for each in all_N), strict=True):
+        # Each rank tells its own, so that all have the same: cards of processes that come and go may differ a while.
+        told = [int(each[-1]) for each in all_N]
+        self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, told, strict=True)}
+        for what, first, *others in zip(self._given, *(each[:-1].tolist() for each in all_N), strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
                     raise ValueError(

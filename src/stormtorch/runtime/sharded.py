@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from stormtorch.collectives import Group
+from stormtorch.collectives.group import Islands
+from stormtorch.collectives.hierarchy import pays
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import REPAIRED
 from stormtorch.runtime import objects
 from stormtorch.runtime.broadcast import Broadcast
@@ -32,6 +34,7 @@ from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
 from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.reduction import Reduction
+from stormtorch.runtime.relays import Relays
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
@@ -66,7 +69,7 @@ class ShardedSession(Session):
                 "with standby=0",
                 type(optimizer).__name__,
             )
-        self._order = Order()
+        self._order, self._relays = Order(), Relays(group.transport)
         self._lead = 0.0
         self._buffers = buffers_of(model)
         self._row = Row(0)
@@ -124,8 +127,9 @@ class ShardedSession(Session):
         rounds, policy, buckets = self._rounds, self.policy, self.buckets
         rounds.begin_view(buckets)
         here = rounds.here
-        self._reduction = Reduction(rounds.channels("gradients", interruptible=True), policy, buckets, self._order)
-        self._broadcast = Broadcast(rounds.channels("broadcast"), policy, buckets, self._order)
+        up, down = rounds.channels("gradients", interruptible=True), rounds.channels("broadcast")
+        self._reduction = Reduction(up, policy, buckets, self._order, self._relays, self._layout(up))
+        self._broadcast = Broadcast(down, policy, buckets, self._order, self._relays, self._layout(down))
         chunks = [self._broadcast.chunks_of(owner) for owner in range(here.size)]
         rounds.open(chunks, chunks if policy.max_lag else [0] * here.size)
         self._feedback = Feedback(policy, rounds, self._reduction, self._broadcast, here.rank, here.size)
@@ -144,6 +148,20 @@ class ShardedSession(Session):
                 order=self._order,
             )
         self._make_calls(rounds.meeting())
+
+    def _layout(self, channels: Sequence[Group]) -> list[Islands] | None:
+        """Returns how the exchanges of these channels go by machines; None if everything goes from rank to rank.
+
+        An exchange of gradients in which a rank is lost is repeated in the next view, and the next view gives everyone
+        all parameters: so nobody keeps what a rank took with it that others of its machine had sent, or waited for.
+        """
+        policy = self.policy
+        # What a policy sends depends on the link to each owner, or each rank makes something else of what came.
+        by_link = policy.weighs or overrides(policy, "accept")
+        length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
+        if not policy.hierarchy or by_link or not pays(length):
+            return None
+        return self.islands(channels)
 
     def _make_calls(self, meeting: Meeting) -> None:
         if self._calls_made:
@@ -384,6 +402,7 @@ class ShardedSession(Session):
                 self.leave()
             self.steps = hello.steps
             membership.enter(latest, self.steps)
+            self.machines = hello.machines
             self._recut(after, moved.masters)
             self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
             self._begin_view(moved.followed)

@@ -61,6 +61,11 @@ class Hello:
         """Optimizer steps so far."""
         return max(int(each["steps"]) for each in self.there.values())
 
+    @property
+    def machines(self) -> dict[int, str]:
+        """Identity of the machine of each rank, by rank."""
+        return {rank: str(each["machine"]) for rank, each in self.told.items()}
+
     def newcomers(self, members: Sequence[int]) -> list[int]:
         """Returns the members that hold nothing yet."""
         return [rank for rank in members if rank not in self.there]
@@ -86,6 +91,7 @@ def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str]) 
         "steps": steps,
         "ages": [] if held is None else list(held.ages),
         "carried": carried,
+        "machine": group.transport.machine_of(group.transport.rank),
     }
     told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
     there = {rank: each for rank, each in told.items() if each["holds"]}

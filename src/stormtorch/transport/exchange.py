@@ -4,7 +4,8 @@ There are two transports: UDP (`stormtorch.transport.udp`) and a simulated netwo
 Both drive the same native core.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -240,6 +241,19 @@ class Transport(Membership, Protocol):
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange and returns at once. The plan's memory belongs to the engine until the exchange ends."""
+        ...
+
+    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+        ...
+
+    def rest(self, future: Future[Any], peers: Collection[int] = ()) -> None:
+        """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others.
+
+        Args:
+            future: What a task of `aside` will settle.
+            peers: Ranks on which that depends.
+        """
         ...
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:

@@ -10,11 +10,12 @@ of them computes and advances when all wait, so a run depends on its seed alone.
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import stormtorch._engine as _engine
-from stormtorch.errors import ExchangeTimeout, StormError
+from stormtorch.errors import Closed, ExchangeTimeout, StormError
 from stormtorch.network.faults import LinkOptions, faults
 from stormtorch.network.loss import LossModel
 from stormtorch.network.units import parse_rate
@@ -91,18 +92,36 @@ class SimulatedExchange:
         self._network.later(self.rank, cancel)
 
 
-class _ViewWait:
-    """A rank that waits for a view with a number above another."""
+class _Rest:
+    """A rank that waits for something else than an exchange."""
 
-    __slots__ = ("above", "attends", "look_at", "outcome", "rank", "server")
+    __slots__ = ("attends", "look_at", "outcome", "rank", "server")
 
-    def __init__(self, rank: int, above: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.above = above
         self.outcome: bool | None = None
         self.attends = False
         self.look_at = 0.0
         self.server: Server | None = None
+
+
+class _ViewWait(_Rest):
+    """A rank that waits for a view with a number above another."""
+
+    __slots__ = ("above",)
+
+    def __init__(self, rank: int, above: int) -> None:
+        super().__init__(rank)
+        self.above = above
+
+
+class _Thread(threading.local):
+    """Number of a rank's thread: 0 is its own, others run tasks aside."""
+
+    number = 0
+
+
+_thread = _Thread()
 
 
 class SimulatedTransport:
@@ -124,6 +143,14 @@ class SimulatedTransport:
         exchange = SimulatedExchange(self.network, self.rank, plan)
         self.network.post(self.rank, plan, exchange)
         return exchange
+
+    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+        return self.network.aside(task)
+
+    def rest(self, future: Future[Any], _peers: Collection[int] = ()) -> None:
+        """Lets virtual time pass until a future is settled by a task of `aside`; meanwhile the rank serves others."""
+        self.network.rest(self.rank, future)
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
@@ -286,11 +313,14 @@ class SimulatedNetwork:
         )
         self._transports = [SimulatedTransport(self, rank) for rank in range(world)]
         self._condition = threading.Condition()
-        self._posts: list[tuple[int, Callable[[_engine.Sim], object]]] = []
+        self._posts: list[tuple[tuple[int, int], Callable[[_engine.Sim], object]]] = []
         self._running: dict[tuple[int, int], SimulatedExchange] = {}
-        self._waiting: dict[SimulatedExchange | _ViewWait, float] = {}  # with the virtual time at which each gives up
+        self._waiting: dict[SimulatedExchange | _Rest, float] = {}  # with the virtual time at which each gives up
         self._interruptible: set[SimulatedExchange] = set()  # waiting exchanges that may be interrupted
         self._awake = 0
+        self._ranks = 0  # whose own threads have not ended
+        self._asides = itertools.count(1)
+        self._aside = 0  # tasks that have not ended
         self._broken: BaseException | None = None
 
     @property
@@ -321,7 +351,41 @@ class SimulatedNetwork:
     def later(self, rank: int, work: Callable[[_engine.Sim], object]) -> None:
         """Calls `work(sim)` for a rank when all ranks wait, in the order of ranks, so that threads cannot race."""
         with self._condition:
-            self._posts.append((rank, work))
+            self._posts.append(((rank, _thread.number), work))
+
+    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Returns a task for a further thread of the calling rank. Time stands still while it computes, too."""
+        with self._condition:
+            self._awake += 1
+            self._aside += 1
+            number = next(self._asides)
+
+        def body() -> None:
+            _thread.number = number
+            try:
+                task()
+            finally:
+                _thread.number = 0
+                with self._condition:
+                    self._awake -= 1
+                    self._aside -= 1
+                    self._move_on()
+
+        return body
+
+    def rest(self, rank: int, future: Future[Any]) -> None:
+        """Blocks the calling rank until a future is settled; meanwhile, the rank serves others."""
+        wait = _Rest(rank)
+
+        def settled(_future: Future[Any]) -> None:
+            with self._condition:
+                wait.outcome = True
+                self._wake(wait)
+                self._condition.notify_all()
+
+        future.add_done_callback(settled)
+        while (server := self._sleep(wait, math.inf)) is not None:
+            server.serve()
 
     def health(self, rank: int) -> dict[str, Any]:
         """Counters of one rank."""
@@ -340,7 +404,8 @@ class SimulatedNetwork:
         """
         results: list[Any] = [None] * self.world
         errors: list[BaseException | None] = [None] * self.world
-        self._awake, self._broken = self.world, None
+        self._awake = self._ranks = self.world
+        self._broken = None
 
         def body(rank: int) -> None:
             try:
@@ -350,6 +415,10 @@ class SimulatedNetwork:
             finally:
                 with self._condition:
                     self._awake -= 1
+                    self._ranks -= 1
+                    if self._ranks == 0 and self._aside:
+                        # Nobody is left who could care for what a task still waits for.
+                        self._broken = self._broken or Closed("the ranks of the simulated network have ended")
                     self._move_on()
 
         threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(self.world)]
@@ -357,6 +426,8 @@ class SimulatedNetwork:
             thread.start()
         for thread in threads:
             thread.join()
+        with self._condition:
+            self._condition.wait_for(lambda: self._aside == 0)
         for error in errors:
             if error is not None:
                 raise error
@@ -386,7 +457,7 @@ class SimulatedNetwork:
                 server.serve()
         return self._sim.view_number(rank) > above
 
-    def _sleep(self, exchange: SimulatedExchange | _ViewWait, give_up_at: float) -> Server | None:
+    def _sleep(self, exchange: SimulatedExchange | _Rest, give_up_at: float) -> Server | None:
         """Sleeps until the exchange has ended, or returns a server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
@@ -400,6 +471,7 @@ class SimulatedNetwork:
             self._move_on()
             self._condition.wait_for(lambda: exchange not in self._waiting or self._broken is not None)
             if self._broken is not None and exchange.outcome is None:
+                self._waiting.pop(exchange, None)
                 raise StormError("the simulated network has stopped after an error") from self._broken
             server, exchange.server = exchange.server, None
             return server
@@ -469,7 +541,7 @@ class SimulatedNetwork:
             self._finish()
         return found
 
-    def _wake(self, exchange: SimulatedExchange | _ViewWait) -> None:
+    def _wake(self, exchange: SimulatedExchange | _Rest) -> None:
         if self._waiting.pop(exchange, None) is not None:
             self._awake += 1
             if isinstance(exchange, SimulatedExchange):

@@ -7,7 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
@@ -32,6 +34,7 @@ from stormtorch.transport.waiting import (
     Patience,
     Servers,
     Wait,
+    aside,
     attends,
 )
 
@@ -246,6 +249,28 @@ class UdpTransport(EndpointMembership):
         longest_trip_s = max((round_trip_s for round_trip_s, *_ in self.endpoint.links(peers)), default=0.0)
         prospect = self.endpoint.prospect(exchange_id)
         return interruption.gives_up(prospect, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
+
+    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+
+        def body() -> None:
+            with aside():
+                task()
+
+        return body
+
+    def rest(self, future: Future[Any], peers: Collection[int] = ()) -> None:
+        """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others."""
+        wait_for([future], FIRST_SLICE_S if attends() else None)
+        if future.done():
+            return
+        patience = Patience(self, peers)
+        try:
+            while not future.done():
+                patience.look()
+                wait_for([future], SLICE_S)
+        finally:
+            patience.end()
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""

@@ -39,6 +39,7 @@ _NOTHING_BYTES_PER_RANK = 2 << 10
 class _Doing(threading.local):
     what: str | None = None
     elsewhere = False
+    aside = False
 
 
 _doing = _Doing()
@@ -73,6 +74,16 @@ def attends() -> bool:
     interfere with a training in use.
     """
     return _doing.what is not None
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Marks the waits of this thread within the block as no rank's own: the rank does something else meanwhile."""
+    _doing.aside = True
+    try:
+        yield
+    finally:
+        _doing.aside = False
 
 
 class Server(Protocol):
@@ -173,7 +184,9 @@ class Patience:
         self._moved = self._bytes()
         self._written = False
         self._next_s = ANNOUNCE_AFTER_S
-        self._transport.waits = Wait(_doing.what or "a collective", self._quiet_since, peers)
+        self._shown = not _doing.aside
+        if self._shown:
+            self._transport.waits = Wait(_doing.what or "a collective", self._quiet_since, peers)
 
     def look(self) -> None:
         """Serves others and checks for movement; to be called after each slice of waiting."""
@@ -205,7 +218,8 @@ class Patience:
 
     def end(self) -> None:
         """Ends the wait, and removes what was written into the store."""
-        self._transport.waits = None
+        if self._shown:
+            self._transport.waits = None
         if self._written:
             self._write("")
 

@@ -26,8 +26,10 @@ def ddp_table(report: "DdpReport") -> Table:
     """One row per backend."""
     conditions = report.conditions
     in_lab = "requested" in conditions
+    each = conditions.get("ranks_per_host", 1)
+    ranks = f"{conditions['ranks']} ranks" + (f", {each} on each host" if each > 1 else "")
     title = (
-        f"a training step of {conditions['params'] / 1e6:.3g} M parameters, {conditions['ranks']} ranks, "
+        f"a training step of {conditions['params'] / 1e6:.3g} M parameters, {ranks}, "
         f"{network_text(conditions['requested']) if in_lab else 'loopback'}"
     )
     table = new_table(title, _ddp_caption(conditions))
