@@ -427,9 +427,11 @@ TEST(a_goodbye_to_a_rank_that_wrote_nonsense_is_said_again_until_it_is_heard_but
         Watch<Tapped> watch(net, 2);
         int goodbyes = 0;
         net.tap = [&](Datagram& d) { return d.header.kind != Kind::bye || ++goodbyes > deaf; };
-        auto to_zero = std::make_unique<RingMemory>();
+        auto to_zero = std::make_unique<RingMemory>(1);
         const RingMemory nonsense(Descriptor(dup(to_zero->file())));
-        net.core(0).connect(1, 0, std::make_unique<Passage>(std::make_unique<RingMemory>(), std::move(to_zero)),
+        net.core(0).connect(1, 0,
+                            std::make_unique<Passage>(std::make_unique<RingMemory>(1), std::move(to_zero),
+                                                      std::make_unique<ShelfMemory>()),
                             net.now());
         nonsense.shared().tail.store(~0ULL);
         (void)net.core(0).pass(net.now());

@@ -156,7 +156,9 @@ class Sharing:
             own = transport.cards[self._rank]
             hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
             hello["proof"] = _proof(transport, self._rank, own, card)
-            _send(connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport)))
+            _send(
+                connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport))
+            )
             answer, descriptors = _receive(connection)
             if not hmac.compare_digest(answer, b"yes " + _proof(transport, peer, card, own).encode()):
                 _close(descriptors)
