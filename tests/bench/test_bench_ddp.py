@@ -131,6 +131,17 @@ def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may
     assert ranks_left() == []
 
 
+def test_ranks_per_host_must_divide_the_ranks_of_a_lab() -> None:
+    line = Conditions(rate="50mbit")
+    settings = DdpSettings(ranks=8, ranks_per_host=2, network=line, backends=("storm-drift", "storm-drift-flat"))
+    assert settings.hosts == 4 and settings.contenders == settings.backends
+    for ranks, each, network in ((8, 3, line), (4, 4, line), (8, 0, line), (8, 2, None)):
+        with pytest.raises(BadSetting, match="ranks_per_host"):
+            DdpSettings(ranks=ranks, ranks_per_host=each, network=network)
+    with pytest.raises(BadSetting, match="storm-drift-flat only in a lab"):
+        DdpSettings(backends=("storm-drift-flat",))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
