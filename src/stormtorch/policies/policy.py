@@ -38,7 +38,7 @@ class Policy:
     """How much of a message may be missing, in both stages. The default never sends anything twice."""
     wire: torch.dtype = torch.float32
     """Number format on the network: bfloat16 halves the bytes, int8 quarters them. Sums are float32 all the same."""
-    bucket_mb: float = 8.0
+    bucket_mb: float = 16.0
     """Size of the buckets in which parameters travel, each as soon as it is complete. Smaller ones start earlier and
     cost more exchanges."""
     overlap: bool = False
