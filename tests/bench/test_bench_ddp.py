@@ -74,6 +74,7 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
             assert each["sent_bytes"] is None
         else:
             assert 1.0 <= each["sent_bytes"] / each["moved_bytes"] < 1.2
+            assert each["sent_bytes"] <= each["copied_bytes"] <= 2.1 * each["sent_bytes"]
 
 
 def test_backends_and_the_step_without_communication_take_turns(report: DdpReport) -> None:

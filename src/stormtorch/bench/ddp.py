@@ -139,6 +139,9 @@ class StepResult(BackendResult):
     travel. On one machine, each rank is a host."""
     sent_bytes: float | None
     """Bytes that a rank's engine sent in a step, on average, headers and all else included; None over TCP."""
+    copied_bytes: float | None
+    """Bytes that a rank copied into shared memory in a step, or read from it, on average; None over TCP. Gradients that
+    are copied into buckets, or from and to a GPU, come on top with every backend."""
     host_bytes: float | None
     """Bytes of the datagrams that a host's ranks sent in a step, on average, the same way: what its line carried. What
     passes through shared memory is not among them."""
@@ -237,6 +240,9 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
                 adds_s=adds_s,
                 moved_bytes=2 * (settings.hosts - 1) / settings.hosts * travels,
                 sent_bytes=counters.sent_bytes / (settings.ranks * len(samples) * settings.steps) if counters else None,
+                copied_bytes=counters.copied_bytes / (settings.ranks * len(samples) * settings.steps)
+                if counters
+                else None,
                 host_bytes=counters.datagram_bytes / (settings.hosts * len(samples) * settings.steps)
                 if counters
                 else None,

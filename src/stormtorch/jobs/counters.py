@@ -56,6 +56,8 @@ class Counters:
     """Bytes sent by datagram or through shared memory, with the engine's headers but without those of UDP."""
     datagram_bytes: int = 0
     """Bytes of all datagrams sent, the same way: without what passes through shared memory."""
+    copied_bytes: int = 0
+    """Bytes copied into shared memory, once for all who read them there, and those read from it."""
 
     @classmethod
     def of(cls, transport: UdpTransport) -> "Counters":
@@ -68,6 +70,7 @@ class Counters:
             kernel_drops=health["overflow"],
             sent_bytes=health["bytes_sent"] + health["shared_bytes_sent"],
             datagram_bytes=health["bytes_sent"],
+            copied_bytes=health["shared_bytes_sent"] - health["shelved_bytes_sent"] + health["shared_bytes_received"],
         )
 
     def __add__(self, other: "Counters") -> "Counters":
