@@ -56,7 +56,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     switch (header->kind) {
         case Kind::data:
             if (header->has(flag_piece)) {
-                take_piece(peer, *header, number, *payload, now);
+                take_piece(peer, *header, number, *payload, now, arrived_at);
                 return;
             }
             if (header->has(flag_last)) peer.in.report_now();
@@ -80,11 +80,12 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
     const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
-    if (taken) peer.in.arrive(number, datagram.size(), elicits, arrived_at);
+    if (taken) peer.in.arrive(number, datagram.size(), elicits, now, arrived_at);
 }
 
 // A piece is reported when its chunk is complete, with all others of that chunk.
-void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now) {
+void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now,
+                      Nanos arrived_at) {
     switch (peer.pieces.take(header, number, payload)) {
         case Pieces::Taken::malformed:
             ++counters_.malformed;
@@ -99,7 +100,7 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
     if (!take_data(peer, header, whole, now)) return;
     const std::span<const std::uint64_t> numbers = peer.pieces.numbers();
     for (const std::uint64_t each : numbers) {
-        if (!peer.in.seen(each)) peer.in.arrive(each, whole.size() / numbers.size(), true, now);
+        if (!peer.in.seen(each)) peer.in.arrive(each, whole.size() / numbers.size(), true, now, arrived_at);
     }
 }
 
@@ -265,6 +266,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     // Its last report says what it received before it left; everything else in flight to it is lost.
     take_report(peer, body, now);
     peer.in.report_now();
+    if (shelf_) shelf_->forget(peer.rank);
     part(peer, Status::peer_left, *blame, now);
 }
 

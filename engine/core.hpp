@@ -147,7 +147,8 @@ public:
 
 private:
     // arrivals.cpp: what a datagram that came in changes
-    void take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now);
+    void take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now,
+                    Nanos arrived_at);
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     enum class Way : std::uint8_t { datagram, memory };

@@ -96,7 +96,7 @@ bool Inbound::seen(std::uint64_t number) const {
     return (window_[number % bits / 64] >> (number % 64) & 1) != 0;
 }
 
-void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now) {
+void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at) {
     if (number > largest_) {
         // Forget the numbers that the window moves over.
         const std::uint64_t steps = std::min<std::uint64_t>(number - largest_, bits);
@@ -108,7 +108,7 @@ void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nano
     }
     if (elicits && number > timed_) {
         timed_ = number;
-        timed_at_ = now;
+        timed_at_ = arrived_at;
     }
     window_[number % bits / 64] |= 1ULL << (number % 64);
     ++arrived_;

@@ -146,7 +146,11 @@ public:
     // Whether the number was seen already or is too old to tell.
     [[nodiscard]] bool seen(std::uint64_t number) const;
     // `elicits`: whether the datagram calls for a report; reports themselves do not.
-    void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now);
+    void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now) {
+        arrive(number, bytes, elicits, now, now);
+    }
+    // `arrived_at`: when it came to this machine, up to which its delay counts.
+    void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at);
     void report_now() { urgent_ = true; }
     [[nodiscard]] bool urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.

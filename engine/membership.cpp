@@ -65,7 +65,8 @@ void Core::adopt(const View& view, Nanos now) {
     there_.assign(config_.world, -1);
     for (const Member who : view.members) there_[who.rank] = who.incarnation;
     for (const std::uint16_t rank : near_) {
-        if (shelf_ && there_[rank] < 0) shelf_->forget(rank);
+        // A process that is left out may live, and still read what it was lent.
+        if (shelf_ && there_[rank] < 0) shelf_->strand(rank);
     }
     view_ = view;
     exchanges_.each([&](Exchange& exchange) {
@@ -83,11 +84,12 @@ void Core::drop_absent(Exchange& exchange) {
         return inside_ && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
                (view_->has(who) || view_->lets_go(who));
     };
+    // Also where its own messages have ended: others may have waited for it, and have less to pass on.
     for (const Outgoing& message : exchange.sends) {
-        if (!message.released && !there(message.peer)) drop_peer(exchange, message.peer);
+        if (!there(message.peer)) drop_peer(exchange, message.peer);
     }
     for (const Incoming& message : exchange.receives) {
-        if (!message.closed && !there(message.peer)) drop_peer(exchange, message.peer);
+        if (!there(message.peer)) drop_peer(exchange, message.peer);
     }
 }
 
@@ -130,8 +132,9 @@ Prospect Core::prospect(std::uint64_t id, Nanos now) const {
     Prospect worst = Prospect::good;
     const auto look = [&](std::uint16_t rank) {
         const Peer& peer = peers_.look(rank);
-        if (peer.left() || now >= peer.silent_at(exchange->outcome.started, config_.silence) ||
-            exchange->given_up_by.has(rank)) {
+        const Nanos started = exchange->outcome.started;
+        if (peer.left() || now >= peer.silent_at(started, config_.silence) ||
+            now >= peer.blocked_at(started, config_.silence) || exchange->given_up_by.has(rank)) {
             worst = Prospect::none;
         } else if (!exchange->begun_by.has(rank)) {
             worst = std::max(worst, Prospect::unclear);

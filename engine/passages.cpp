@@ -30,8 +30,9 @@ std::optional<Record> Record::parse(std::span<const std::byte> from) {
     if (from.size() < head_bytes) return std::nullopt;
     // A copy, so that its writer cannot change what has been checked.
     std::memcpy(&record, from.data(), sizeof record);
-    const bool fits = record.shelved != 0 ? std::size_t{record.place} + record.bytes <= ShelfMemory::capacity
-                                          : size(record.bytes) <= from.size();
+    const bool fits = record.shelved == 0 ? size(record.bytes) <= from.size()
+                                          : record.kind == Kind::data && record.bytes <= most_run_bytes &&
+                                                std::size_t{record.place} + record.bytes <= ShelfMemory::capacity;
     const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && fits;
     return sound ? std::optional(record) : std::nullopt;
 }

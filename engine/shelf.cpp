@@ -16,6 +16,9 @@
 namespace storm {
 namespace {
 
+#ifndef F_SEAL_FUTURE_WRITE
+constexpr int F_SEAL_FUTURE_WRITE = 0x0010;
+#endif
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Payloads begin on cache lines.
 constexpr std::uint32_t line = 64;
@@ -28,8 +31,12 @@ ShelfMemory::ShelfMemory()
     : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING),
                                 "cannot make memory to share")) {
     if (ftruncate(file_.get(), static_cast<off_t>(capacity)) != 0) fail("cannot size memory to share");
-    if (fcntl(file_.get(), F_ADD_SEALS, seals) != 0) fail("cannot seal memory to share");
     map(PROT_READ | PROT_WRITE);
+    // Nobody else can write what others rely on, where the kernel knows this seal (since Linux 5.1).
+    (void)fcntl(file_.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
+    if (fcntl(file_.get(), F_ADD_SEALS, seals) == 0) return;
+    munmap(bytes_, capacity);
+    fail("cannot seal memory to share");
 }
 
 ShelfMemory::ShelfMemory(Descriptor file) : file_(std::move(file)) {

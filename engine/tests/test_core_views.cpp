@@ -295,38 +295,66 @@ TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or
         10 * millisecond);
 }
 
+namespace {
+
+// Rank 0 sends each other rank a third, which that one passes on.
+ExchangeSpec passed_on(std::uint16_t rank, const Buffer& sent, Buffer& got) {
+    const std::size_t third = sent.size() / 3;
+    ExchangeSpec spec = exchange_on(0, 0);
+    const auto place = [&](std::uint16_t of) { return (of - 1U) * third; };
+    if (rank == 0) {
+        for (std::uint16_t peer = 1; peer < 4; ++peer)
+            spec.sends.push_back({.peer = peer, .data = sent.data() + place(peer), .bytes = third});
+        return spec;
+    }
+    std::byte* own = got.data() + place(rank);
+    spec.reduction = ReductionSpec{.mode = Reduce::copy,
+                                   .wire = Dtype::bytes,
+                                   .out_dtype = Dtype::bytes,
+                                   .own = nullptr,
+                                   .out = own,
+                                   .bytes = third};
+    spec.receives.push_back({.peer = 0, .reduce = true, .bytes = third});
+    for (std::uint16_t peer = 1; peer < 4; ++peer) {
+        if (peer == rank) continue;
+        spec.sends.push_back({.peer = peer, .second_stage = true, .data = own, .bytes = third});
+        spec.receives.push_back({.peer = peer, .second_stage = true, .into = got.data() + place(peer), .bytes = third});
+    }
+    return spec;
+}
+
+}  // namespace
+
 TEST(broadcast_whose_root_is_dropped_ends_with_what_arrived) {
     Members job(network_of(4));
-    const std::size_t bytes = 3 * 14'400;
-    const Buffer sent = random_buffer(bytes, 9);
-    std::vector<Buffer> got(4, Buffer(bytes));
+    const Buffer sent = random_buffer(3 * std::size_t{14'400}, 9);
+    std::vector<Buffer> got(4, Buffer(sent.size()));
     job.net.set_dark(0, true);
     std::vector<std::uint64_t> ids(4);
-    for (std::uint16_t rank = 1; rank < 4; ++rank) {
-        // Each of the others gets a third from the root and passes it on.
-        ExchangeSpec spec = exchange_on(0, 0);
-        std::byte* own = got[rank].data() + (rank - 1U) * (bytes / 3);
-        spec.reduction = ReductionSpec{.mode = Reduce::copy,
-                                       .wire = Dtype::bytes,
-                                       .out_dtype = Dtype::bytes,
-                                       .own = nullptr,
-                                       .out = own,
-                                       .bytes = bytes / 3};
-        spec.receives.push_back({.peer = 0, .reduce = true, .bytes = bytes / 3});
-        for (std::uint16_t peer = 1; peer < 4; ++peer) {
-            if (peer == rank) continue;
-            spec.sends.push_back({.peer = peer, .second_stage = true, .data = own, .bytes = bytes / 3});
-            spec.receives.push_back({.peer = peer,
-                                     .second_stage = true,
-                                     .into = got[rank].data() + (peer - 1U) * (bytes / 3),
-                                     .bytes = bytes / 3});
-        }
-        ids[rank] = job.post(rank, spec);
-    }
+    for (std::uint16_t rank = 1; rank < 4; ++rank) ids[rank] = job.post(rank, passed_on(rank, sent, got[rank]));
     for (std::uint16_t rank = 1; rank < 4; ++rank) {
         const Outcome& outcome = job.watch.wait(rank, ids[rank]);
         CHECK(outcome.status == Status::ok);
         for (const Arrival& arrival : outcome.arrivals) CHECK_EQUAL(arrival.arrived, 0U);
+    }
+}
+
+TEST(broadcast_whose_root_is_dropped_ends_also_where_the_root_had_sent_everything) {
+    Members job(network_of(4));
+    const Buffer sent = random_buffer(3 * std::size_t{14'400}, 9);
+    std::vector<Buffer> got(4, Buffer(sent.size()));
+    job.net.set_link(0, 3, true);
+    std::vector<std::uint64_t> ids;
+    for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(job.post(rank, passed_on(rank, sent, got[rank])));
+    job.run(200 * millisecond);
+    job.net.set_dark(0, true);
+    for (std::uint16_t rank = 1; rank < 4; ++rank) {
+        const Outcome& outcome = job.watch.wait(rank, ids[rank]);
+        CHECK(outcome.status == Status::ok);
+        for (const Arrival& arrival : outcome.arrivals) {
+            const bool had = arrival.second_stage ? arrival.peer != 3 : rank != 3;
+            CHECK_EQUAL(arrival.arrived, had ? arrival.chunks : 0U);
+        }
     }
 }
 
