@@ -386,38 +386,6 @@ TEST(a_descriptor_that_is_no_ring_is_refused) {
     }
 }
 
-TEST(a_wait_ends_at_once_although_another_thread_has_ended_its_exchange) {
-    Team team(2);
-    share_memory(team);
-    constexpr std::uint32_t rounds = 3'000;
-    const auto pair = [](std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, AllToAll& job) {
-        ExchangeSpec spec = job.spec(rank, seq);
-        spec.channel = channel;
-        return spec;
-    };
-    AllToAll one(2, 1, [](auto, auto) { return std::size_t{100}; }),
-        other(2, 2, [](auto, auto) { return std::size_t{100}; });
-    Nanos longest = 0;
-    // On rank 0 one thread waits and drives, and the posts of another may end what it waits for.
-    const auto run = [&](std::uint16_t rank, std::uint32_t channel, AllToAll& job) {
-        return on_thread([&team, &pair, &job, &longest, rank, channel] {
-            for (std::uint32_t seq = 0; seq < rounds; ++seq) {
-                const std::uint64_t id = team[rank].post(pair(rank, channel, seq, job));
-                const Nanos began = clock_now();
-                CHECK(wait_for(team[rank], id).status == Status::ok);
-                if (rank == 0 && channel == 1) longest = std::max(longest, clock_now() - began);
-            }
-        });
-    };
-    std::vector<std::future<void>> all;
-    for (const std::uint16_t rank : std::initializer_list<std::uint16_t>{0, 1}) {
-        all.push_back(run(rank, 1, one));
-        all.push_back(run(rank, 2, other));
-    }
-    for (auto& each : all) each.get();
-    CHECK(longest < second);
-}
-
 TEST(a_goodbye_to_a_rank_that_wrote_nonsense_is_said_again_until_it_is_heard_but_not_for_ever) {
     for (const int deaf : {2, 1'000}) {
         CoreConfig config;
