@@ -67,10 +67,8 @@ class Standby:
         """Number of the shard that this rank follows."""
         self._grads = [torch.zeros_like(each) for each in holding.masters]
         self._rooms = [_pinned(each) if each.is_cuda else each for each in self._grads]
-        # Gradients on their way to this rank's standby. Fresh memory at every step would cost page faults.
-        self._messages = [
-            _pinned(bucket.own_grads) if bucket.on_gpu else torch.empty_like(bucket.own_grads) for bucket in buckets
-        ]
+        # Gradients of a GPU on their way to this rank's standby.
+        self._messages = {bucket.index: _pinned(bucket.own_grads) for bucket in buckets if bucket.on_gpu}
         self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         # Some optimizers keep numbers of their own beside the state of parameters.
@@ -128,14 +126,15 @@ class Standby:
     @torch.no_grad()
     def _send(self, bucket: Bucket, after: int) -> None:
         # The optimizer may write into its gradients: copy them first.
-        moments, message = [], self._messages[bucket.index]
+        moments = []
         if bucket.on_gpu:
+            message = self._messages[bucket.index]
             moments = bucket.fetch(message, bucket.own_grads)
             for moment in moments:
                 # The optimizer waits for the copy; the program does not.
                 torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))
         else:
-            message.copy_(bucket.own_grads)
+            message = bucket.own_grads.clone()
 
         def begin() -> list[Pending]:
             return [collectives.send(self._channel, message, after, tag=bucket.index)]
