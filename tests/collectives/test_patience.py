@@ -8,6 +8,7 @@ from stormtorch import Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from stormtorch.errors import ExchangeTimeout, Interrupted
 from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
+from stormtorch.transport.waiting import UNCLEAR_S
 
 pytestmark = pytest.mark.pure
 
@@ -180,7 +181,8 @@ def test_wait_is_interrupted_and_the_others_wait_on() -> None:
         for _ in range(2):  # and again, if it is asked again
             with pytest.raises(Interrupted, match=r"rank \d: broadcast .* was interrupted"):
                 pending.wait()
-        assert 0.0 < network.now_s - begun_s - stop.get(transport.rank, 1.0) < 0.2
+        # Rank 2 may yet begin: that is waited for a while.
+        assert 0.0 < network.now_s - begun_s - stop.get(transport.rank, 1.0) < UNCLEAR_S + 0.3
         assert pending.done()
         return "interrupted"
 
