@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import local_world
 
-from stormtorch import EXACT, LOSSY, BoundedDrift, Options, prepare
+from stormtorch import EXACT, LOSSY, BoundedDrift, Options, Reliability, exact, prepare
 from stormtorch.collectives import Group, barrier, hierarchy
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Plan, Transport
@@ -301,3 +301,45 @@ def test_over_udp_ranks_train_by_machines_as_one_process_does() -> None:
 
     for ours in local_world(4, body):
         assert_close(ours, plain(perceptron(inside=400), adamw, STEPS))
+
+
+def test_a_rank_that_calls_exact_alone_shares_the_ages_of_its_machine_afterwards() -> None:
+    def work(rank: Rank) -> list[Any]:
+        found = []
+        session = rank.optimizer.session
+        for step in range(20):
+            rank.train(range(step, step + 1))
+            copies(rank)
+            found.append([torch.cat(each) for each in zip(*session._broadcast.ages, strict=True)])
+            if rank.rank == 1 and step % 3 == 0:
+                with exact(rank.model):  # the others take part while they wait in the next step
+                    pass
+        assert not any(row.guarded for row in rank.optimizer.ledger.rows)
+        return found
+
+    policy = BoundedDrift(max_lag=2)
+    results = on_ranks(perceptron(inside=300), adamw, work, policy=policy, loss=0.3, machines="aabb", **SMALL)
+    assert max(int(each.max()) for step in results[0] for each in step) in (1, 2)
+    for one, other in ((0, 1), (2, 3)):
+        for mine, theirs in zip(results[one], results[other], strict=True):
+            far = [owner for owner in range(4) if owner not in (one, other)]
+            assert all(torch.equal(mine[owner], theirs[owner]) for owner in far)
+
+
+def test_other_default_dtypes_go_by_machines() -> None:
+    def work(rank: Rank) -> list[torch.Tensor]:
+        assert by_machines(rank)
+        rank.train(3, data=lambda at, step: torch.full((4, 8), 0.1 * at + 0.01 * step, dtype=torch.float32))
+        return rank.values()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = on_ranks(perceptron().float(), adamw, work, policy=BoundedDrift(), machines="aabb", **SMALL)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(equal(each, found[0]) for each in found)
+
+
+def test_a_deadline_goes_from_rank_to_rank() -> None:
+    policy = BoundedDrift(gradients=Reliability(budget=1.0, deadline_s=5.0))
+    assert not any(on_ranks(perceptron(), adamw, by_machines, policy=policy, machines="aabb", **SMALL))

@@ -143,8 +143,8 @@ class OwnerPolicy(Policy):
     model has 512 KiB or more: gradients are averaged inside a machine before they go to owners on others, and an owner
     sends its parameters to each other machine once, where they are passed on. A machine's line then carries 1/k of the
     bytes, and only what it carries may be lost: one lost chunk of gradients takes those of all ranks of a machine, and
-    one of parameters leaves all of them with the same stale copy. Policies that override `accept`, or weigh gradients
-    by link, go without. False sends everything from rank to rank."""
+    one of parameters leaves all of them with the same stale copy. Policies that override `accept`, weigh
+    gradients by link, or have a deadline, go without. False sends everything from rank to rank."""
     ownership: Literal["auto", "elements", "parameters"] = "auto"
     """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
     as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""

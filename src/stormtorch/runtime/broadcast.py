@@ -118,7 +118,7 @@ class Broadcast:
         bucket.settle()
         moments = []
         if bucket.on_gpu:
-            ahead, device_ahead = torch.empty(ahead.shape, pin_memory=True, device="cpu"), ahead
+            ahead, device_ahead = torch.empty(ahead.shape, dtype=ahead.dtype, pin_memory=True, device="cpu"), ahead
             moments = bucket.fetch(ahead, device_ahead)
             if self._forwarding is not None:
                 moments += bucket.fetch(bucket.shard(bucket.host_flat, self._rank), bucket.own)
@@ -130,7 +130,8 @@ class Broadcast:
                 # owner itself has, unless the policy publishes something else.
                 near = ahead.to(bucket.dtype) if self._publishes else bucket.shard(bucket.host_flat, self._rank)
                 fetches = partial(self._begin_exact, bucket, ahead, serve, fetch, reliability)
-                return [self._forwarding.begin(bucket, message, near, reliability, fetches)]
+                ages = self.ages[bucket.index]
+                return [self._forwarding.begin(bucket, message, near, reliability, fetches, ages)]
             rooms = bucket.shards(bucket.host_flat)
             if wire.dtype != bucket.dtype or self._accepts:
                 rooms = [wire.room(room.numel()) for room in rooms]
@@ -223,6 +224,9 @@ class Broadcast:
             self.links.add(self.groups[bucket.index], arrival)
         for owner, fresh_C in came.fresh.items():
             rules.grow_older(self.ages[bucket.index][owner], fresh_C)
+        for owner, told_C in came.ages.items():
+            ages_C = self.ages[bucket.index][owner]
+            ages_C.add_(1) if told_C is None else ages_C.copy_(told_C)
         self.fetched += came.fetched
 
     def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:

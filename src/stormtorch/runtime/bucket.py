@@ -187,6 +187,7 @@ class Bucket:
             and gradient.numel() == count
             and gradient.is_contiguous()
             and not gradient.is_neg()
+            and not gradient._is_zerotensor()
         )
 
     def _is_here(self, device: torch.device) -> bool:

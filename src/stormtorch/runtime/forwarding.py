@@ -2,8 +2,8 @@
 
 An owner sends its shard, as the policy says, to those that have its place on other machines, and exactly to all ranks
 of its own machine. Whoever receives from another machine puts what arrived where it belongs, fetches what is overdue,
-and passes its copy of the shard on to the others of its machine, exactly, with flags of the chunks that are new. So all
-ranks of a machine have the same copies of what other machines own, with the same ages.
+and passes its copy of the shard on to the others of its machine, exactly, with the ages of its chunks. So all ranks of
+a machine have the same copies of what other machines own, with the same ages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Came:
     across: list[Arrival] = field(default_factory=list)
     """Arrivals of the exchange between machines."""
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-    """For each owner, whether each chunk of its shard is new, (C,)."""
+    """For owners whose shards came from themselves, whether each chunk is new, (C,)."""
+    ages: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """For owners whose shards were passed on here, the age of each chunk, (C,); None if they did not come whole."""
     fetched: int = 0
     """Number of chunks that this rank has fetched."""
 
@@ -63,8 +65,8 @@ class _Bucket:
     inside: Pending
     relay: Relay
     came: Came
-    flags: list[torch.Tensor]
-    """For each rank of this machine, flags of the shards that it passes on, one after the other."""
+    ages: list[torch.Tensor]
+    """For each rank of this machine, ages of the chunks that it passes on, shard by shard."""
 
 
 class Forwarding:
@@ -94,6 +96,7 @@ class Forwarding:
         near: torch.Tensor,
         reliability: Reliability,
         fetches: Callable[[], Sequence[Fetch]],
+        ages: Sequence[torch.Tensor],
     ) -> Relay:
         """Begins to send a bucket's owned parameters and to receive the others.
 
@@ -103,6 +106,7 @@ class Forwarding:
             near: The owned parameters as they travel inside this machine, in the bucket's dtype.
             reliability: How much may be missing between machines.
             fetches: Begins to fetch chunks that are too old.
+            ages: Ages of this rank's copies before, by owner.
         """
         islands, wire, flat = self._islands[bucket.index], self._wires[bucket.index], bucket.host_flat
         mine = self._machines[self._machine]
@@ -122,7 +126,7 @@ class Forwarding:
         chunks = [
             [wire.chunks(bucket.layout.spans[ranks[place]][1]) for ranks in self._others] for place in range(len(mine))
         ]
-        flags = [torch.zeros(sum(each), dtype=torch.uint8, device="cpu") for each in chunks]
+        told = [torch.zeros(sum(each), dtype=torch.int32, device="cpu") for each in chunks]
 
         def then() -> list[Pending]:
             came.across = across.wait()
@@ -135,9 +139,11 @@ class Forwarding:
                 if chunks_C is not None:
                     came.fresh[fetch.owner][chunks_C] = True
                     came.fetched += chunks_C.numel()
-            torch.cat([came.fresh[owner].to(torch.uint8) for owner in homes], out=flags[self._place])
+            # Others may count otherwise, as a rank that calls `exact` alone has the newest copies: they get ours.
+            grown = [(ages[owner] + 1).masked_fill_(came.fresh[owner], 0) for owner in homes]
+            torch.cat(grown, out=told[self._place])
             return [
-                collectives.all_gather(later, flags, flags[self._place]),
+                collectives.all_gather(later, told, told[self._place]),
                 *(
                     collectives.all_gather(
                         later, [bucket.shard(flat, rank) for rank in ranks], homes[ranks[self._place]]
@@ -147,7 +153,7 @@ class Forwarding:
             ]
 
         relay = self._relays.begin([across, *(each.pending for each in begun)], then, islands.between.ranks)
-        self._under_way[bucket.index] = _Bucket(across, inside, relay, came, flags)
+        self._under_way[bucket.index] = _Bucket(across, inside, relay, came, told)
         return relay
 
     def _at(self, owner: int) -> int:
@@ -158,7 +164,7 @@ class Forwarding:
         under_way = self._under_way.pop(bucket.index)
         islands, wire, came = self._islands[bucket.index], self._wires[bucket.index], under_way.came
         (near,) = under_way.inside.wait()
-        flagged, *passed = under_way.relay.wait()
+        dated, *passed = under_way.relay.wait()
         for place, rank in enumerate(islands.inside.ranks):
             if place == self._place:
                 continue
@@ -170,8 +176,8 @@ class Forwarding:
                 owner = ranks[place]
                 chunks = wire.chunks(bucket.layout.spans[owner][1])
                 # If a rank dies while it passes its copies on, these count as lost; what has come of them stays.
-                whole = flagged.fraction(peer=rank) == 1.0 and arrival.fraction(peer=rank) == 1.0
-                came.fresh[owner] = under_way.flags[place][at : at + chunks].bool() & whole
+                whole = dated.fraction(peer=rank) == 1.0 and arrival.fraction(peer=rank) == 1.0
+                came.ages[owner] = under_way.ages[place][at : at + chunks] if whole else None
                 at += chunks
         return came
 

@@ -204,11 +204,12 @@ class Membership:
         if self._transport.standing()["quorum"]:
             self._alone_since = None
             return False
-        self._alone_since = self._alone_since or time.monotonic()
+        # Kept here, too: another thread may find the majority back meanwhile.
+        since = self._alone_since = self._alone_since or time.monotonic()
         # A rank that is about to leave stays for others who may need it, not until it hears them again.
         parting = self._transport.servers.parting
         patience_s = min(self._give_up_s, self._transport.silence_s) if parting else self._give_up_s
-        return time.monotonic() - self._alone_since > patience_s
+        return time.monotonic() - since > patience_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))

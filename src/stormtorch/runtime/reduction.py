@@ -153,7 +153,9 @@ class Reduction:
         # Taken now: buckets are passed on in another order than they begin on other ranks.
         inside, between = islands.inside.ahead(len(islands.machines)), islands.between.ahead(1)
         # In memory of their own, as gradients must stay what they are: see `Bucket`.
-        means = [torch.empty(parts[ranks[place]].numel(), device="cpu") for ranks in islands.machines]
+        means = [
+            torch.empty(parts[ranks[place]].numel(), dtype=torch.float32, device="cpu") for ranks in islands.machines
+        ]
         first = [
             collectives.reduce_scatter(inside, mean, [parts[rank] for rank in ranks], Op.AVG)
             for mean, ranks in zip(means, islands.machines, strict=True)

@@ -117,10 +117,10 @@ class Relays:
         """Has `then` called as soon as all of `first` have ended. Returns at once; see `Relay`."""
         relay = Relay(self._transport, first, then, peers)
         with self._lock:
-            self._queue.append(relay)
             if not self._running:
+                run_soon(self._transport.aside(self._run))  # may fail; it waits for this lock
                 self._running = True
-                run_soon(self._transport.aside(self._run))
+            self._queue.append(relay)
         return relay
 
     def _run(self) -> None:

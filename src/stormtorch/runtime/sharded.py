@@ -159,7 +159,9 @@ class ShardedSession(Session):
         # What a policy sends depends on the link to each owner, or each rank makes something else of what came.
         by_link = policy.weighs or overrides(policy, "accept")
         length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
-        if not policy.hierarchy or by_link or not pays(length):
+        # A deadline counts from when a rank begins. By machines, one slow rank would make its whole machine late.
+        timed = policy.up.deadline_s is not None or policy.down.deadline_s is not None
+        if not policy.hierarchy or by_link or timed or not pays(length):
             return None
         return self.islands(channels)
 
@@ -393,7 +395,8 @@ class ShardedSession(Session):
         held = None if membership.blank() else self._held.get(base)
         members = membership.members_of(latest)
         try:
-            hello = greet(group, held, self.steps, self.given())
+            machine = group.transport.machine_of(group.transport.rank) if self.policy.hierarchy else ""
+            hello = greet(group, held, self.steps, self.given(), machine)
             before = self.cut_for(hello.members_before)
             after = self.cut_for(members)
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)

@@ -71,7 +71,7 @@ class Hello:
         return [rank for rank in members if rank not in self.there]
 
 
-def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str]) -> Hello:
+def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str], machine: str) -> Hello:
     """Tells all ranks what this one holds, and learns what they hold.
 
     Args:
@@ -79,6 +79,7 @@ def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str]) 
         held: What this rank has of the view that all come from; None if it has nothing of it.
         steps: Optimizer steps of this rank so far.
         carried: What else this rank has to tell.
+        machine: Machine of this rank; empty if it does not exchange by machines, so that nobody does.
 
     Raises:
         Interrupted: A rank is gone, and another view begins without it.
@@ -91,7 +92,7 @@ def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str]) 
         "steps": steps,
         "ages": [] if held is None else list(held.ages),
         "carried": carried,
-        "machine": group.transport.machine_of(group.transport.rank),
+        "machine": machine,
     }
     told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
     there = {rank: each for rank, each in told.items() if each["holds"]}

@@ -245,7 +245,7 @@ class UdpTransport(EndpointMembership):
         return outcome
 
     def _gives_up(self, exchange_id: int, interruption: Interruption) -> bool:
-        peers = [peer for peer in self.cards if peer != self.rank]
+        peers = [peer for peer in tuple(self.cards) if peer != self.rank]
         longest_trip_s = max((round_trip_s for round_trip_s, *_ in self.endpoint.links(peers)), default=0.0)
         prospect = self.endpoint.prospect(exchange_id)
         return interruption.gives_up(prospect, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
