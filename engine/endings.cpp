@@ -154,7 +154,7 @@ void Core::tick_peer(Peer& peer, Nanos now) {
     if (now < peer.out.probe_at()) return;
     peer.out.probed(now);
     ++counters_.probes;
-    // Of a peer that we have parted from, the answer to our goodbye is all that is waited for.
+    // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
     peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
 }
 

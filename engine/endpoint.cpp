@@ -287,7 +287,7 @@ void Endpoint::close(Nanos linger) {
             try {
                 lane->leave();
             } catch (...) {
-                // It has failed, and is closed like the others.
+                // A lane that has failed cannot say goodbye; it is closed below, like the others.
             }
         }
     }
