@@ -29,6 +29,7 @@ from stormtorch.cli.options import (
     PolicyNames,
     Ranks,
     Rate,
+    RedundancyText,
     Seeds,
     Steps,
     TextData,
@@ -61,6 +62,7 @@ def lm(
     gradient_budget: GradientBudget = None,
     lead: Lead = 1.0,
     weights: WeightsName = Weights.mean,
+    redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
     data: TextData = None,
@@ -97,7 +99,7 @@ def lm(
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given
+        from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import LmSettings
 
         settings = LmSettings(
@@ -111,6 +113,7 @@ def lm(
             gradient_budget=gradient_budget,
             lead=lead,
             weights=weights.value,
+            redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
             given=given(command),
@@ -144,6 +147,7 @@ def image(
     gradient_budget: GradientBudget = None,
     lead: Lead = 1.0,
     weights: WeightsName = Weights.mean,
+    redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
     data: PictureData = None,
@@ -170,7 +174,7 @@ def image(
       stormtorch train image --data ~/data/cifar-10-batches-py --batch 32 --steps 2000 --json image.json
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given
+        from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import ImageSettings
 
         settings = ImageSettings(
@@ -184,6 +188,7 @@ def image(
             gradient_budget=gradient_budget,
             lead=lead,
             weights=weights.value,
+            redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
             given=given(command),

@@ -1,6 +1,6 @@
 """The two-stage protocol with a lead: gradients go to owners, parameters come back, nothing is sent twice."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from stormtorch.checks import check
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Numbers, OwnerPolicy
+from stormtorch.reliability import Reliability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,35 @@ class BoundedDrift(OwnerPolicy):
     """How gradients that arrived are weighed. "mean" is their mean, in which the owner's own counts for more where
     others are lost. "horvitz-thompson" divides each by its link's chance to arrive, which is unbiased also where ranks
     have different data or links, and costs more noise and one copy of the gradients."""
+    redundancy: float | Literal["auto"] = 0.0
+    """Parity chunks sent with each data chunk, in those stages that send nothing again: what is lost comes back as long
+    as enough of both arrive. "auto" sends the least that leaves a loss of 5 % at the measured loss of a rank's links,
+    within what a narrow `wire` pays for: all bytes together are at most 0.55 of those of float32, which itself gets
+    none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(0.0 <= self.lead <= 10.0, "lead", "lie in [0, 10]", self.lead)
         check(self.weights in ("mean", "horvitz-thompson"), "weights", 'be "mean" or "horvitz-thompson"', self.weights)
+        if self.redundancy:
+            lossy = max(super().up.budget, super().down.budget)
+            check(lossy == 1.0, "redundancy", "be 0 where all that is lost is sent again", self.redundancy)
+            Reliability(budget=1.0, redundancy=self.redundancy)  # refuses what is no redundancy
+
+    @property
+    def up(self) -> Reliability:
+        """Reliability of stage 1, gradients to their owners, with their parity."""
+        return self._coded(super().up)
+
+    @property
+    def down(self) -> Reliability:
+        """Reliability of stage 2, parameters to everyone, with their parity."""
+        return self._coded(super().down)
+
+    def _coded(self, reliability: Reliability) -> Reliability:
+        if not self.redundancy or reliability.budget < 1.0:
+            return reliability
+        return replace(reliability, redundancy=self.redundancy)
 
     @property
     def weighs(self) -> bool:

@@ -94,6 +94,10 @@ class Row:
     """Factor by which the loss of gradients raises the variance of their mean."""
     bytes_sent: int = 0
     """Bytes of all datagrams that this rank's transport has sent since the previous row, whatever they were for."""
+    parity_bytes: int = 0
+    """Bytes among them that were parity, which brings back what is lost."""
+    recovered: int = 0
+    """Chunks of others' gradients and parameters that were lost and came back by parity."""
     gradient_wait_s: float = 0.0
     """Seconds in which the rank had nothing to do but wait for gradients."""
     broadcast_wait_s: float = 0.0

@@ -16,6 +16,7 @@ from stormtorch.theory.gradients import (
 )
 from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
 from stormtorch.theory.prediction import KINDS, Kind, Prediction, predict
+from stormtorch.theory.redundancy import blocks_of, least_parity, most_parity, parity_of, residual_loss
 
 __all__ = [
     "KINDS",
@@ -24,6 +25,7 @@ __all__ = [
     "averaging_rate",
     "averaging_steps",
     "best_lead",
+    "blocks_of",
     "common_drift",
     "fetched",
     "horvitz_thompson_inflation",
@@ -32,16 +34,20 @@ __all__ = [
     "largest_lag",
     "lead",
     "lead_steps",
+    "least_parity",
     "mean_inverse_count",
     "mean_lag",
     "mixing",
+    "most_parity",
     "owner_drift",
     "owner_overweight",
     "pair_bound",
     "pair_drift",
     "pair_drift_published",
+    "parity_of",
     "plain_steps",
     "predict",
     "rate_factor",
+    "residual_loss",
     "variance_inflation",
 ]
