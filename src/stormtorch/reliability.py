@@ -15,9 +15,11 @@ class Reliability:
     """Fraction of each message that may be missing at the end: 0 is exact, 1 sends nothing again."""
     deadline_s: float | None = None
     """Time after which each stage of an exchange ends with what has arrived; None waits until the budget is met."""
-    redundancy: float | Literal["auto"] = 0.0
-    """Parity chunks to send for each data chunk of a message whose budget is 1: what is lost comes back as long as
-    enough of both arrive. "auto" sends as much as the loss of the links and the wire's number format call for."""
+
+    redundancy: float | Literal["auto"] = "auto"
+    """Parity that is sent along, per chunk of data, so that receivers make up for losses without a round trip: 0 sends
+    none, 0.2 sends one chunk of parity for each five of data. "auto" sends as much as a model of the link says pays, and
+    none with a budget of 1, as nobody then waits for what is lost."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.budget <= 1.0:
@@ -25,11 +27,9 @@ class Reliability:
         if self.deadline_s is not None and not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s must be above 0 or None, got {self.deadline_s}")
         if self.redundancy != "auto" and not (
-            isinstance(self.redundancy, float | int) and 0.0 <= self.redundancy <= MOST_REDUNDANCY
+            isinstance(self.redundancy, int | float) and 0.0 <= self.redundancy <= MOST_REDUNDANCY
         ):
             raise ValueError(f'redundancy must lie in [0, {MOST_REDUNDANCY:g}] or be "auto", got {self.redundancy!r}')
-        if self.redundancy and self.budget < 1.0:
-            raise ValueError(f"redundancy needs a budget of 1, got a budget of {self.budget}: the rest is repaired")
 
     @property
     def exact(self) -> bool:

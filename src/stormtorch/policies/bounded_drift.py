@@ -1,6 +1,6 @@
 """The two-stage protocol with a lead: gradients go to owners, parameters come back, nothing is sent twice."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -39,24 +39,9 @@ class BoundedDrift(OwnerPolicy):
         check(0.0 <= self.lead <= 10.0, "lead", "lie in [0, 10]", self.lead)
         check(self.weights in ("mean", "horvitz-thompson"), "weights", 'be "mean" or "horvitz-thompson"', self.weights)
         if self.redundancy:
-            lossy = max(super().up.budget, super().down.budget)
+            lossy = max(self.up.budget, self.down.budget)
             check(lossy == 1.0, "redundancy", "be 0 where all that is lost is sent again", self.redundancy)
             Reliability(budget=1.0, redundancy=self.redundancy)  # refuses what is no redundancy
-
-    @property
-    def up(self) -> Reliability:
-        """Reliability of stage 1, gradients to their owners, with their parity."""
-        return self._coded(super().up)
-
-    @property
-    def down(self) -> Reliability:
-        """Reliability of stage 2, parameters to everyone, with their parity."""
-        return self._coded(super().down)
-
-    def _coded(self, reliability: Reliability) -> Reliability:
-        if not self.redundancy or reliability.budget < 1.0:
-            return reliability
-        return replace(reliability, redundancy=self.redundancy)
 
     @property
     def weighs(self) -> bool:
@@ -74,3 +59,7 @@ class BoundedDrift(OwnerPolicy):
     def ahead(self, loss: float) -> float:
         """Returns the lead that makes replicas unbiased at this loss."""
         return rules.lead_for(self.lead, loss, self.max_lag)
+
+    def protect(self, loss: float, chunks: int, narrower: float) -> float:
+        """Returns `redundancy`, or what "auto" finds for this loss."""
+        return rules.parity_for(loss, chunks, narrower) if self.redundancy == "auto" else self.redundancy

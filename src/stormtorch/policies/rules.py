@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from stormtorch import theory
-from stormtorch.reliability import Reliability
 
 MOST_LOSS = 0.9
 """Largest loss that leads and weights are computed from: those of a higher one would be mostly noise."""
@@ -40,17 +39,14 @@ def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
     return factor * theory.lead(min(loss, MOST_LOSS), max_lag)
 
 
-def redundancy_for(reliability: Reliability, loss: float, chunks: int, narrower: float) -> float:
-    """Parity chunks that a rank sends for each data chunk.
+def parity_for(loss: float, chunks: int, narrower: float) -> float:
+    """Parity chunks for each data chunk: the least that leave little loss, within what a narrow wire pays for.
 
     Args:
-        reliability: Reliability of the stage.
-        loss: Fraction of this rank's datagrams that was lost lately, before parity brought any back.
-        chunks: Data chunks of the largest message.
+        loss: Fraction of a rank's datagrams that was lost lately, before parity brought any back.
+        chunks: Data chunks of its largest message.
         narrower: Bytes of float32 over those of the wire.
     """
-    if reliability.redundancy != "auto":
-        return reliability.redundancy
     most = theory.most_parity(chunks, narrower)
     # In whole per cents: measured losses waver by that much anyway, and the same numbers are computed only once.
     return theory.least_parity(round(min(loss, MOST_LOSS), 2), chunks, most) / chunks

@@ -1,8 +1,8 @@
 """Arrival masks of messages with parity: which chunks arrive or come back from what else has arrived.
 
 Every message of a link has its data chunks and, after them, its parity chunks; the same network loses both. Blocks are
-those of `theory.redundancy`, as in the engine. W workers, S shards, C data chunks, P places of data and parity chunks, B
-workers of a block of rows.
+those of `theory.redundancy`, as in the engine. W workers, S shards, C data chunks, P places of data and parity chunks,
+B workers of a block of rows.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class CodedMasks:
         found = self._layouts.get(parity)
         if found is not None:
             return found
-        size_S, parity_S = torch.tensor(self._size_S), torch.tensor(parity)
+        parity_S = torch.tensor(parity)
         blocks_S = torch.tensor([theory.blocks_of(*each) for each in zip(self._size_S, parity, strict=True)])
         first_block_S = blocks_S.cumsum(0) - blocks_S
         is_data_P = self._nth_P < 0

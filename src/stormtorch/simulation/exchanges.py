@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
 from stormtorch.policies.ledger import Row
-from stormtorch.reliability import Reliability
+from stormtorch.policies.policy import Policy
+from stormtorch.reliability import EXACT, Reliability
 from stormtorch.simulation.coded import CodedMasks, Counts
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
@@ -23,37 +22,43 @@ class Exchanges:
 
     Args:
         setting: Setting of the simulation.
-        reliabilities: Reliabilities of both stages: messages have room for parity if one of them has redundancy.
+        policy: The user's policy: messages have room for the most parity that it may want.
     """
 
-    def __init__(self, setting: Setting, reliabilities: Sequence[Reliability]) -> None:
+    def __init__(self, setting: Setting, policy: Policy) -> None:
         self._setting = setting
         n, owner_C, seed, device = setting.workers, setting.chunks.owner_C, setting.seed, setting.device
         self._masks: Masks | CodedMasks
         self._senders: Senders | None = None
-        if any(each.redundancy for each in reliabilities):
-            longest = int(torch.bincount(owner_C).max())
-            most = max(rules.redundancy_for(each, 1.0, longest, setting.narrower) for each in reliabilities)
+        longest = int(torch.bincount(owner_C).max())
+        most = max(
+            policy.redundancy_of(stage, loss / 100, longest, setting.narrower)
+            for stage in (policy.up, policy.down)
+            for loss in range(101)
+        )
+        if most:
             self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
             self._senders = Senders(longest, setting.narrower, n)
         else:
             self._masks = Masks(setting.network, n, owner_C, seed, device)
 
-    def draw(self, reliability: Reliability, row: Row, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+    def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
         """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
 
         Every chunk and its parity count once, as the mean over workers; what is sent again is not counted.
 
         Args:
-            reliability: Reliability of the stage.
+            policy: Policy of the step.
             row: Row of the step.
             up: Whether chunks go to their owners; otherwise they come from them.
             owner_C: Owner of each chunk in this exchange only.
+            exact: Whether the stage is exact, whatever the policy says.
         """
         setting, senders = self._setting, self._senders
+        reliability = EXACT if exact else policy.up if up else policy.down
         each = setting.datagram_bytes / setting.workers
         row.bytes_sent += round(setting.chunks.count * (setting.workers - 1) * each)
-        redundancy_W = None if senders is None else senders.redundancy(reliability)
+        redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
         arrived_WC = arrived(self._masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
         if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
             counts = self._masks.counts
@@ -100,14 +105,10 @@ class Senders:
         self._told: list[tuple[Tensor, Tensor]] = []
         self._latest: list[tuple[Tensor, Tensor]] = []
 
-    def redundancy(self, reliability: Reliability) -> list[float] | None:
-        """Returns the parity chunks that each worker sends for each data chunk; None if none does."""
-        if not reliability.redundancy:
-            return None
-        return [
-            rules.redundancy_for(reliability, loss, self._chunks, self._narrower)
-            for loss in self._loss_W.value.tolist()
-        ]
+    def redundancy(self, policy: Policy, stage: Reliability) -> list[float]:
+        """Returns the parity chunks that each worker sends for each data chunk."""
+        losses = self._loss_W.value.tolist()
+        return [policy.redundancy_of(stage, loss, self._chunks, self._narrower) for loss in losses]
 
     def count(self, counts: Counts) -> None:
         """Counts an exchange of the present step."""

@@ -50,7 +50,7 @@ class Replicated(Workers):
         self._own = [self._parameters(worker) for worker in range(own)]
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
         self.optimizers = [optimizer(each) for each in self._own]
-        self._exchanges = Exchanges(setting, [policy.up, policy.down])
+        self._exchanges = Exchanges(setting, policy)
         self._order = torch.Generator().manual_seed(policy.seed)
         self._link_losses = LinkLosses(n if policy.weighs else 0, device)
         self._memory: dict[str, torch.Tensor] = {}
@@ -118,8 +118,8 @@ class Replicated(Workers):
         """Sends vectors to the owners of their chunks, and the owners' results back to all workers."""
         setting, policy, n = self.setting, self.policy, self.setting.workers
         owner_C = torch.tensor(policy.order(n, self._order))[setting.chunks.owner_C]
-        up_WC = self._exchanges.draw(policy.up, row, up=True, owner_C=owner_C)
-        down_WC = self._exchanges.draw(policy.down, row, up=False, owner_C=owner_C)
+        up_WC = self._exchanges.draw(policy, row, up=True, owner_C=owner_C)
+        down_WC = self._exchanges.draw(policy, row, up=False, owner_C=owner_C)
         self._exchanges.end_step()
         loss_WC: torch.Tensor | None = None
         if policy.weighs:

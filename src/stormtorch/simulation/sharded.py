@@ -12,7 +12,6 @@ from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides
-from stormtorch.reliability import EXACT
 from stormtorch.simulation.exchanges import Exchanges
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
@@ -49,7 +48,7 @@ class Sharded(Workers):
         self._gradients = setting.gradients(model, self.last - self.first)
         self._grads = chunks.empty(device=device)
         self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
-        self._exchanges = Exchanges(setting, [policy.up, policy.down])
+        self._exchanges = Exchanges(setting, policy)
         self._owner_C = chunks.owner_C.to(device)
         self._chunks_of_W = torch.bincount(chunks.owner_C, minlength=n).to(device)
         # Some workers own nothing of a small model, so they broadcast nothing that could be lost.
@@ -91,7 +90,7 @@ class Sharded(Workers):
 
     def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
         setting, policy, n = self.setting, self.policy, self.setting.workers
-        arrived_WC = self._exchanges.draw(policy.up, row, up=True)
+        arrived_WC = self._exchanges.draw(policy, row, up=True)
         lost_WC = ~arrived_WC
         loss_WC = self._link_losses.next(lost_WC, self._owner_C, self._chunks_of_W) if policy.weighs else None
         self._grads.zero_()
@@ -142,7 +141,7 @@ class Sharded(Workers):
         else:
             room.copy_(replicas.owned)
         self.setting.round_(room, step=row.step, sender=self.setting.workers)
-        arrived_WC = self._exchanges.draw(EXACT if self._guarded else policy.down, row, up=False)
+        arrived_WC = self._exchanges.draw(policy, row, up=False, exact=self._guarded)
         self._tried = None
         if self._guarded:
             # What it would have lost shows in the gradients, or in a first pass of its own if gradients are repaired.
