@@ -52,6 +52,25 @@ def parity_for(loss: float, chunks: int, narrower: float) -> float:
     return theory.least_parity(round(min(loss, MOST_LOSS), 2), chunks, most) / chunks
 
 
+def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
+    """Factor by which the loss that remains changes where a rank sends another redundancy.
+
+    Without it, leads and weights would be those of the redundancy before for as long as meters remember: a training
+    that begins on a lossy network learns in its first steps to send parity, and would then lead far too much.
+
+    Args:
+        loss: Fraction of the rank's datagrams that was lost lately, before parity brought any back.
+        chunks: Data chunks of its largest message.
+        before: Parity chunks for each data chunk, so far.
+        now: Those to come.
+    """
+    p = round(min(loss, MOST_LOSS), 2)
+    if before == now or p == 0.0:
+        return 1.0
+    left = [theory.residual_loss(p, chunks, theory.parity_of(each, chunks)) for each in (before, now)]
+    return left[1] / left[0]
+
+
 def grow_older(ages: torch.Tensor, arrived: torch.Tensor) -> None:
     """Adds a step to the ages of copies whose update was lost, and makes those that arrived new; in place."""
     ages.add_(1).masked_fill_(arrived, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
@@ -69,9 +70,16 @@ class Exchanges:
             row.recovered += int(counts.recovered)
         return arrived_WC
 
-    def first_pass_down(self) -> Tensor:
-        """Draws what the first pass of a broadcast would lose that is repaired."""
-        return self._masks.down()
+    def changed(self, policy: Policy, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns what meters must `translate` before the next exchange of a stage, for each worker; None is nothing."""
+        stage = policy.up if up else policy.down
+        return None if self._senders is None or stage.budget < 1.0 else self._senders.changed(policy, stage, up=up)
+
+    def first_pass_down(self, policy: Policy) -> Tensor:
+        """Draws what a broadcast that is repaired would lose otherwise."""
+        if isinstance(self._masks, Masks) or self._senders is None:
+            return self._masks.down()
+        return self._masks.down(redundancy_W=self._senders.redundancy(policy, policy.down))
 
     def end_step(self) -> None:
         """Called after every step: senders learn what was lost."""
@@ -104,11 +112,22 @@ class Senders:
         self._loss_W = LossMeter(torch.zeros(workers, dtype=torch.float64))
         self._told: list[tuple[Tensor, Tensor]] = []
         self._latest: list[tuple[Tensor, Tensor]] = []
+        # Redundancy of each worker in the last exchange of a stage that may lose, by whether that was the first.
+        self._last = {up: [0.0] * workers for up in (True, False)}
 
     def redundancy(self, policy: Policy, stage: Reliability) -> list[float]:
         """Returns the parity chunks that each worker sends for each data chunk."""
         losses = self._loss_W.value.tolist()
         return [policy.redundancy_of(stage, loss, self._chunks, self._narrower) for loss in losses]
+
+    def changed(self, policy: Policy, stage: Reliability, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns the factor by which the redundancy to come changes each worker's loss, and its loss without any."""
+        losses, before, now = self._loss_W.value.tolist(), self._last[up], self.redundancy(policy, stage)
+        if before == now:
+            return None
+        self._last[up] = now
+        each_W = zip(losses, before, now, strict=True)
+        return [(rules.carried_over(loss, self._chunks, was, will), loss) for loss, was, will in each_W]
 
     def count(self, counts: Counts) -> None:
         """Counts an exchange of the present step."""
@@ -123,10 +142,10 @@ class Senders:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"loss": self._loss_W.state, "told": self._told}
+        return {"loss": self._loss_W.state, "told": self._told, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         self._loss_W.restore(*(each.cpu() for each in state["loss"]))
         self._told = [(lost.cpu(), sent.cpu()) for lost, sent in state["told"]]
-        self._latest = []
+        self._latest, self._last = [], state["last"]

@@ -118,6 +118,9 @@ class Replicated(Workers):
         """Sends vectors to the owners of their chunks, and the owners' results back to all workers."""
         setting, policy, n = self.setting, self.policy, self.setting.workers
         owner_C = torch.tensor(policy.order(n, self._order))[setting.chunks.owner_C]
+        changed_W = self._exchanges.changed(policy, up=True)
+        if changed_W is not None and policy.weighs:
+            self._link_losses.translate(changed_W)
         up_WC = self._exchanges.draw(policy, row, up=True, owner_C=owner_C)
         down_WC = self._exchanges.draw(policy, row, up=False, owner_C=owner_C)
         self._exchanges.end_step()

@@ -90,6 +90,9 @@ class Sharded(Workers):
 
     def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
         setting, policy, n = self.setting, self.policy, self.setting.workers
+        changed_W = self._exchanges.changed(policy, up=True)
+        if changed_W is not None and policy.weighs:
+            self._link_losses.translate(changed_W)
         arrived_WC = self._exchanges.draw(policy, row, up=True)
         lost_WC = ~arrived_WC
         loss_WC = self._link_losses.next(lost_WC, self._owner_C, self._chunks_of_W) if policy.weighs else None
@@ -129,6 +132,8 @@ class Sharded(Workers):
             self._bind()
         self._show_gradients()
         exact = self._guarded or policy.down.exact
+        for meter, (factor, most) in zip(self._losses, self._exchanges.changed(policy, up=False) or (), strict=False):
+            meter.translate(factor, most)
         leads = [0.0 if exact else policy.ahead(each.value) for each in self._losses]
         room = replicas.next_room()
         room.copy_(replicas.owned)
@@ -145,7 +150,7 @@ class Sharded(Workers):
         self._tried = None
         if self._guarded:
             # What it would have lost shows in the gradients, or in a first pass of its own if gradients are repaired.
-            self._tried = self._arrived_up if policy.up.budget == 1.0 else self._exchanges.first_pass_down()
+            self._tried = self._arrived_up if policy.up.budget == 1.0 else self._exchanges.first_pass_down(policy)
         # Without the chunks that are fetched below: they say nothing about the network.
         self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
