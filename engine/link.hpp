@@ -60,6 +60,8 @@ public:
     static constexpr std::uint64_t reorder_limit = 8;
     // A lost number is remembered until so many later ones were sent, in case it was only late.
     static constexpr std::uint64_t late_limit = 512;
+    // A probe says again what so many of the latest datagrams said.
+    static constexpr std::uint64_t probe_reach = 64;
 
     explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
 
@@ -91,12 +93,21 @@ public:
     }
     [[nodiscard]] std::uint64_t flights_in_use() const { return next_ - base_; }
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
+    // What is in flight and may still be answered. A burst of losses takes whole windows: whoever waited for answers to
+    // what it took would fall silent within the burst. So what is overdue no longer counts, up to a bound, as nobody may
+    // answer at all.
+    [[nodiscard]] std::uint64_t fresh_bytes(Nanos now);
+    // When `fresh_bytes` falls although no report comes; `never` if it does not.
+    [[nodiscard]] Nanos overdue_at() const;
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
     // When to probe because no report came for what is in flight; `never` when nothing is in flight.
     [[nodiscard]] Nanos probe_at() const;
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
+    // Calls `again(flight)` for the latest datagrams whose fate is not known.
+    template <class Again>
+    void each_unanswered(Again&& again) const;
     [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
@@ -107,6 +118,13 @@ public:
 
 private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
+    [[nodiscard]] const Flight& at(std::uint64_t number) const { return ring_[number & (ring_.size() - 1)]; }
+    // The fate of a flight is known, or nobody waits for it any more.
+    void land(std::uint64_t number, const Flight& flight) {
+        in_flight_bytes_ -= flight.bytes;
+        if (number >= fresh_from_) fresh_bytes_ -= flight.bytes;
+    }
+    [[nodiscard]] bool blind() const;
     void grow();
     // Learns the round trip. Returns the one that rate control should use, which counts the delay on the way out only.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
@@ -122,6 +140,8 @@ private:
     std::uint64_t largest_acked_{};
     std::uint64_t credit_bytes_;
     std::uint64_t in_flight_bytes_{};
+    std::uint64_t fresh_from_{1}, fresh_bytes_{};  // what is in flight from this number on
+    std::uint64_t unanswered_bytes_{};             // sent since something was last acknowledged
     DeliveryMeter meter_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
@@ -197,7 +217,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
             continue;
         }
         flight.settled = true;
-        in_flight_bytes_ -= flight.bytes;
+        land(number, flight);
         delivery.delivered_bytes += flight.bytes;
         if (number > largest_acked_) largest_acked_ = number;
         if (number + report.timed_back == report.largest) {
@@ -210,6 +230,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
         delivery.bytes_per_s = meter_.on_report(newest, delivery.delivered_bytes, held, now);
         delivery.app_limited = newest.app_limited;
         active_at_ = now;
+        unanswered_bytes_ = 0;
         probes_ = 0;
     }
     detect(now, [&](const Flight& flight) {
@@ -222,6 +243,13 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     delivery_ = delivery;
 }
 
+template <class Again>
+void Outbound::each_unanswered(Again&& again) const {
+    for (std::uint64_t number = next_ - std::min(next_ - base_, probe_reach); number < next_; ++number) {
+        if (!at(number).settled) again(at(number));
+    }
+}
+
 template <class Lost>
 void Outbound::abandon(Lost&& lost) {
     loss_at_ = never;
@@ -229,7 +257,7 @@ void Outbound::abandon(Lost&& lost) {
         Flight& flight = at(number);
         if (flight.settled) continue;
         flight.settled = flight.lost = true;
-        in_flight_bytes_ -= flight.bytes;
+        land(number, flight);
         lost(flight);
     }
 }
@@ -254,7 +282,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (flight.settled) continue;
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
-            in_flight_bytes_ -= flight.bytes;
+            land(number, flight);
             lost(flight);
         } else {
             loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);
