@@ -158,7 +158,8 @@ void Core::tick_peer(Peer& peer, Nanos now) {
     peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
     // Somebody waits for the end of a message. Said again with the probe, it comes a round trip sooner than by the answer.
     peer.out.each_unanswered([&](const Flight& flight) {
-        if (flight.kind == Kind::end) peer.say({.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
+        if (flight.kind == Kind::end)
+            peer.say({.kind = flight.kind, .flags = flight.flags, .channel = flight.channel, .seq = flight.seq});
     });
 }
 

@@ -7,6 +7,7 @@ namespace storm {
 namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
+constexpr double runs_memory = 32;
 constexpr unsigned many_probes = 16;
 // On a link that loses much, the first probes without an answer follow each other closely: a burst that counts datagrams
 // ends only if some are sent, and one that counts time is over soon.
@@ -110,6 +111,16 @@ void Outbound::sample_rtt(Nanos rtt) {
 void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes) {
     const auto lost = static_cast<double>(lost_bytes), all = static_cast<double>(arrived_bytes + lost_bytes);
     if (all > 0) loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
+}
+
+void Outbound::sample_run(std::uint64_t lost_number) {
+    if (lost_number != last_lost_ + 1) {
+        const double kept = 1 - 1 / runs_memory;
+        run_losses_ *= kept;
+        runs_ = kept * runs_ + 1;
+    }
+    ++run_losses_;
+    last_lost_ = lost_number;
 }
 
 void Outbound::retire() {

@@ -113,6 +113,8 @@ public:
     [[nodiscard]] Nanos patience() const;
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
     [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
+    // How many datagrams are lost in a row, on average over the latest tens of losses; 1 if nothing is known.
+    [[nodiscard]] double burst() const { return runs_ > 0 ? std::max(run_losses_ / runs_, 1.0) : 1.0; }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
     void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
 
@@ -130,6 +132,7 @@ private:
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
     void sample_loss(std::uint64_t arrived, std::uint64_t lost);
+    void sample_run(std::uint64_t lost_number);
     void retire();
     void forget_oldest();
     template <class Lost>
@@ -150,6 +153,8 @@ private:
     Nanos loss_at_{never};
     unsigned probes_{};
     double loss_{};  // fraction lost of the latest hundreds of datagrams
+    std::uint64_t last_lost_{};
+    double run_losses_{}, runs_{};  // losses, and runs of them, of which older ones count less
     Delivery delivery_{};
 };
 
@@ -240,6 +245,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     sample_loss(delivery.delivered_bytes, delivery.lost_bytes);
     delivery.now = now;
     delivery.in_flight_bytes = in_flight_bytes_;
+    delivery.burst = burst();
     delivery_ = delivery;
 }
 
@@ -283,6 +289,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
             land(number, flight);
+            sample_run(number);
             lost(flight);
         } else {
             loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);
