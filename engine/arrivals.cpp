@@ -353,9 +353,13 @@ void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
             if (message->released) settle(*message->exchange, now);
         } else {
             message->repairs.push_back(flight.chunk);
-            // At the end of a message every further loss costs a round trip, and the line is free: send it twice.
+            // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
             if (message->first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
-                message->repairs.push_back(flight.chunk);
+                const double chunk_s = message->cut.chunk_bytes / peer.rate.bytes_per_s();
+                const double trip_s = static_cast<double>(peer.out.smooth_rtt()) / static_cast<double>(second);
+                const auto chunks = static_cast<double>(message->repairs.size());
+                const unsigned copies = copies_at_the_end(chunks, peer.out.loss(), chunk_s, trip_s);
+                message->echoes.insert(message->echoes.end(), copies - 1, flight.chunk);
             }
             peers_.queue(*message);
         }

@@ -147,7 +147,7 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
         shared_pacer_ ? shared_pacer_->try_send(bytes, now) : peer.rate.try_send(bytes, peer.out.fresh_bytes(now), now);
     if (admitted) return segments;
     const Nanos paced_at = shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now);
-    paced_until_ = std::min(paced_until_, paced_at == never ? peer.out.overdue_at() : paced_at);
+    paced_until_ = std::min(paced_until_, paced_at == never ? peer.out.dark_at() : paced_at);
     return 0;
 }
 
@@ -159,10 +159,12 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const bool copies = seal_.encrypts() || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
     while (batch.segments() < chunks && message->sendable()) {
-        const bool repair = !message->repairs.empty();
-        const std::uint32_t chunk = repair ? message->repairs.front() : message->chunk_at(message->cursor);
+        const bool echo = message->only_echoes();
+        const bool repair = echo || !message->repairs.empty();
+        std::deque<std::uint32_t>& again = echo ? message->echoes : message->repairs;
+        const std::uint32_t chunk = repair ? again.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
-            message->repairs.pop_front();
+            again.pop_front();
             continue;
         }
         if (!repair && message->next_is_missing()) {
@@ -173,7 +175,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (!batch.takes(message->cut.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
         std::uint8_t flags = stage_flag(message->second_stage);
         if (repair) {
-            message->repairs.pop_front();
+            again.pop_front();
             flags |= flag_repair;
             ++message->repaired;
             ++counters_.repaired;
@@ -181,7 +183,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             ++message->cursor;
         }
         // Nothing is left to send: an exact message asks what is missing, a lossy one says that this is its end.
-        const bool is_last = message->first_pass_over() && (message->lossless() ? message->repairs.empty() : !repair);
+        const bool is_last = message->first_pass_over() && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
         add_chunk(batch, peer, *message, chunk, flags, now);
         if (is_last && !message->lossless()) peer.say(end_of(*message));

@@ -9,9 +9,7 @@ namespace {
 constexpr double loss_memory_bytes = 256 << 10;
 constexpr double runs_memory = 32;
 constexpr unsigned many_probes = 16;
-// On a link that loses much, the first probes without an answer follow each other closely: a burst that counts datagrams
-// ends only if some are sent, and one that counts time is over soon.
-constexpr unsigned close_probes = 64;
+constexpr unsigned close_probes = 32;  // on a lossy link, the gap between probes doubles after so many
 constexpr Nanos least_probe_gap = millisecond / 2;
 // So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
 constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
@@ -27,8 +25,8 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
         flight.bytes = 0;
     } else {
         flight.stamp = meter_.on_send(in_flight_bytes_, now);
+        if (in_flight_bytes_ == 0) waiting_since_ = now;
         in_flight_bytes_ += flight.bytes;
-        fresh_bytes_ += flight.bytes;
         unanswered_bytes_ += flight.bytes;
         active_at_ = now;
     }
@@ -41,31 +39,23 @@ Nanos Outbound::patience() const {
     return smooth_rtt_ + std::max(4 * rtt_variation_, millisecond) + millisecond;
 }
 
-bool Outbound::blind() const { return unanswered_bytes_ < most_unanswered_bytes; }
-
-std::uint64_t Outbound::fresh_bytes(Nanos now) {
-    const Nanos before = now - patience();
-    fresh_from_ = std::max(fresh_from_, base_);
-    for (; fresh_from_ < next_ && at(fresh_from_).stamp.sent_at <= before; ++fresh_from_) {
-        if (!at(fresh_from_).settled) fresh_bytes_ -= at(fresh_from_).bytes;
-    }
-    return blind() ? fresh_bytes_ : in_flight_bytes_;
-}
-
-Nanos Outbound::overdue_at() const {
-    if (!blind() || fresh_from_ < base_ || fresh_from_ >= next_) return never;
-    return at(fresh_from_).stamp.sent_at + patience();
+Nanos Outbound::dark_at() const {
+    if (in_flight_bytes_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
+    return waiting_since_ + patience();
 }
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
-    const bool eager = lossy() || smooth_rtt_ == 0;
-    if (probes_ > 0 && probes_ <= close_probes && eager) return active_at_ + std::max(patience() / 4, least_probe_gap);
-    const unsigned close = eager ? close_probes : 0;
-    const unsigned waited = probes_ - std::min(probes_, close);
+    // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
+    // are sent, and one that counts time is over soon. The same holds before anything was ever heard.
+    if (probes_ > 0 && (lossy() || smooth_rtt_ == 0)) {
+        const Nanos gap = std::max(patience() / 4, least_probe_gap);
+        return active_at_ + std::min(gap << std::min(probes_ / close_probes, 16U), second / 2);
+    }
     // A peer that has not answered for long is away: it is asked twice a second, or after one round trip.
-    const unsigned doublings = waited <= many_probes ? std::min(waited, 3U) : std::min(waited - many_probes + 3, 16U);
-    const Nanos longest = waited <= many_probes ? second : std::clamp(8 * patience(), second / 2, second);
+    const unsigned doublings =
+        probes_ <= many_probes ? std::min(probes_, 3U) : std::min(probes_ - many_probes + 3, 16U);
+    const Nanos longest = probes_ <= many_probes ? second : std::clamp(8 * patience(), second / 2, second);
     return active_at_ + std::min(patience() << doublings, longest);
 }
 
@@ -81,7 +71,7 @@ void Outbound::grow() {
 }
 
 void Outbound::forget_oldest() {
-    if (!at(base_).settled) land(base_, at(base_));
+    if (!at(base_).settled) in_flight_bytes_ -= at(base_).bytes;
     ++base_;
 }
 
@@ -110,7 +100,9 @@ void Outbound::sample_rtt(Nanos rtt) {
 
 void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes) {
     const auto lost = static_cast<double>(lost_bytes), all = static_cast<double>(arrived_bytes + lost_bytes);
-    if (all > 0) loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
+    if (all <= 0) return;
+    loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
+    long_loss_ += (lost / all - long_loss_) * all / (all + 16 * loss_memory_bytes);
 }
 
 void Outbound::sample_run(std::uint64_t lost_number) {

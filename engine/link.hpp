@@ -93,12 +93,11 @@ public:
     }
     [[nodiscard]] std::uint64_t flights_in_use() const { return next_ - base_; }
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
-    // What is in flight and may still be answered. A burst of losses takes whole windows: whoever waited for answers to
-    // what it took would fall silent within the burst. So what is overdue no longer counts, up to a bound, as nobody may
-    // answer at all.
-    [[nodiscard]] std::uint64_t fresh_bytes(Nanos now);
-    // When `fresh_bytes` falls although no report comes; `never` if it does not.
-    [[nodiscard]] Nanos overdue_at() const;
+    // Whether answers are overdue. A burst of losses takes whole windows: whoever waited for answers to what it took would
+    // fall silent within the burst. So windows do not count in the dark, up to a bound, as nobody may answer at all.
+    [[nodiscard]] bool dark(Nanos now) const { return now >= dark_at(); }
+    // When it gets dark if no answer comes; `never` if nothing is in flight, or so much that the bound is reached.
+    [[nodiscard]] Nanos dark_at() const;
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
     // When to probe because no report came for what is in flight; `never` when nothing is in flight.
@@ -112,7 +111,9 @@ public:
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
-    [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
+    [[nodiscard]] bool lossy() const { return loss() > 0.02; }
+    // Between two bursts of losses, the latest hundreds of datagrams show none: what thousands lost counts as well.
+    [[nodiscard]] double loss() const { return std::max(loss_, long_loss_); }
     // How many datagrams are lost in a row, on average over the latest tens of losses; 1 if nothing is known.
     [[nodiscard]] double burst() const { return runs_ > 0 ? std::max(run_losses_ / runs_, 1.0) : 1.0; }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
@@ -121,12 +122,6 @@ public:
 private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
     [[nodiscard]] const Flight& at(std::uint64_t number) const { return ring_[number & (ring_.size() - 1)]; }
-    // The fate of a flight is known, or nobody waits for it any more.
-    void land(std::uint64_t number, const Flight& flight) {
-        in_flight_bytes_ -= flight.bytes;
-        if (number >= fresh_from_) fresh_bytes_ -= flight.bytes;
-    }
-    [[nodiscard]] bool blind() const;
     void grow();
     // Learns the round trip. Returns the one that rate control should use, which counts the delay on the way out only.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
@@ -143,8 +138,8 @@ private:
     std::uint64_t largest_acked_{};
     std::uint64_t credit_bytes_;
     std::uint64_t in_flight_bytes_{};
-    std::uint64_t fresh_from_{1}, fresh_bytes_{};  // what is in flight from this number on
-    std::uint64_t unanswered_bytes_{};             // sent since something was last acknowledged
+    std::uint64_t unanswered_bytes_{};  // sent since something was last acknowledged
+    Nanos waiting_since_{};             // when that was, or since when something is in flight
     DeliveryMeter meter_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
@@ -152,7 +147,7 @@ private:
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
-    double loss_{};  // fraction lost of the latest hundreds of datagrams
+    double loss_{}, long_loss_{};  // fraction lost of the latest hundreds, and thousands, of datagrams
     std::uint64_t last_lost_{};
     double run_losses_{}, runs_{};  // losses, and runs of them, of which older ones count less
     Delivery delivery_{};
@@ -222,7 +217,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
             continue;
         }
         flight.settled = true;
-        land(number, flight);
+        in_flight_bytes_ -= flight.bytes;
         delivery.delivered_bytes += flight.bytes;
         if (number > largest_acked_) largest_acked_ = number;
         if (number + report.timed_back == report.largest) {
@@ -234,7 +229,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     if (delivery.delivered_bytes > 0) {
         delivery.bytes_per_s = meter_.on_report(newest, delivery.delivered_bytes, held, now);
         delivery.app_limited = newest.app_limited;
-        active_at_ = now;
+        active_at_ = waiting_since_ = now;
         unanswered_bytes_ = 0;
         probes_ = 0;
     }
@@ -263,7 +258,7 @@ void Outbound::abandon(Lost&& lost) {
         Flight& flight = at(number);
         if (flight.settled) continue;
         flight.settled = flight.lost = true;
-        land(number, flight);
+        in_flight_bytes_ -= flight.bytes;
         lost(flight);
     }
 }
@@ -288,7 +283,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (flight.settled) continue;
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
-            land(number, flight);
+            in_flight_bytes_ -= flight.bytes;
             sample_run(number);
             lost(flight);
         } else {

@@ -64,9 +64,10 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
         std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
 }
 
-bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now) {
+bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark) {
     if (!paced()) return true;
-    window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
+    window_full_ =
+        !dark && in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
         // A pause empties the queue. So send at full rate at once, and put off the next dip: the first datagrams see the

@@ -32,8 +32,8 @@ class RateControl {
 public:
     // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has.
     RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1);
-    // Whether a batch of `bytes` may leave now; counts it if so.
-    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now);
+    // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
+    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
     [[nodiscard]] Nanos next_send_at(Nanos now) const;
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
