@@ -143,8 +143,9 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t most = cut.count > 1 ? 1 : Batch::max_segments;
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
-    const bool admitted =
-        shared_pacer_ ? shared_pacer_->try_send(bytes, now) : peer.rate.try_send(bytes, peer.out.fresh_bytes(now), now);
+    const bool admitted = shared_pacer_
+                              ? shared_pacer_->try_send(bytes, now)
+                              : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now, peer.out.dark(now));
     if (admitted) return segments;
     const Nanos paced_at = shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now);
     paced_until_ = std::min(paced_until_, paced_at == never ? peer.out.dark_at() : paced_at);
