@@ -7,6 +7,9 @@
 namespace storm {
 namespace {
 
+// How many copies of a report a ping may ask for.
+constexpr std::uint32_t most_answers = 4;
+
 std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
 
 // Tells a receiver that nothing more will come of a message.
@@ -70,7 +73,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
-        case Kind::ping: peer.in.report_now(); break;
+        case Kind::ping: peer.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed:
             drain(peer, now);

@@ -72,7 +72,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
     std::vector<std::byte> note;
-    const bool urgent = peer.in.urgent();
+    const unsigned urgent = peer.in.urgent();
     if (peer.in.report_at(credit, peer.report_delay()) <= now) {
         header.kind = Kind::report;
         body_bytes = write_report(peer.in.make_report(credit, overflow_, now), body);
@@ -85,6 +85,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
         flight.blame = what.blame;
+        // Who gets no answer asks for several: they, too, may be lost in a burst.
+        if (what.kind == Kind::ping) header.chunk = peer.out.probes();
         if (what.kind == Kind::bye || what.kind == Kind::failed) write_blame(what.blame, header);
         if (what.kind == Kind::bye) {
             body_bytes = write_report(peer.in.make_report(credit, overflow_, now, true), body);

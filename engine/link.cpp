@@ -8,8 +8,7 @@ namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
 constexpr double runs_memory = 32;
-constexpr unsigned many_probes = 16;
-constexpr unsigned close_probes = 32;  // on a lossy link, the gap between probes doubles after so many
+constexpr unsigned many_probes = 32;  // without an answer: the gap between probes doubles
 constexpr Nanos least_probe_gap = millisecond / 2;
 // So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
 constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
@@ -40,23 +39,21 @@ Nanos Outbound::patience() const {
 }
 
 Nanos Outbound::dark_at() const {
-    if (in_flight_bytes_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
+    // Before anything was answered, nobody knows how slow the path is.
+    if (in_flight_bytes_ == 0 || smooth_rtt_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
     return waiting_since_ + patience();
 }
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
     // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
-    // are sent, and one that counts time is over soon. The same holds before anything was ever heard.
-    if (probes_ > 0 && (lossy() || smooth_rtt_ == 0)) {
-        const Nanos gap = std::max(patience() / 4, least_probe_gap);
-        return active_at_ + std::min(gap << std::min(probes_ / close_probes, 16U), second / 2);
-    }
-    // A peer that has not answered for long is away: it is asked twice a second, or after one round trip.
-    const unsigned doublings =
-        probes_ <= many_probes ? std::min(probes_, 3U) : std::min(probes_ - many_probes + 3, 16U);
-    const Nanos longest = probes_ <= many_probes ? second : std::clamp(8 * patience(), second / 2, second);
-    return active_at_ + std::min(patience() << doublings, longest);
+    // are sent, and one that counts time is over soon.
+    const bool close = probes_ > 0 && lossy();
+    const unsigned doublings = smooth_rtt_ == 0 ? 0 : std::min(probes_, 3U);
+    const Nanos gap = close ? std::max(patience() / 4, least_probe_gap) : patience() << doublings;
+    // A peer that has not answered for long is away: it is asked less and less, at least once a second.
+    const Nanos longest = std::clamp(8 * patience(), second / 2, second);
+    return active_at_ + std::min(gap << std::min(probes_ / many_probes, 16U), longest);
 }
 
 void Outbound::probed(Nanos now) {
@@ -102,7 +99,9 @@ void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes
     const auto lost = static_cast<double>(lost_bytes), all = static_cast<double>(arrived_bytes + lost_bytes);
     if (all <= 0) return;
     loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
-    long_loss_ += (lost / all - long_loss_) * all / (all + 16 * loss_memory_bytes);
+    const double kept = std::max(1 - all / (16 * loss_memory_bytes), 0.0);
+    counted_bytes_ = kept * counted_bytes_ + all;
+    counted_lost_bytes_ = kept * counted_lost_bytes_ + lost;
 }
 
 void Outbound::sample_run(std::uint64_t lost_number) {
@@ -149,7 +148,7 @@ void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nano
 
 Nanos Inbound::report_at(std::uint64_t credit_bytes, Nanos delay) const {
     if (largest_ == 0) return never;
-    if (urgent_ || unreported_bytes_ * 4 >= credit_bytes) return unreported_bytes_ > 0 || urgent_ ? 0 : never;
+    if (urgent_ > 0 || unreported_bytes_ * 4 >= credit_bytes) return unreported_bytes_ > 0 || urgent_ > 0 ? 0 : never;
     return unreported_since_ == never ? never : unreported_since_ + delay;
 }
 
@@ -172,7 +171,7 @@ Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, 
     }
     unreported_bytes_ = 0;
     unreported_since_ = never;
-    urgent_ = false;
+    urgent_ = 0;
     return report;
 }
 

@@ -113,7 +113,9 @@ public:
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
     [[nodiscard]] bool lossy() const { return loss() > 0.02; }
     // Between two bursts of losses, the latest hundreds of datagrams show none: what thousands lost counts as well.
-    [[nodiscard]] double loss() const { return std::max(loss_, long_loss_); }
+    [[nodiscard]] double loss() const {
+        return counted_bytes_ > 0 ? std::max(loss_, counted_lost_bytes_ / counted_bytes_) : 0;
+    }
     // How many datagrams are lost in a row, on average over the latest tens of losses; 1 if nothing is known.
     [[nodiscard]] double burst() const { return runs_ > 0 ? std::max(run_losses_ / runs_, 1.0) : 1.0; }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
@@ -147,7 +149,8 @@ private:
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
-    double loss_{}, long_loss_{};  // fraction lost of the latest hundreds, and thousands, of datagrams
+    double loss_{};                                  // fraction lost of the latest hundreds of datagrams
+    double counted_bytes_{}, counted_lost_bytes_{};  // of the latest thousands
     std::uint64_t last_lost_{};
     double run_losses_{}, runs_{};  // losses, and runs of them, of which older ones count less
     Delivery delivery_{};
@@ -171,8 +174,10 @@ public:
     }
     // `arrived_at`: when it came to this machine, up to which its delay counts.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at);
-    void report_now() { urgent_ = true; }
-    [[nodiscard]] bool urgent() const { return urgent_; }
+    // A report is due at once, in so many copies.
+    void report_now(unsigned copies = 1) { urgent_ = std::max(urgent_, copies); }
+    // How many copies of the next report are asked for; 0 if it may wait.
+    [[nodiscard]] unsigned urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
     // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it.
@@ -191,7 +196,7 @@ private:
     Nanos timed_at_{};
     std::uint64_t unreported_bytes_{};
     Nanos unreported_since_{never};
-    bool urgent_{};
+    unsigned urgent_{};
     // Reports overlap so that one lost report loses no knowledge: each reaches back to the fourth before it.
     std::array<std::uint64_t, 4> reported_{};
     std::size_t reports_{};
