@@ -7,6 +7,9 @@
 namespace storm {
 namespace {
 
+// How many copies of a report a ping may ask for.
+constexpr std::uint32_t most_answers = 4;
+
 std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
 
 // Tells a receiver that nothing more will come of a message.
@@ -70,7 +73,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
-        case Kind::ping: peer.in.report_now(); break;
+        case Kind::ping: peer.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed:
             drain(peer, now);
@@ -353,9 +356,13 @@ void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
             if (message->released) settle(*message->exchange, now);
         } else {
             message->repairs.push_back(flight.chunk);
-            // At the end of a message every further loss costs a round trip, and the line is free: send it twice.
+            // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
             if (message->first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
-                message->repairs.push_back(flight.chunk);
+                const double chunk_s = message->cut.chunk_bytes / peer.rate.bytes_per_s();
+                const double trip_s = static_cast<double>(peer.out.smooth_rtt()) / static_cast<double>(second);
+                const auto chunks = static_cast<double>(message->repairs.size());
+                const unsigned copies = copies_at_the_end(chunks, peer.out.loss(), chunk_s, trip_s);
+                message->echoes.insert(message->echoes.end(), copies - 1, flight.chunk);
             }
             peers_.queue(*message);
         }

@@ -213,6 +213,7 @@ private:
     void finish(Exchange& exchange, Status status, Nanos now);
     void fail_late(Exchange& exchange, Nanos now);
     void tick_peer(Peer& peer, Nanos now);
+    void repeat_unanswered(Peer& peer, Nanos now);
     void tick_exchange(Exchange& exchange, Nanos now);
     void tick_receive(Exchange& exchange, Incoming& message, Nanos now);
     void tick_send(Exchange& exchange, Outgoing& message, Nanos now);

@@ -72,7 +72,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
     std::vector<std::byte> note;
-    const bool urgent = peer.in.urgent();
+    const unsigned urgent = peer.in.urgent();
     if (peer.in.report_at(credit, peer.report_delay()) <= now) {
         header.kind = Kind::report;
         body_bytes = write_report(peer.in.make_report(credit, overflow_, now), body);
@@ -85,6 +85,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
         flight.blame = what.blame;
+        // Who gets no answer asks for several: they, too, may be lost in a burst.
+        if (what.kind == Kind::ping) header.chunk = peer.out.probes();
         if (what.kind == Kind::bye || what.kind == Kind::failed) write_blame(what.blame, header);
         if (what.kind == Kind::bye) {
             body_bytes = write_report(peer.in.make_report(credit, overflow_, now, true), body);
@@ -143,11 +145,12 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t most = cut.count > 1 ? 1 : Batch::max_segments;
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
-    const bool admitted = shared_pacer_ ? shared_pacer_->try_send(bytes, now)
-                                        : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now);
+    const bool admitted = shared_pacer_
+                              ? shared_pacer_->try_send(bytes, now)
+                              : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now, peer.out.dark(now));
     if (admitted) return segments;
-    paced_until_ =
-        std::min(paced_until_, shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now));
+    const Nanos paced_at = shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now);
+    paced_until_ = std::min(paced_until_, paced_at == never ? peer.out.dark_at() : paced_at);
     return 0;
 }
 
@@ -159,10 +162,12 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const bool copies = seal_.encrypts() || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
     while (batch.segments() < chunks && message->sendable()) {
-        const bool repair = !message->repairs.empty();
-        const std::uint32_t chunk = repair ? message->repairs.front() : message->chunk_at(message->cursor);
+        const bool echo = message->only_echoes();
+        const bool repair = echo || !message->repairs.empty();
+        std::deque<std::uint32_t>& again = echo ? message->echoes : message->repairs;
+        const std::uint32_t chunk = repair ? again.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
-            message->repairs.pop_front();
+            again.pop_front();
             continue;
         }
         if (!repair && message->next_is_missing()) {
@@ -173,7 +178,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (!batch.takes(message->cut.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
         std::uint8_t flags = stage_flag(message->second_stage);
         if (repair) {
-            message->repairs.pop_front();
+            again.pop_front();
             flags |= flag_repair;
             ++message->repaired;
             ++counters_.repaired;
@@ -181,7 +186,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             ++message->cursor;
         }
         // Nothing is left to send: an exact message asks what is missing, a lossy one says that this is its end.
-        const bool is_last = message->first_pass_over() && (message->lossless() ? message->repairs.empty() : !repair);
+        const bool is_last = message->first_pass_over() && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
         add_chunk(batch, peer, *message, chunk, flags, now);
         if (is_last && !message->lossless()) peer.say(end_of(*message));

@@ -156,6 +156,22 @@ void Core::tick_peer(Peer& peer, Nanos now) {
     ++counters_.probes;
     // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
     peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
+    if (peer.out.lossy() && !peer.left()) repeat_unanswered(peer, now);
+}
+
+// On a link that loses much, what was not answered in time is probably lost, and somebody waits for it: sent again with the
+// probe, it comes a round trip sooner than by the answer.
+void Core::repeat_unanswered(Peer& peer, Nanos now) {
+    std::vector<Flight> unanswered;
+    peer.out.each_unanswered([&](const Flight& flight) {
+        if (flight.kind == Kind::data) {
+            // What is queued for repair already, and what may be missing, is not sent again.
+            const Outgoing* message = slots_.find(flight.message);
+            if (message == nullptr || !message->lossless() || !message->repairs.empty()) return;
+        }
+        unanswered.push_back(flight);
+    });
+    for (const Flight& flight : unanswered) repair(peer, flight, now);
 }
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {

@@ -1,5 +1,8 @@
 #include "message.hpp"
 
+#include <cmath>
+#include <limits>
+
 #include "kernels.hpp"
 
 namespace storm {
@@ -31,9 +34,25 @@ void Outgoing::skip_missing() {
     if (reserved > 0) --reserved;
 }
 
+unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s) {
+    constexpr unsigned most = 6;
+    unsigned best = 1;
+    double least_s = std::numeric_limits<double>::infinity();
+    for (unsigned copies = 1; copies <= most; ++copies) {
+        const double again = std::min(chunks * std::pow(loss, copies), 1.0);
+        const double takes_s = copies * chunks * chunk_s + again * trip_s;
+        if (takes_s < least_s) {
+            least_s = takes_s;
+            best = copies;
+        }
+    }
+    return best;
+}
+
 void Outgoing::release() {
     wanted = false;
     repairs.clear();
+    echoes.clear();
     if (pins == 0) released = true;
 }
 

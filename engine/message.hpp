@@ -47,6 +47,10 @@ struct Checks {
     explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
 };
 
+// How often to send each of the last chunks of a message that were lost, so that it is soon complete: every copy costs its
+// time on the line, `chunk_s`, and a chunk of which all are lost costs another round trip.
+[[nodiscard]] unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s);
+
 // A message to a peer.
 struct Outgoing {
     Exchange* exchange{};
@@ -66,6 +70,7 @@ struct Outgoing {
     std::uint64_t eager_bytes{};  // bytes sent in the first pass so far
     Bitmap acked_chunks;
     std::deque<std::uint32_t> repairs;  // chunks to send again
+    std::deque<std::uint32_t> echoes;   // further copies of repairs, for when there is nothing else to send
     unsigned pins{};                    // batches that still point into `data`
     Nanos blocked_from{};  // since when to count losses, as a patient exchange goes on after a blocked path
     bool ready{};          // the receiver has posted: no eager limit
@@ -78,8 +83,10 @@ struct Outgoing {
     [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
     // Chunks that could be sent now.
     [[nodiscard]] std::size_t waiting() const {
-        return repairs.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) - cursor;
+        return repairs.size() + echoes.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) -
+               cursor;
     }
+    [[nodiscard]] bool only_echoes() const { return !echoes.empty() && waiting() == echoes.size(); }
     [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
     // Chunk number `ordinal` of the first pass, in the order of sending.
     [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {

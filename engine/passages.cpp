@@ -234,6 +234,7 @@ Shelf::Item* Core::shelve(const Outgoing& message, const Record& record, std::ui
 
 // Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
 std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* room) {
+    message.echoes.clear();  // nothing is lost on this way
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
