@@ -208,9 +208,7 @@ nb::dict to_dict(const FaultCounters& c) {
     return d;
 }
 
-std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) {
-    return {peaks.out, peaks.in, peaks.both};
-}
+std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) { return {peaks.out, peaks.in, peaks.both}; }
 
 using PyFirsts = nb::typed<nb::list, nb::typed<nb::tuple, std::uint16_t, nb::bytes>>;
 
@@ -496,7 +494,7 @@ NB_MODULE(_engine, m) {
         .def("set_line", &Sim::set_line, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
         .def(
             "take_line_peaks",
-            [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks(s.now())); }, nb::arg("rank"))
+            [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); }, nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());

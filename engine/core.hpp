@@ -141,7 +141,7 @@ public:
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
     // The most that its line carried since the last call.
-    [[nodiscard]] LinePeaks::Peaks take_line_peaks(Nanos now) { return peaks_.take(now); }
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks() { return peaks_.take(); }
     // The largest datagram that the path to a peer is known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 

@@ -527,7 +527,7 @@ std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& 
 
 LinePeaks::Peaks Driver::take_line_peaks() {
     const Lock lock(door_);
-    return core_ ? core_->take_line_peaks(clock_now()) : LinePeaks::Peaks{};
+    return core_ ? core_->take_line_peaks() : LinePeaks::Peaks{};
 }
 
 }  // namespace storm

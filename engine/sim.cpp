@@ -112,8 +112,7 @@ void Sim::arrive(Packet packet) {
     if (!packet.queued && rate > 0) {
         // The switch's queue towards the target drops what does not fit.
         const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
-        if (waiting_s * rate + static_cast<double>(packet.bytes.size()) >
-            static_cast<double>(config_.queue_bytes)) {
+        if (waiting_s * rate + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
             ++queue_drops_;
             return;
         }
