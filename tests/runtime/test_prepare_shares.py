@@ -189,6 +189,17 @@ def test_equal_lines_and_a_line_thin_both_ways_keep_equal_shards() -> None:
     assert by_rate(work) == [1, 1, 1, 1]
 
 
+def test_owning_nothing_makes_a_line_that_is_thin_both_ways_slower() -> None:
+    def work(member: Member) -> float:
+        if member.rank == 0:
+            member.network.set_line(2, up="0.8mbit", down="0.8mbit")
+        member.train(2)
+        return steps_s(member, 5)
+
+    # The formula says 4/3: the line carries all gradients out, then all parameters in, and never both at once.
+    assert max(by_rate(work, shards=(1.0, 1.0, 0.0, 1.0))) > 1.15 * max(by_rate(work, shards="equal"))
+
+
 def test_shares_follow_when_rates_change_and_not_too_often() -> None:
     def work(member: Member) -> Any:
         if member.rank == 0:

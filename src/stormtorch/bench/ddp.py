@@ -48,8 +48,8 @@ from stormtorch.theory.shards import HostSpeed, ShardTimes
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
     "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift, storm-alone "
-    "the same without standbys, storm-drift-flat without hierarchy, storm-drift-rate with shards by measured rates; one "
-    "torch thread per rank"
+    "the same without standbys, storm-drift-flat without hierarchy, storm-drift-rate with shards by measured rates; "
+    "one torch thread per rank"
 )
 TIMES = (
     "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
