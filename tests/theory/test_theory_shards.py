@@ -41,6 +41,7 @@ def test_no_shares_on_a_grid_are_better_than_the_best() -> None:
 def test_a_line_thin_both_ways_alike_is_best_used_by_an_equal_share(ranks: int) -> None:
     times = one_of(ranks, HostSpeed(0.1, 0.1, 0.2))
     assert times.best() == pytest.approx([1 / ranks] * ranks, abs=2e-3)
+    assert gain(one_of(ranks, HostSpeed(0.1, 0.1, 0.2), followers=1.0)) < 1.01
     nothing = [0.0, *[1 / (ranks - 1)] * (ranks - 1)]
     # Its line then carries one way only, in each of the stages.
     assert times.step_s(nothing) / times.step_s([1 / ranks] * ranks) == pytest.approx(ranks / (ranks - 1))

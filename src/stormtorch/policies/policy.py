@@ -153,8 +153,9 @@ class OwnerPolicy(Policy):
     shards: Literal["equal", "rate"] | tuple[float, ...] = "equal"
     """How much each rank owns. "equal" gives all ranks the same. "rate" measures what lines carry in each direction and
     how fast processors are, and cuts shards anew, by a view with the same members, whenever that should make steps at
-    least a tenth shorter: ranks whose line is thin in one direction, or is Wi-Fi, or whose processor is slow, then own
-    less. A line that is thin both ways alike is best used by an equal share. A tuple has a weight for each rank."""
+    least a tenth shorter: ranks whose line is thin in one direction, or whose processor is slow, then own less. A line
+    that is thin both ways alike is best used by an equal share. A tuple has a weight for each rank; where in and out
+    share a medium, as in Wi-Fi, a small one for a slow host pays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -108,7 +108,7 @@ class Cutting:
     def measure(self, feedback: Feedback) -> None:
         """Measures this rank's speed, for its reports of this round."""
         if self._meter is not None:
-            feedback.speed = self._meter.read(self.share, len(self.now.members))
+            feedback.speed = self._meter.read()
 
     def hear(self, reports: Mapping[int, Report], row: Row) -> None:
         """Learns the speeds of all members, and lets the lowest ask for a view with other shares if that pays."""

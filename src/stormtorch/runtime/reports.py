@@ -10,7 +10,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
-_HEADER = 10
+_HEADER = 9
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
@@ -39,7 +39,7 @@ class Report:
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
     touched: bool = False
     """Whether the sender's program has changed parameters since the last step, other than by the optimizer."""
-    speed: tuple[float, ...] = (0.0, 0.0, 1.0, 0.0)
+    speed: tuple[float, ...] = (0.0, 0.0, 0.0)
     """Measured speed of the sender: see `shares.Speed`."""
 
 

@@ -26,8 +26,6 @@ LEAST_STEPS = 12
 _MOST_STEPS = 400
 _EVERY = 4
 _REMEMBERED = 8
-# Two directions that carry so much of their sum at once do not share a medium.
-_DUPLEX = 0.8
 
 Parts = tuple[int, ...]
 """Share of each member, in parts of `PARTS`."""
@@ -40,8 +38,6 @@ class Speed(NamedTuple):
     """Bytes per second that its line carried out."""
     down: float = 0.0
     """Bytes per second that its line carried in."""
-    duplex: float = 1.0
-    """What it carried both ways at once, as a fraction of the sum of both."""
     step_s: float = 0.0
     """Seconds that its processor would need to run the optimizer on all parameters."""
 
@@ -51,10 +47,12 @@ class Speed(NamedTuple):
         return self.up > 0.0 and self.down > 0.0
 
     def host(self, ranks: int = 1) -> HostSpeed:
-        """Returns the speed of a host with so many ranks like this one."""
-        up, down = ranks * self.up, ranks * self.down
-        both = math.inf if self.duplex >= _DUPLEX else max(self.duplex * (up + down), max(up, down))
-        return HostSpeed(up, down, both, self.step_s)
+        """Returns the speed of a host with so many ranks like this one.
+
+        Its directions count as independent: exchanges that rarely fill both at once do not show whether they share a
+        medium.
+        """
+        return HostSpeed(ranks * self.up, ranks * self.down, step_s=self.step_s)
 
 
 def speed_of(told: object) -> Speed:
@@ -62,7 +60,7 @@ def speed_of(told: object) -> Speed:
     if not isinstance(told, Sequence) or len(told) != len(Speed._fields):
         return Speed()
     speed = Speed(*(float(each) for each in told))
-    sound = all(math.isfinite(each) and 0.0 <= each <= 1e15 for each in speed) and speed.duplex > 0.0
+    sound = all(math.isfinite(each) and 0.0 <= each <= 1e15 for each in speed)
     return speed if sound else Speed()
 
 
@@ -78,24 +76,15 @@ class Speedometer:
         self._peaks: deque[tuple[float, float, float]] = deque(maxlen=_REMEMBERED)
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._began: float | None = None
-        self._duplex = 1.0
         self.speed = Speed()
         """What was last measured."""
 
-    def read(self, share: float, ranks: int) -> Speed:
-        """Measures, once per round.
-
-        Args:
-            share: Fraction of the parameters that this rank owns.
-            ranks: Number of ranks.
-        """
+    def read(self) -> Speed:
+        """Measures, once per round."""
         self._peaks.append(self._take_peaks())
-        up, down, both = (_second_largest([peaks[way] for peaks in self._peaks]) for way in range(3))
-        # With a small share, the line is never busy both ways at once.
-        if up + down > 0.0 and 2.0 * share * ranks >= 1.0:
-            self._duplex = min(max(both / (up + down), 1e-3), 1.0)
+        up, down = (_second_largest([peaks[way] for peaks in self._peaks]) for way in range(2))
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
-        self.speed = Speed(up, down, self._duplex, step_s)
+        self.speed = Speed(up, down, step_s)
         return self.speed
 
     def step_begins(self) -> None:

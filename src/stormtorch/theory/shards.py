@@ -50,7 +50,8 @@ class ShardTimes:
     size_bytes: float
     """Bytes of all parameters, as they travel."""
     followers: float = 0.0
-    """Further copies of its share that an owner sends in the second stage: the gradient for its standby is one."""
+    """Further copies of its share that an owner sends in the second stage: the gradient for its standby is one. It
+    receives as many of another owner's, whose share is taken as an equal one."""
 
     def __post_init__(self) -> None:
         check(len(self.speeds) >= 1, "speeds", "have at least one rank", len(self.speeds))
@@ -66,9 +67,13 @@ class ShardTimes:
     def parameters_s(self, rank: int, share: float) -> float:
         """Seconds of the second stage at one rank, with the optimizer's."""
         speed, copies = self.speeds[rank], len(self.speeds) - 1 + self.followers
-        out, into = copies * share * self.size_bytes, (1.0 - share) * self.size_bytes
+        out, into = copies * share * self.size_bytes, (1.0 - share + self._followed) * self.size_bytes
         steps_s = speed.step_s * share
         return max(steps_s + out / speed.up, into / speed.down, steps_s + (out + into) / speed.both)
+
+    @property
+    def _followed(self) -> float:
+        return self.followers / len(self.speeds)
 
     def step_s(self, shares: Sequence[float]) -> float:
         """Seconds of both stages: each ends with its slowest rank."""
@@ -122,7 +127,7 @@ class ShardTimes:
         """Returns the least and the largest share with which a rank ends its stages within these times."""
         speed, n, size = self.speeds[rank], len(self.speeds), self.size_bytes
         copies = n - 1 + self.followers
-        low = max(0.0, 1.0 - first_s * speed.up / size, 1.0 - second_s * speed.down / size)
+        low = max(0.0, 1.0 - first_s * speed.up / size, 1.0 + self._followed - second_s * speed.down / size)
         high = min(
             1.0,
             _over(first_s, (n - 1) * size / speed.down),
@@ -132,7 +137,10 @@ class ShardTimes:
             high = min(
                 high,
                 _over(first_s - size / speed.both, (n - 2) * size / speed.both),
-                _over(second_s - size / speed.both, speed.step_s + (copies - 1) * size / speed.both),
+                _over(
+                    second_s - (1.0 + self._followed) * size / speed.both,
+                    speed.step_s + (copies - 1) * size / speed.both,
+                ),
             )
         return low, high
 
