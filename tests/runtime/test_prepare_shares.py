@@ -156,7 +156,7 @@ def steps_s(member: Member, until: int) -> float:
     began, first = member.network.now_s, member.session.steps
     member.train(until)
     member.session.wait()
-    return (member.network.now_s - began) / (until - first)
+    return float((member.network.now_s - began) / (until - first))
 
 
 def test_a_line_that_is_thin_one_way_makes_its_rank_own_less_and_steps_shorter() -> None:

@@ -134,14 +134,10 @@ class ShardTimes:
             _over(second_s, speed.step_s + copies * size / speed.up),
         )
         if speed.both < math.inf:
-            high = min(
-                high,
-                _over(first_s - size / speed.both, (n - 2) * size / speed.both),
-                _over(
-                    second_s - (1.0 + self._followed) * size / speed.both,
-                    speed.step_s + (copies - 1) * size / speed.both,
-                ),
-            )
+            all_s = size / speed.both
+            first = _over(first_s - all_s, (n - 2) * all_s)
+            second = _over(second_s - (1.0 + self._followed) * all_s, speed.step_s + (copies - 1) * all_s)
+            high = min(high, first, second)
         return low, high
 
     def _fits(self, first_s: float, second_s: float) -> bool:
