@@ -105,6 +105,7 @@ def test_what_makes_no_sense_is_unknown() -> None:
 
 
 def test_one_burst_is_no_speed() -> None:
-    peaks = iter([(10.0, 20.0, 30.0), (99.0, 21.0, 29.0), (11.0, 19.0, 30.0)])
+    peaks = iter([(0.0, 0.0, 0.0), (10.0, 20.0, 30.0), (0.0, 21.0, 29.0), (99.0, 19.0, 30.0), (11.0, 0.0, 0.0)])
     meter = Speedometer(lambda: next(peaks))
-    assert [meter.read() for _ in range(3)][-1] == Speed(11.0, 20.0)
+    assert [meter.read() for _ in range(5)][-1] == Speed(11.0, 20.0)
+    assert not Speedometer(lambda: (0.0, 0.0, 0.0)).read().known

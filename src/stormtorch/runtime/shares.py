@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stormtorch.policies.policy import OwnerPolicy
@@ -73,7 +73,8 @@ class Speedometer:
 
     def __init__(self, take_peaks: Callable[[], tuple[float, float, float]]) -> None:
         self._take_peaks = take_peaks
-        self._peaks: deque[tuple[float, float, float]] = deque(maxlen=_REMEMBERED)
+        self._up: deque[float] = deque(maxlen=_REMEMBERED)
+        self._down: deque[float] = deque(maxlen=_REMEMBERED)
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._began: float | None = None
         self.speed = Speed()
@@ -81,10 +82,12 @@ class Speedometer:
 
     def read(self) -> Speed:
         """Measures, once per round."""
-        self._peaks.append(self._take_peaks())
-        up, down = (_second_largest([peaks[way] for peaks in self._peaks]) for way in range(2))
+        up, down, _ = self._take_peaks()
+        for peak, peaks in ((up, self._up), (down, self._down)):
+            if peak > 0.0:  # short steps do not fill a window each
+                peaks.append(peak)
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
-        self.speed = Speed(up, down, step_s)
+        self.speed = Speed(_second_largest(self._up), _second_largest(self._down), step_s)
         return self.speed
 
     def step_begins(self) -> None:
@@ -99,9 +102,9 @@ class Speedometer:
         self._began = None
 
 
-def _second_largest(values: Sequence[float]) -> float:
-    """Returns the largest but one, as a single window may hold a burst; the largest of fewer than three."""
-    return sorted(values)[-1 if len(values) < 3 else -2]
+def _second_largest(values: Collection[float]) -> float:
+    """Returns the largest but one, as a single window may hold a burst; the largest of fewer than three, 0 of none."""
+    return sorted(values)[-1 if len(values) < 3 else -2] if values else 0.0
 
 
 class Shares:
