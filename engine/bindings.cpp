@@ -493,8 +493,8 @@ NB_MODULE(_engine, m) {
             "view_number", [](Sim& s, std::uint16_t rank) { return s.core(rank).view_number(); }, nb::arg("rank"))
         .def("set_line", &Sim::set_line, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
         .def(
-            "take_line_peaks",
-            [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); }, nb::arg("rank"))
+            "take_line_peaks", [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); },
+            nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());
