@@ -50,6 +50,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         return;
     }
     ++counters_.authenticated;
+    peaks_.received(datagram.size(), now);
     Peer& peer = peers_[header->source];
     // Data that was lost before an outage does not make the path a blocked one after it.
     if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
@@ -213,6 +214,7 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     Delivery delivery = peer.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
         delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
+        peaks_.delivered(delivery.delivered_bytes, now);
         if (line_.due(now)) share_line(now);
         peer.rate.on_delivery(delivery);
     }

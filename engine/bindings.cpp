@@ -208,6 +208,8 @@ nb::dict to_dict(const FaultCounters& c) {
     return d;
 }
 
+std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) { return {peaks.out, peaks.in, peaks.both}; }
+
 using PyFirsts = nb::typed<nb::list, nb::typed<nb::tuple, std::uint16_t, nb::bytes>>;
 
 PyFirsts to_list(const std::vector<Pool::First>& firsts) {
@@ -418,7 +420,10 @@ NB_MODULE(_engine, m) {
                                      link.path_bytes);
                 return all;
             },
-            nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "take_line_peaks", [](Endpoint& d) { return to_tuple(d.take_line_peaks()); },
+            nb::call_guard<nb::gil_scoped_release>());
 
     endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
     python::define_views<>(endpoint, "advance", [](Endpoint& d, auto&& work) {
@@ -486,6 +491,10 @@ NB_MODULE(_engine, m) {
         .def("readmit", &Sim::readmit, nb::arg("rank"), nb::arg("peer"))
         .def(
             "view_number", [](Sim& s, std::uint16_t rank) { return s.core(rank).view_number(); }, nb::arg("rank"))
+        .def("set_line", &Sim::set_line, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
+        .def(
+            "take_line_peaks", [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); },
+            nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());

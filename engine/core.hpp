@@ -21,6 +21,7 @@
 #include "exchange_timers.hpp"
 #include "exchanges.hpp"
 #include "line.hpp"
+#include "line_peaks.hpp"
 #include "pacer.hpp"
 #include "peers.hpp"
 #include "pool.hpp"
@@ -139,6 +140,8 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
+    // The most that its line carried since the last call.
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks() { return peaks_.take(); }
     // The largest datagram that the path to a peer is known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
@@ -242,6 +245,7 @@ private:
     Pool pool_;
     Credit credit_;
     Line line_;
+    LinePeaks peaks_;
     Sequences sequences_;
     Slots slots_;
     Blames blames_;

@@ -250,7 +250,9 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
 void Core::add_datagram(Batch& batch, Peer& peer, const Flight& flight, const Header& header,
                         std::span<const std::byte> payload, Nanos now, Checks* checks) {
     const std::uint64_t number = peer.out.depart(flight, now);
-    counters_.bytes_sent += batch.add(seal_, number, header, payload, checks);
+    const std::size_t bytes = batch.add(seal_, number, header, payload, checks);
+    counters_.bytes_sent += bytes;
+    peaks_.sent(bytes, now);
     ++counters_.datagrams_sent;
 }
 

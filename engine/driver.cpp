@@ -525,4 +525,9 @@ std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& 
     return found;
 }
 
+LinePeaks::Peaks Driver::take_line_peaks() {
+    const Lock lock(door_);
+    return core_ ? core_->take_line_peaks() : LinePeaks::Peaks{};
+}
+
 }  // namespace storm

@@ -125,6 +125,8 @@ public:
     };
     // All of the same moment, and with one lock.
     [[nodiscard]] std::vector<LinkHealth> links(const std::vector<std::uint16_t>& peers);
+    // The most that the line carried since the last call.
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
 
     // The faults of every driver in this process, present and future. Null is none.
     static void set_faults(std::shared_ptr<const FaultSettings> settings);

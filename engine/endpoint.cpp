@@ -321,4 +321,14 @@ std::vector<Driver::LinkHealth> Endpoint::links(const std::vector<std::uint16_t>
     return all;
 }
 
+// Lanes share the line, and an exchange fills all of them at once.
+LinePeaks::Peaks Endpoint::take_line_peaks() {
+    LinePeaks::Peaks all;
+    for (const auto& lane : lanes_) {
+        const LinePeaks::Peaks more = lane->take_line_peaks();
+        all = {all.out + more.out, all.in + more.in, all.both + more.both};
+    }
+    return all;
+}
+
 }  // namespace storm

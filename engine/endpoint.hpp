@@ -61,6 +61,7 @@ public:
     void close(Nanos linger);
     [[nodiscard]] Driver::Health health();
     [[nodiscard]] std::vector<Driver::LinkHealth> links(const std::vector<std::uint16_t>& peers);
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
 
 private:
     // An exchange that is divided: its id in each lane, and what came of the parts that were waited for.

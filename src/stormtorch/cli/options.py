@@ -18,6 +18,7 @@ from stormtorch.cli.choices import (
     How,
     Optimizer,
     Precision,
+    Shards,
     Weights,
     Wire,
     spaced,
@@ -98,6 +99,14 @@ Lead = Annotated[
     float,
     typer.Option(
         help="lead: how far ahead parameters are sent, in multiples of their mean lag p/(1-p).",
+        rich_help_panel=_POLICY,
+    ),
+]
+ShardsName = Annotated[
+    Shards,
+    typer.Option(
+        "--shards",
+        help="How much each rank owns: the same, or by what its line and its processor are measured to carry.",
         rich_help_panel=_POLICY,
     ),
 ]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stormtorch.cli.choices import TRAIN_POLICIES, Weights, Wire
+from stormtorch.cli.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.networks import lab_network
 from stormtorch.cli.options import (
@@ -30,6 +30,7 @@ from stormtorch.cli.options import (
     Ranks,
     Rate,
     Seeds,
+    ShardsName,
     Steps,
     TextData,
     Timeout,
@@ -63,6 +64,7 @@ def lm(
     weights: WeightsName = Weights.mean,
     max_lag: MaxLag = None,
     every: Every = 1,
+    shards: ShardsName = Shards.equal,
     data: TextData = None,
     batch: Batch = 32,
     lr: Lr = 1e-3,
@@ -113,6 +115,7 @@ def lm(
             weights=weights.value,
             max_lag=max_lag,
             every=every,
+            shards=shards.value,
             given=given(command),
             data=data,
             batch=batch,
@@ -146,6 +149,7 @@ def image(
     weights: WeightsName = Weights.mean,
     max_lag: MaxLag = None,
     every: Every = 1,
+    shards: ShardsName = Shards.equal,
     data: PictureData = None,
     batch: Batch = 16,
     lr: Lr = 0.1,
@@ -186,6 +190,7 @@ def image(
             weights=weights.value,
             max_lag=max_lag,
             every=every,
+            shards=shards.value,
             given=given(command),
             data=data,
             batch=batch,

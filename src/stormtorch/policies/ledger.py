@@ -104,6 +104,8 @@ class Row:
     """Chunks that would have become too old and that this rank fetched exactly, also for others of its machine."""
     guarded: bool = False
     """Whether the broadcast was exact because the guard demanded it."""
+    share: float | None = None
+    """Fraction of the parameters that this rank owned; None where ranks own nothing."""
     missing: list[int] = field(default_factory=list)
     """Ranks of the group that are not there."""
     events: list[str] = field(default_factory=list)

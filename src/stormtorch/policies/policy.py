@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -149,8 +150,16 @@ class OwnerPolicy(Policy):
     """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
     as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
 
+    shards: Literal["equal", "rate"] | tuple[float, ...] = "equal"
+    """How much each rank owns. "equal" gives all ranks the same. "rate" measures what lines carry in each direction and
+    how fast processors are, and cuts shards anew, by a view with the same members, whenever that should make steps at
+    least a tenth shorter: ranks whose line is thin in one direction, or whose processor is slow, then own less. A line
+    that is thin both ways alike is best used by an equal share. A tuple has a weight for each rank; where in and out
+    share a medium, as in Wi-Fi, a small one for a slow host pays."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_shards(self.shards)
         check(
             self.ownership in ("auto", "elements", "parameters"),
             "ownership",
@@ -190,6 +199,15 @@ class OwnerPolicy(Policy):
             ahead: What `ahead` returned.
         """
         return before.lerp_(now, 1.0 + ahead)
+
+
+def _check_shards(shards: object) -> None:
+    words = '"equal", "rate" or a tuple of weights, none of them negative and one above 0'
+    if isinstance(shards, tuple):
+        numbers = all(isinstance(each, int | float) and 0.0 <= each < math.inf for each in shards)
+        check(numbers and sum(shards) > 0.0, "shards", f"be {words}", shards)
+    else:
+        check(shards in ("equal", "rate"), "shards", f"be {words}", shards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
+from stormtorch.runtime.shares import Speed
 
 Flags = list[list[torch.Tensor] | None]
 """Flags of chunks for each rank, bucket by bucket; None where a rank has none."""
@@ -42,6 +43,8 @@ class Feedback:
         self._reduction = reduction
         self._broadcast = broadcast
         self._rank, self._ranks = rank, ranks
+        self.speed: tuple[float, ...] = Speed()
+        """Measured speed of this rank, for its reports."""
         self._guard = Guard(policy.guard, policy.max_lag)
         self._serve: list[torch.Tensor | None] = [None] * ranks
         self._fetch: list[torch.Tensor | None] = [None] * ranks
@@ -85,6 +88,7 @@ class Feedback:
             wanted,
             settings,
             touched,
+            self.speed,
         )
 
     def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:

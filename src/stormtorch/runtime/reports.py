@@ -10,7 +10,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
-_HEADER = 6
+_HEADER = 9
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
@@ -39,6 +39,8 @@ class Report:
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
     touched: bool = False
     """Whether the sender's program has changed parameters since the last step, other than by the optimizer."""
+    speed: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Measured speed of the sender: see `shares.Speed`."""
 
 
 class Reports:
@@ -89,6 +91,7 @@ class Reports:
         return Report(
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
             *(samples_S, used_P, wanted_C, int(header[5]), bool(flags & 4)),
+            speed=tuple(header[6:]),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -98,7 +101,7 @@ class Reports:
     def _write(self, report: Report, message: torch.Tensor) -> None:
         flags = float(report.not_finite + 2 * report.alarm + 4 * report.touched)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
-        message[:_HEADER] = torch.tensor([*numbers, report.settings], dtype=torch.float32, device="cpu")
+        message[:_HEADER] = torch.tensor([*numbers, report.settings, *report.speed], dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)
         middle = _packed_bytes(self._parameters)

@@ -268,6 +268,10 @@ class Transport(Membership, Protocol):
         """Counters of what was sent, received, repaired and rejected."""
         ...
 
+    def take_line_peaks(self) -> tuple[float, float, float]:
+        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        ...
+
     def close(self) -> None:
         """Says goodbye to the peers and frees everything."""
         ...

@@ -411,6 +411,11 @@ class UdpTransport(EndpointMembership):
         self.check_owner("links")
         return self.endpoint.links(list(peers))
 
+    def take_line_peaks(self) -> tuple[float, float, float]:
+        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        self.check_owner("take_line_peaks")
+        return self.endpoint.take_line_peaks()
+
     def part(self) -> None:
         """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
         if self.closed or self.inherited:
