@@ -179,6 +179,10 @@ nb::dict to_dict(const Counters& c) {
     d["bytes_received"] = c.bytes_received;
     d["authenticated"] = c.authenticated;
     d["repaired"] = c.repaired;
+    d["parity_bytes"] = c.parity_bytes;
+    d["blocks_saved"] = c.blocks_saved;
+    d["blocks_topped_up"] = c.blocks_topped_up;
+    d["recovered"] = c.recovered;
     d["duplicates"] = c.duplicates;
     d["late"] = c.late;
     d["malformed"] = c.malformed;

@@ -35,7 +35,7 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
 void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
-        if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
+        if (!exchange.lossy(message.second_stage) && message.delivered() < message.cut.chunks) {
             exchange.fail(status, peer.rank, message.unacked_bytes(), blame);
         } else {
             message.release();

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "burst_meter.hpp"
 #include "clock.hpp"
 #include "delivery_meter.hpp"
 #include "slots.hpp"
@@ -100,6 +101,9 @@ public:
     [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
+    // Fraction of the latest datagrams that were lost, and how many of them in a row, on average.
+    [[nodiscard]] double loss() const { return loss_; }
+    [[nodiscard]] double burst() const { return bursts_.mean(); }
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
     [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
@@ -130,6 +134,7 @@ private:
     Nanos loss_at_{never};
     unsigned probes_{};
     double loss_{};  // fraction lost of the latest hundreds of datagrams
+    BurstMeter bursts_;
     Delivery delivery_{};
 };
 
@@ -255,6 +260,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
             in_flight_bytes_ -= flight.bytes;
+            bursts_.on_lost(number);
             lost(flight);
         } else {
             loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);
