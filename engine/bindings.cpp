@@ -13,6 +13,7 @@
 #include <string>
 
 #include "bindings_views.hpp"
+#include "coding_model.hpp"
 #include "endpoint.hpp"
 #include "int8.hpp"
 #include "seal.hpp"
@@ -554,5 +555,11 @@ NB_MODULE(_engine, m) {
         "datagram_bytes",
         [](const std::string& host, std::size_t mtu) { return datagram_bytes_for(mtu, Address(host, 0).family()); },
         nb::arg("host"), nb::arg("mtu"));
+    m.def(
+        "parity_that_pays",
+        [](double loss, double burst, double round_trip_s, double chunk_s, std::size_t chunks, std::size_t blocks,
+           std::size_t after) { return parity_that_pays({loss, burst, round_trip_s, chunk_s}, chunks, blocks, after); },
+        nb::arg("loss"), nb::arg("burst"), nb::arg("round_trip_s"), nb::arg("chunk_s"), nb::arg("chunks"),
+        nb::arg("blocks"), nb::arg("after"));
     m.def("chunk_bytes", &Core::chunk_bytes_for, nb::arg("datagram_bytes"), nb::arg("sealed"));
 }
