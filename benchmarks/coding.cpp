@@ -166,7 +166,7 @@ int main(int count, char** arguments) {
     std::fprintf(json, "{\n  \"benchmark\": \"coding\",\n  \"rounds\": %d,\n  \"kernel\": \"%s\",\n  \"series\": [",
                  rounds, galois_versions().front().name);
     const char* comma = "";
-    for (const Shape& shape : {Shape{32, 8, 1440}, {128, 16, 1440}, {32, 8, 8928}, {128, 16, 8928}}) {
+    for (const Shape& shape : {Shape{32, 8, 1440}, {128, 16, 1440}, {32, 8, 16384}, {128, 16, 16384}}) {
         Block block(shape);
         std::vector<Series> all;
         all.push_back({"storm", "encode", [&] { encode(block); }});
