@@ -15,6 +15,7 @@
 #include "blames.hpp"
 #include "blocks.hpp"
 #include "clock.hpp"
+#include "coding.hpp"
 #include "counters.hpp"
 #include "credit.hpp"
 #include "exchange_spec.hpp"
@@ -155,13 +156,15 @@ private:
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     enum class Way : std::uint8_t { datagram, memory };
-    void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+    // False if the datagram should count as lost.
+    bool deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
                  Way way);
+    void heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way);
     bool take_end(Peer& peer, const Header& header, Nanos now);
     void heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
-    void obey(Exchange& exchange, Peer& peer, const Header& header);
+    void obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now);
     void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
     void part(Peer& peer, Status status, Blame blame, Nanos now);
@@ -172,6 +175,19 @@ private:
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
     void repair(Peer& peer, const Flight& flight, Nanos now);
+
+    // parity.cpp: how messages are coded, and what parity changes
+    void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
+    [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
+    void add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now);
+    bool take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
+                     std::span<const std::byte> payload, Nanos now);
+    void keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload);
+    void restore(Incoming& message, const Header& header);
+    void send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now);
+    void repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nanos now);
+    void give_up_coding(Peer& peer, Outgoing& message, Nanos now);
+    void count_blocks(Outgoing& message);
 
     // membership.cpp: notes, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);
@@ -242,6 +258,7 @@ private:
     std::size_t chunk_bytes_;
     Seal seal_;
     Blocks blocks_;
+    CodingRoom coding_room_;
     Pool pool_;
     Credit credit_;
     Line line_;

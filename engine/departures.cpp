@@ -7,17 +7,6 @@
 #include "peer.hpp"
 
 namespace storm {
-namespace {
-
-// The end of a lossy message, in a datagram of its own: it must be heard even if the last chunk is lost.
-Control end_of(const Outgoing& message) {
-    return {.kind = Kind::end,
-            .flags = stage_flag(message.second_stage),
-            .channel = message.exchange->channel,
-            .seq = message.exchange->seq};
-}
-
-}  // namespace
 
 bool Core::transmit(Batch& batch, Nanos now) {
     // From `first` on, the ranks below `end` whose queues hold messages.
@@ -159,11 +148,23 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const std::size_t chunks = message == nullptr ? 0 : admit(peer, *message, now);
     if (chunks == 0) return false;
 
-    const bool copies = seal_.encrypts() || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
+    if (!message->encoding && wants_parity(peer, *message)) {
+        // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
+        const std::uint32_t sent =
+            message->source != nullptr && message->cursor > 0 ? message->cut.chunks : message->cursor;
+        message->encoding = std::make_unique<Encoding>(message->cut, sent, message->lossless());
+    }
+    const bool copies =
+        seal_.encrypts() || message->encoding || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
     while (batch.segments() < chunks && message->sendable()) {
         const bool echo = message->only_echoes();
         const bool repair = echo || !message->repairs.empty();
+        if (!repair && message->parity_due() > 0) {
+            if (!batch.takes(message->encoding->shape().parity_bytes + header_bytes + seal_.overhead_bytes())) break;
+            add_parity(batch, peer, *message, now);
+            continue;
+        }
         std::deque<std::uint32_t>& again = echo ? message->echoes : message->repairs;
         const std::uint32_t chunk = repair ? again.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
@@ -171,12 +172,21 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             continue;
         }
         if (!repair && message->next_is_missing()) {
+            if (message->encoding) {
+                for (const std::uint32_t each : message->encoding->on_skipped(chunk))
+                    send_again(peer, *message, each, now);
+            }
             message->skip_missing();
-            if (message->first_pass_over()) peer.say(end_of(*message));
+            if (message->first_pass_over()) peer.say(message->end());
             continue;
         }
         if (!batch.takes(message->cut.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
         std::uint8_t flags = stage_flag(message->second_stage);
+        if (message->encoding) {
+            if (!repair) plan_parity(peer, *message, chunk);
+            if (message->encoding->coded(chunk)) flags |= flag_coded;
+            message->encoding->on_sent(chunk);
+        }
         if (repair) {
             again.pop_front();
             flags |= flag_repair;
@@ -186,10 +196,11 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             ++message->cursor;
         }
         // Nothing is left to send: an exact message asks what is missing, a lossy one says that this is its end.
-        const bool is_last = message->first_pass_over() && (message->lossless() ? again.empty() : !repair);
+        const bool is_last =
+            message->first_pass_over() && message->parity_due() == 0 && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
         add_chunk(batch, peer, *message, chunk, flags, now);
-        if (is_last && !message->lossless()) peer.say(end_of(*message));
+        if (is_last && !message->lossless()) peer.say(message->end());
         if (batch.ended()) break;
     }
     if (batch.segments() == 0) {

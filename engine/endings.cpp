@@ -35,7 +35,7 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
 void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
-        if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
+        if (!exchange.lossy(message.second_stage) && message.delivered() < message.cut.chunks) {
             exchange.fail(status, peer.rank, message.unacked_bytes(), blame);
         } else {
             message.release();
@@ -165,9 +165,9 @@ void Core::repeat_unanswered(Peer& peer, Nanos now) {
     std::vector<Flight> unanswered;
     peer.out.each_unanswered([&](const Flight& flight) {
         if (flight.kind == Kind::data) {
-            // What is queued for repair already, and what may be missing, is not sent again.
+            // Not what is queued for repair already, what may be missing, or what may be decoded.
             const Outgoing* message = slots_.find(flight.message);
-            if (message == nullptr || !message->lossless() || !message->repairs.empty()) return;
+            if (message == nullptr || !message->lossless() || message->encoding || !message->repairs.empty()) return;
         }
         unanswered.push_back(flight);
     });

@@ -7,7 +7,6 @@ namespace storm {
 namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
-constexpr double runs_memory = 32;
 constexpr unsigned many_probes = 32;  // without an answer: the gap between probes doubles
 constexpr Nanos least_probe_gap = millisecond / 2;
 // So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
@@ -102,16 +101,6 @@ void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes
     const double kept = std::max(1 - all / (16 * loss_memory_bytes), 0.0);
     counted_bytes_ = kept * counted_bytes_ + all;
     counted_lost_bytes_ = kept * counted_lost_bytes_ + lost;
-}
-
-void Outbound::sample_run(std::uint64_t lost_number) {
-    if (lost_number != last_lost_ + 1) {
-        const double kept = 1 - 1 / runs_memory;
-        run_losses_ *= kept;
-        runs_ = kept * runs_ + 1;
-    }
-    ++run_losses_;
-    last_lost_ = lost_number;
 }
 
 void Outbound::retire() {

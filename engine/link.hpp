@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "burst_meter.hpp"
 #include "clock.hpp"
 #include "delivery_meter.hpp"
 #include "slots.hpp"
@@ -117,7 +118,7 @@ public:
         return counted_bytes_ > 0 ? std::max(loss_, counted_lost_bytes_ / counted_bytes_) : 0;
     }
     // How many datagrams are lost in a row, on average over the latest tens of losses; 1 if nothing is known.
-    [[nodiscard]] double burst() const { return runs_ > 0 ? std::max(run_losses_ / runs_, 1.0) : 1.0; }
+    [[nodiscard]] double burst() const { return bursts_.mean(); }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
     void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
 
@@ -129,7 +130,6 @@ private:
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
     void sample_loss(std::uint64_t arrived, std::uint64_t lost);
-    void sample_run(std::uint64_t lost_number);
     void retire();
     void forget_oldest();
     template <class Lost>
@@ -151,8 +151,7 @@ private:
     unsigned probes_{};
     double loss_{};                                  // fraction lost of the latest hundreds of datagrams
     double counted_bytes_{}, counted_lost_bytes_{};  // of the latest thousands
-    std::uint64_t last_lost_{};
-    double run_losses_{}, runs_{};  // losses, and runs of them, of which older ones count less
+    BurstMeter bursts_;
     Delivery delivery_{};
 };
 
@@ -289,7 +288,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
             in_flight_bytes_ -= flight.bytes;
-            sample_run(number);
+            bursts_.on_lost(number);
             lost(flight);
         } else {
             loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);

@@ -217,6 +217,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
         if (room == nullptr) break;
         peers_.mark(rank);
         any = true;
+        if (message->encoding) give_up_coding(peer, *message, now);
         if (out.publish(put_run(*message, out, room))) bells_.set(rank);
         Exchange& exchange = *message->exchange;
         message->release_if_done();

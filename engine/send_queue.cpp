@@ -35,7 +35,7 @@ Outgoing* SendQueue::next(std::uint64_t eager_bytes) {
             continue;
         }
         const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->only_echoes() ||
-                                  candidate->eager_bytes < eager_bytes;
+                                  candidate->parity_due() > 0 || candidate->eager_bytes < eager_bytes;
         if (candidate->sendable() && within_eager) return candidate;
         ++i;
     }

@@ -1,6 +1,7 @@
 """Reliability of exchanges: how much may be missing, and how long an exchange may take."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,11 +13,20 @@ class Reliability:
     deadline_s: float | None = None
     """Time after which each stage of an exchange ends with what has arrived; None waits until the budget is met."""
 
+    redundancy: float | Literal["auto"] = "auto"
+    """Parity that is sent along, per chunk of data, so that receivers make up for losses without a round trip: 0 sends
+    none, 0.2 sends one chunk of parity for each five of data. "auto" sends as much as a model of the link says pays,
+    and none with a budget of 1, as nobody then waits for what is lost."""
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.budget <= 1.0:
             raise ValueError(f"budget must lie in [0, 1], got {self.budget}")
         if self.deadline_s is not None and not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s must be above 0 or None, got {self.deadline_s}")
+        if self.redundancy != "auto" and not (
+            isinstance(self.redundancy, int | float) and 0.0 <= self.redundancy <= 1.0
+        ):
+            raise ValueError(f'redundancy must lie in [0, 1] or be "auto", got {self.redundancy!r}')
 
     @property
     def exact(self) -> bool:

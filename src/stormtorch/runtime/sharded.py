@@ -349,7 +349,7 @@ class ShardedSession(Session):
         row, self._row = self._row, Row(self.steps)
         row.broadcast = self._labelled(self._broadcast.links.fractions())
         row.broadcast_wait_s = self._gate.waited_s
-        row.bytes_sent = self.bytes_sent()
+        self.count_sent(row)
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
         self._feedback.watch(row)

@@ -100,6 +100,7 @@ EngineArguments = tuple[
     tuple[float | None, float | None],
     float | None,
     int,
+    tuple[float | None, float | None],
 ]
 
 
@@ -142,7 +143,13 @@ class Plan:
             (first, None if second is None else second + (first or 0.0)),
             self.timeout_s,
             self.view,
+            (_parity(self.reliability), _parity(self.share)),
         )
+
+
+def _parity(reliability: Reliability) -> float | None:
+    """Redundancy as the engine takes it: None lets its model choose."""
+    return None if reliability.redundancy == "auto" else float(reliability.redundancy)
 
 
 class Arrival:
