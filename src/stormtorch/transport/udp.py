@@ -37,6 +37,7 @@ from stormtorch.transport.waiting import (
     aside,
     attends,
 )
+from stormtorch.transport.whereabouts import Whereabouts
 
 _log = logging.getLogger("stormtorch")
 
@@ -165,6 +166,8 @@ class UdpTransport(EndpointMembership):
         """Reason for which this transport is about to be closed; empty if none is known."""
         self.teller: Teller | None = None
         """Tells of the training on this transport; None as long as nothing is prepared."""
+        self.whereabouts: Whereabouts | None = None
+        """Where routers translate addresses: where other ranks see the peers."""
         self.waits: Wait | None = None
         """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
