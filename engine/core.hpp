@@ -106,6 +106,8 @@ public:
     // Addresses belong to whoever drives this core: see routes.hpp. Fills a batch with a ping for an address of the peer
     // that is in question; false if there is nobody to ask. Replies to it bear this id, which is not 0.
     [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now);
+    // Fills a batch with a report, for such an address.
+    void report(Batch& batch, std::uint16_t rank, Nanos now);
     // Queues a ping to the peer's present address.
     void ping(std::uint16_t rank);
     [[nodiscard]] Replies take_replies(std::uint16_t rank);

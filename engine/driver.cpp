@@ -464,17 +464,19 @@ bool Driver::step() {
 void Driver::learn(const Address& from, Nanos now) {
     const std::optional<Core::Heard>& heard = core_->heard();
     if (!heard) return;
-    routes_.heard(heard->rank, from, heard->newest, now);
+    if (routes_.heard(heard->rank, from, heard->newest, now)) {
+        core_->report(reply_, heard->rank, now);
+        (void)socket_.send_to(from, reply_);
+    }
     routes_.answered(heard->rank, core_->take_replies(heard->rank), core_->patience(heard->rank), now);
 }
 
 void Driver::seek(Nanos now) {
-    Batch ping;
     routes_.tick(
         now,
         [&](const Routes::Challenge& each) {
             // If the socket is full, this one is lost: others follow.
-            if (core_->challenge(ping, each.rank, each.id, now)) (void)socket_.send_to(each.to, ping);
+            if (core_->challenge(reply_, each.rank, each.id, now)) (void)socket_.send_to(each.to, reply_);
         },
         [&](std::uint16_t rank) { core_->ping(rank); }, [&](std::uint16_t rank) { core_->reroute(rank, now); });
 }

@@ -187,6 +187,7 @@ private:
     std::unique_ptr<FaultPath> faults_;
     std::shared_ptr<const FaultSettings> fault_settings_;
     std::array<Batch, burst> batches_;
+    Batch reply_;                 // for addresses that are in question
     std::vector<Batch*> unsent_;  // filled, but the socket was full
     std::unordered_map<std::uint64_t, Outcome> ended_;
     // By peer: memory that is not used yet, and the bell to ring.

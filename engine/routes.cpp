@@ -27,14 +27,16 @@ void Routes::offer(std::uint16_t rank, const Address& address, Nanos now) {
     consider(rank, address, now, offered_lasts);
 }
 
-void Routes::consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts) {
+bool Routes::consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts) {
     State& state = states_[rank];
     std::vector<Candidate>& candidates = state.candidates;
-    if (now < state.rest_until) return;
+    if (now < state.rest_until) return false;
+    const bool replies = now >= state.reply_at;
+    if (replies) state.reply_at = now + reply_every;
     for (Candidate& each : candidates) {
         if (each.address != address) continue;
         each.ends_at = std::max(each.ends_at, now + lasts);
-        return;
+        return replies;
     }
     // Whoever can forge a datagram can name addresses without end: the oldest makes room.
     if (candidates.size() == most_candidates) candidates.erase(candidates.begin());
@@ -45,6 +47,7 @@ void Routes::consider(std::uint16_t rank, const Address& address, Nanos now, Nan
                           .challenge_at = now,
                           .pause = first_pause});
     schedule();
+    return replies;
 }
 
 void Routes::answered(std::uint16_t rank, const Replies& replies, Nanos patience, Nanos now) {

@@ -59,9 +59,10 @@ public:
     // The peer may be reached at this address. If it is the present one, it is asked for an answer.
     void offer(std::uint16_t rank, const Address& address, Nanos now);
     // An authenticated datagram of the peer came from this address. `newest`: none of a higher number came before, as the
-    // address of one that was delayed, or held back by somebody, may be out of date.
-    void heard(std::uint16_t rank, const Address& from, bool newest, Nanos now) {
-        if (newest && from != present_[rank]) consider(rank, from, now, heard_lasts);
+    // address of one that was delayed, or held back by somebody, may be out of date. True if the peer should be answered
+    // there, too: it may be asking whether we are reached, while we do not know yet that it is there.
+    [[nodiscard]] bool heard(std::uint16_t rank, const Address& from, bool newest, Nanos now) {
+        return newest && from != present_[rank] && consider(rank, from, now, heard_lasts);
     }
     // `patience`: how long an answer of the peer may take.
     void answered(std::uint16_t rank, const Replies& replies, Nanos patience, Nanos now);
@@ -87,6 +88,7 @@ private:
     static constexpr Nanos least_contest = 100 * millisecond, longest_contest = second;
     // A peer whose present address has just shown that it answers is not asked again so soon.
     static constexpr Nanos rest = second;
+    static constexpr Nanos reply_every = 10 * millisecond;
 
     struct Candidate {
         Address address;
@@ -99,11 +101,12 @@ private:
         Address card;
         Nanos answered{};  // when the latest datagram that the present address answered was sent; 0 if it never did
         Nanos rest_until{};
+        Nanos reply_at{};  // the earliest time of another answer to an address in question
         std::vector<Candidate> candidates{};
     };
 
     enum class Verdict : std::uint8_t { open, dropped, moved };
-    void consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts);
+    bool consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts);
     [[nodiscard]] Verdict judge(std::uint16_t rank, const Candidate& candidate, Nanos now);
     void schedule();
 

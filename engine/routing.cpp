@@ -1,4 +1,6 @@
 // What a core has to do with addresses: it makes pings for those that are in question, and begins anew at another one.
+#include <array>
+
 #include "batch.hpp"
 #include "core.hpp"
 #include "peer.hpp"
@@ -13,6 +15,19 @@ bool Core::challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos n
     add_datagram(batch, peer, {.bytes = bytes, .kind = Kind::ping, .challenge = id},
                  {.kind = Kind::ping, .source = config_.rank, .cookie = seal_.visible_cookie()}, {}, now);
     return true;
+}
+
+void Core::report(Batch& batch, std::uint16_t rank, Nanos now) {
+    Peer& peer = peers_[rank];
+    std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
+    const std::size_t bytes = write_report(peer.in.make_report(credit_.bytes(rank), overflow_, now), body);
+    peer.in.report_now();  // the present address gets one as well
+    batch.begin(rank, Batch::max_bytes);
+    add_datagram(batch, peer,
+                 {.bytes = static_cast<std::uint32_t>(header_bytes + bytes), .kind = Kind::report, .settled = true},
+                 {.kind = Kind::report, .source = config_.rank, .cookie = seal_.visible_cookie()},
+                 std::span(body).first(bytes), now);
+    ++counters_.reports;
 }
 
 void Core::ping(std::uint16_t rank) {

@@ -1,7 +1,7 @@
 """Routers that translate addresses (NAT), each between one host and the network, as in a home.
 
-The host has a private address; others see that of its router, under a port that the router chooses. A router lets in only
-answers: packets from an address and a port to which its host has sent something.
+The host has a private address; others see that of its router, under a port that the router chooses. A router lets in
+only answers: packets from an address and a port to which its host has sent something.
 """
 
 import sys
@@ -51,8 +51,8 @@ class Router:
         self.holder.run([tool("nft"), "-f", "-"], self._rules())
 
     def rebind(self) -> None:
-        """Forgets all that it has translated: what its host sends from now on comes from other ports, and answers to the
-        former ones are turned away. TCP connections keep their ports, and so go on.
+        """Forgets all that it has translated: what its host sends from now on comes from other ports, and answers to
+        the former ones are turned away. TCP connections keep their ports, and so go on.
         """
         self._bindings += 1
         self.holder.run([tool("nft"), "-f", "-"], self._rules())
@@ -61,8 +61,8 @@ class Router:
     def _rules(self) -> str:
         first = _FIRST_PORT + _PORTS * (self._bindings % _RANGES)
         ports = "fully-random" if self._kind == SYMMETRIC else f"to :{first}-{first + _PORTS - 1}"
-        # Turned away before the tracker remembers it: otherwise, whoever sends first would occupy the port that the host
-        # is about to be given for its own datagrams to the same address.
+        # Turned away before the tracker remembers it: otherwise, whoever sends first would occupy the port that the
+        # host is about to be given for its own datagrams to the same address.
         answers_only = f'iifname "{DEVICE}" ct state new drop'
         table = "table ip stormtorch"
         return f"""{table}

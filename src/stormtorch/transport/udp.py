@@ -361,6 +361,10 @@ class UdpTransport(EndpointMembership):
         self.cards, self.key_of = other.cards, other.key_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
+        if other.whereabouts is not None:
+            other.whereabouts.stop()
+            self.whereabouts = Whereabouts(self)
+            self.whereabouts.watch()
         self._sharing, other._sharing = other._sharing, None
         if self._sharing is not None:
             self._sharing.serve(self)
@@ -437,6 +441,8 @@ class UdpTransport(EndpointMembership):
             return
         if not self.closed:
             self._tell_of_end()
+        if self.whereabouts is not None:
+            self.whereabouts.stop()
         if self._listener is not None:
             self._listener.close()
         if self._sharing is not None:

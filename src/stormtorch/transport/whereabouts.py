@@ -2,8 +2,8 @@
 
 A rank that others reach learns the address of a rank behind a router from its datagrams, and writes it into the store.
 Two ranks behind two routers read there where the other is seen, and both send to that address: what one sends opens the
-way for what the other sends. The engine moves to an address only when it answers (engine/routes.hpp), so that nothing in
-the store is believed.
+way for what the other sends. The engine moves to an address only when it answers (engine/routes.hpp), so that nothing
+in the store is believed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from stormtorch.transport.cards import Card
 
 _log = logging.getLogger("stormtorch")
 _PRIVATE = [
-    ipaddress.ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+    ipaddress.ip_network(each)
+    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
 # Ranks whose addresses agree in so many bits are taken for neighbours.
 _NEIGHBOUR_BITS = {4: 16, 6: 64}
@@ -64,6 +65,7 @@ class Whereabouts:
         self._lock = threading.Lock()
         self._seen: Sightings = {}
         self._kept = False
+        self._over = threading.Event()
         for peer, card in transport.cards.items():
             if peer != self._rank:
                 transport.endpoint.offer(peer, card.ports(transport.lanes))  # asks for an answer
@@ -73,6 +75,10 @@ class Whereabouts:
         watcher = threading.Thread(target=self._watch, name="whereabouts", daemon=True)
         _watchers.add(watcher)
         watcher.start()
+
+    def stop(self) -> None:
+        """Looks no longer: whoever serves the store may leave before this rank."""
+        self._over.set()
 
     def find_all(self, peers: Sequence[int], timeout_s: float) -> None:
         """Waits until all peers answer.
@@ -148,12 +154,11 @@ class Whereabouts:
 
     @staticmethod
     def _try(transport: Any, peer: int, lanes: list[Address]) -> None:
-        present = [lane[peer][:2] for lane in transport.endpoint.routes()]
-        if lanes != present:
-            try:
+        try:
+            if lanes != [lane[peer][:2] for lane in transport.endpoint.routes()]:
                 transport.endpoint.offer(peer, lanes)
-            except ValueError as error:  # whoever writes into the store may write anything
-                _log.warning("rank %d: an address of rank %d in the store is none: %s", transport.rank, peer, error)
+        except (ValueError, TypeError, IndexError) as error:  # whoever writes into the store may write anything
+            _log.warning("rank %d: an address of rank %d in the store is none: %s", transport.rank, peer, error)
 
     def _answers(self, peer: int) -> bool:
         transport = self._transport()
@@ -172,11 +177,7 @@ class Whereabouts:
         return ", ".join([own, *views])
 
     def _watch(self) -> None:
-        while not _ending.wait(_EVERY_S):
-            transport = self._transport()
-            if transport is None or transport.closed:
-                return
-            del transport  # nobody else may need it any more
+        while not self._over.wait(_EVERY_S) and not _ending.is_set() and self._transport() is not None:
             try:
                 self.look()
             except (RuntimeError, ValueError, TypeError, KeyError) as error:
