@@ -105,11 +105,12 @@ def test_addresses_in_the_store_are_tried_and_not_believed() -> None:
 def test_nonsense_in_the_store_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def work(transport: UdpTransport) -> None:
         assert transport.whereabouts is not None
-        for told in ({"1": [["no address", 7]]}, {"1": [["127.0.0.1", 1 << 20]]}, {"9": [["127.0.0.1", 7]]}):
+        nonsense = ("text", [1], {"one": 2}, {"1": [["no address", 7]]}, {"1": [["127.0.0.1", 1 << 20]]})
+        for told in (*nonsense, {"99": [["127.0.0.1", 7]]}, {"-1": [["127.0.0.1", 7]]}):
             tell(transport, 1, told)
             transport.whereabouts.look()
         assert transport.endpoint.routes()[0][1][2]
 
     with caplog.at_level(logging.WARNING):
         on_two_ranks(work)
-    assert caplog.text.count("is none") >= 3
+    assert caplog.text.count("is nonsense") >= 7

@@ -108,6 +108,7 @@ class Whereabouts:
             )
             error.culprit = peer
             raise error
+        self.look()  # others may need to know at once where this rank sees them
 
     def look(self) -> None:
         """Tells where this rank sees others, and tries where others see them."""
@@ -145,11 +146,15 @@ class Whereabouts:
         seen: Sightings = {}
         for observer in range(world):
             place = f"{self._place}/{observer}"
-            if self._store.check([place]):
+            if not self._store.check([place]):
+                continue
+            try:
                 told = json.loads(self._store.get(place))
                 seen[observer] = {
                     int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in told.items()
                 }
+            except (ValueError, TypeError, AttributeError) as error:  # whoever reaches the store may write anything
+                _log.warning("rank %d: what rank %d tells in the store is nonsense: %s", self._rank, observer, error)
         return seen
 
     @staticmethod
@@ -157,8 +162,8 @@ class Whereabouts:
         try:
             if lanes != [lane[peer][:2] for lane in transport.endpoint.routes()]:
                 transport.endpoint.offer(peer, lanes)
-        except (ValueError, TypeError, IndexError) as error:  # whoever writes into the store may write anything
-            _log.warning("rank %d: an address of rank %d in the store is none: %s", transport.rank, peer, error)
+        except (ValueError, TypeError, IndexError) as error:
+            _log.warning("rank %d: an address of rank %d in the store is nonsense: %s", transport.rank, peer, error)
 
     def _answers(self, peer: int) -> bool:
         transport = self._transport()
@@ -180,7 +185,7 @@ class Whereabouts:
         while not self._over.wait(_EVERY_S) and not _ending.is_set() and self._transport() is not None:
             try:
                 self.look()
-            except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            except RuntimeError as error:  # the store or the transport is gone
                 _log.info("rank %d: looks no longer where others see its peers: %s", self._rank, error)
                 return
 
