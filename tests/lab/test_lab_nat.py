@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_wrong_routers_are_refused() -> None:
         Lab(2, nat={0: "cone"})
 
 
-def reduce_on(member: Member, options: Options, rounds: int, change_at: int, pause_s: float) -> dict[str, object]:
+def reduce_on(member: Member, options: Options, rounds: int, change_at: int, pause_s: float) -> dict[str, Any]:
     """All-reduces, with a change that rank 0 asks for before one of them."""
     times = []
     begin = time.perf_counter()
