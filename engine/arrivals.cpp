@@ -23,6 +23,7 @@ Control nothing_more(const Header& header, bool second_stage) {
 }  // namespace
 
 void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
+    heard_.reset();
     ++counters_.datagrams_received;
     counters_.bytes_received += datagram.size();
     const std::optional<Header> header = parse_header(datagram);
@@ -51,6 +52,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     }
     ++counters_.authenticated;
     peaks_.received(datagram.size(), now);
+    heard_ = {.rank = header->source, .newest = number > sender.in.largest()};
     Peer& peer = peers_[header->source];
     // Data that was lost before an outage does not make the path a blocked one after it.
     if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
@@ -339,6 +341,7 @@ void Core::answer_for_ended(Peer& peer, const Header& header) {
 }
 
 void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
+    peer.replies.add(flight.stamp.sent_at, flight.challenge);
     if (flight.kind == Kind::bye) peer.told = true;
     if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes, flight.stamp.sent_at);
     if (flight.kind == Kind::data) {

@@ -200,6 +200,7 @@ nb::dict to_dict(const Counters& c) {
     d["shared_bytes_sent"] = c.shared_bytes_sent;
     d["shelved_bytes_sent"] = c.shelved_bytes_sent;
     d["shared_bytes_received"] = c.shared_bytes_received;
+    d["reroutes"] = c.reroutes;
     d["path_probes"] = c.path_probes;
     d["path_changes"] = c.path_changes;
     d["pieces"] = c.pieces;
@@ -400,6 +401,27 @@ NB_MODULE(_engine, m) {
                 d.take_passage(peer, std::move(offers));
             },
             nb::arg("peer"), nb::arg("descriptors"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "offer",
+            [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes) {
+                const std::vector<Address> addresses = to_addresses(lanes, {});
+                const nb::gil_scoped_release released;
+                d.offer(peer, addresses);
+            },
+            nb::arg("peer"), nb::arg("lanes"))
+        .def("keep_open", &Endpoint::keep_open, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "routes",
+            [](Endpoint& d) {
+                std::vector<std::vector<std::tuple<std::string, std::uint16_t, bool, bool>>> all;
+                for (const std::vector<Routes::Route>& lane : d.routes()) {
+                    all.emplace_back();
+                    for (const Routes::Route& each : lane)
+                        all.back().emplace_back(each.address.host(), each.address.port(), each.answers, each.learned);
+                }
+                return all;
+            },
+            nb::call_guard<nb::gil_scoped_release>())
         .def("use_passage", &Endpoint::use_passage, nb::arg("peer"), nb::arg("incarnation"),
              nb::call_guard<nb::gil_scoped_release>())
         .def("near", &Endpoint::near, nb::call_guard<nb::gil_scoped_release>())

@@ -62,10 +62,13 @@ Core::Core(CoreConfig config, Nanos now)
 Core::~Core() = default;
 
 std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
+    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now);
+}
+
+PathMtu Core::make_path() const {
     const std::size_t overhead = header_bytes + seal_.overhead_bytes();
-    const PathMtu path(std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
-                       config_.datagram_bytes);
-    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), path, chunk_bytes_, now);
+    return {std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
+            config_.datagram_bytes};
 }
 
 RateControl Core::make_rate(Nanos now) const {

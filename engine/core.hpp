@@ -98,6 +98,26 @@ public:
     // machine, if that is known to be earlier: delays are measured up to then.
     void receive(std::span<std::byte> datagram, Nanos now) { receive(datagram, now, now); }
     void receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at);
+    // Who sent the datagram that `receive` took last, if it was authentic, and whether it had the highest number so far.
+    struct Heard {
+        std::uint16_t rank{};
+        bool newest{};
+    };
+    [[nodiscard]] const std::optional<Heard>& heard() const { return heard_; }
+
+    // Addresses belong to whoever drives this core: see routes.hpp. Fills a batch with a ping for an address of the peer
+    // that is in question; false if there is nobody to ask. Replies to it bear this id, which is not 0.
+    [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now);
+    // Fills a batch with a report, for such an address.
+    void report(Batch& batch, std::uint16_t rank, Nanos now);
+    // Queues a ping to the peer's present address.
+    void ping(std::uint16_t rank);
+    [[nodiscard]] Replies take_replies(std::uint16_t rank);
+    // The peer was found at another address: what is in flight to it is lost, and its path is a new one.
+    void reroute(std::uint16_t rank, Nanos now);
+    // How long an answer of the peer may take.
+    [[nodiscard]] Nanos patience(std::uint16_t rank) const;
+
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
@@ -247,6 +267,7 @@ private:
     // core.cpp: how exchanges and peers begin
     [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
     [[nodiscard]] RateControl make_rate(Nanos now) const;
+    [[nodiscard]] PathMtu make_path() const;
     // A receiver that waits says so at least this often, which also shows that it lives.
     [[nodiscard]] Nanos longest_ask() const { return std::min(second / 2, config_.silence / 16); }
     void count_peers();
@@ -287,6 +308,7 @@ private:
     Nanos defer_until_{never};  // the earliest time at which a term that came before its turn is taken nevertheless
     bool draining_{};           // whatever is in the ring is taken
     std::uint32_t overflow_{};
+    std::optional<Heard> heard_;
     Counters counters_;
 };
 

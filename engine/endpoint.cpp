@@ -37,6 +37,7 @@ void add(Counters& sum, const Counters& more) {
                          &Counters::shared_bytes_sent,
                          &Counters::shared_bytes_received,
                          &Counters::shelved_bytes_sent,
+                         &Counters::reroutes,
                          &Counters::path_probes,
                          &Counters::path_changes,
                          &Counters::pieces}) {
@@ -294,6 +295,21 @@ void Endpoint::close(Nanos linger) {
     for (const auto& lane : lanes_) {
         lane->close(linger == 0 ? 0 : std::max<Nanos>(give_up_at - clock_now(), 0));
     }
+}
+
+void Endpoint::offer(std::uint16_t peer, const std::vector<Address>& addresses) {
+    for (std::size_t lane = 0; lane < std::min(lanes_.size(), addresses.size()); ++lane)
+        lanes_[lane]->offer(peer, addresses[lane]);
+}
+
+void Endpoint::keep_open() {
+    for (const auto& lane : lanes_) lane->keep_open();
+}
+
+std::vector<std::vector<Routes::Route>> Endpoint::routes() {
+    std::vector<std::vector<Routes::Route>> all;
+    for (const auto& lane : lanes_) all.push_back(lane->routes());
+    return all;
 }
 
 Driver::Health Endpoint::health() {

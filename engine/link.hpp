@@ -31,6 +31,7 @@ struct Flight {
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
     Blame blame{};
+    std::uint32_t challenge{};  // it went to an address in question: see routes.hpp
 };
 
 // The minimum of the last ten to twenty seconds. Older values count no more: routes change, and clocks drift apart.

@@ -239,6 +239,14 @@ Cable = Annotated[
         rich_help_panel=_LAB,
     ),
 ]
+Nat = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Put a host behind a router that translates addresses, as in a home: 1, or 1:symmetric for one that shows "
+        "another port to each destination; can be given several times.",
+        rich_help_panel=_LAB,
+    ),
+]
 LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several run.")]
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from stormtorch.transport.waiting import (
     aside,
     attends,
 )
+from stormtorch.transport.whereabouts import Whereabouts
 
 _log = logging.getLogger("stormtorch")
 
@@ -165,6 +166,8 @@ class UdpTransport(EndpointMembership):
         """Reason for which this transport is about to be closed; empty if none is known."""
         self.teller: Teller | None = None
         """Tells of the training on this transport; None as long as nothing is prepared."""
+        self.whereabouts: Whereabouts | None = None
+        """Where routers translate addresses: where other ranks see the peers."""
         self.waits: Wait | None = None
         """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
@@ -358,6 +361,10 @@ class UdpTransport(EndpointMembership):
         self.cards, self.key_of = other.cards, other.key_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
+        if other.whereabouts is not None:
+            other.whereabouts.stop()
+            self.whereabouts = Whereabouts(self)
+            self.whereabouts.watch()
         self._sharing, other._sharing = other._sharing, None
         if self._sharing is not None:
             self._sharing.serve(self)
@@ -439,6 +446,8 @@ class UdpTransport(EndpointMembership):
             return
         if not self.closed:
             self._tell_of_end()
+        if self.whereabouts is not None:
+            self.whereabouts.stop()
         if self._listener is not None:
             self._listener.close()
         if self._sharing is not None:
