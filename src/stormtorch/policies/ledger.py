@@ -104,6 +104,10 @@ class Row:
     """Chunks that would have become too old and that this rank fetched exactly, also for others of its machine."""
     guarded: bool = False
     """Whether the broadcast was exact because the guard demanded it."""
+    late: dict[int, float] = field(default_factory=dict)
+    """Ranks that were late, under `deadline="auto"`: fraction of each one's buckets whose gradients are in the mean."""
+    deadline_s: float | None = None
+    """Deadline for gradients in this step, in seconds from having parameters on, as this rank has learned it."""
     missing: list[int] = field(default_factory=list)
     """Ranks of the group that are not there."""
     events: list[str] = field(default_factory=list)

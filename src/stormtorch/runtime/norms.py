@@ -19,6 +19,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
+from stormtorch.errors import StormError
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
 from stormtorch.transport.waiting import doing
@@ -97,6 +98,8 @@ class Norms:
         self._order = math.nan
         self._served: set[int] = set()
         self._by_parameter: dict[int, list[tuple[Bucket, Piece]]] = {}
+        self.refusal: str | None = None
+        """Why norms cannot be computed, if they cannot."""
         self.writable: Callable[[Bucket], None] = lambda _bucket: None
         """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
 
@@ -163,6 +166,8 @@ class Norms:
 
     @torch.no_grad()
     def _ask(self, order: float) -> torch.Tensor:
+        if self.refusal is not None:
+            raise StormError(self.refusal)
         self._complete()
         group, finite = self.group, math.isfinite(order)
         device = self._buckets[0].device
