@@ -31,6 +31,7 @@ from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.deadlines import Chances, Deadlines
 from stormtorch.runtime.holdings import Holding
+from stormtorch.runtime.norms import Clip
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.standby import plain_step
@@ -79,11 +80,14 @@ class TimedSession(ShardedSession):
         self._began_step = 0
         self._crowd_s: float | None = None
         self._versions_given: list[int] = []
+        self._clips: list[Clip] = []
+        """How the program clipped the gradients of its last step; the deputy does the same."""
         super().__init__(model, optimizer, group, name, policy)
         self._norms.refusal = (
-            'the norm of gradients needs all ranks between backward() and step(): deadline="auto" goes on without '
-            "those that are late, so do not clip, or set deadline=None"
+            'the norm of gradients needs all ranks, and deadline="auto" goes on without the programs of those that are '
+            "late: clip by stormtorch.clip_grad_norm_, which is repeated for them, or set deadline=None"
         )
+        self._norms.written = self._note_versions
         self._began_step = self.steps
         self._begin_round()
         self._begin_backward()
@@ -166,7 +170,7 @@ class TimedSession(ShardedSession):
                     self._reduction.start(bucket)
             elif self.steps != self._began_step:
                 self._hand_over_gradients()
-                self._skips = True
+                self._skips = self._norms.idle = True
                 return
             self._acting += 1  # until the step has ended
             try:
@@ -195,6 +199,7 @@ class TimedSession(ShardedSession):
         if closure:
             raise StormError('deadline="auto" takes no closure: compute gradients before step(), or set deadline=None')
         self._gradients.complete()
+        self._clips, self._norms.clips = self._norms.clips, []
         if self._skips:
             with self._acts():
                 self._shards.clear_gradients()
@@ -203,7 +208,7 @@ class TimedSession(ShardedSession):
             return
         if self._versions_given != [bucket.own_grads._version for bucket in self.buckets]:
             raise StormError(
-                'averaged gradients were changed between backward() and step(), as by clipping or a GradScaler: under '
+                "averaged gradients were changed between backward() and step(), as a GradScaler does: under "
                 'deadline="auto", the step of a late rank is made without its program; set deadline=None'
             )
         self._ready_step(closure=False)
@@ -213,7 +218,7 @@ class TimedSession(ShardedSession):
         """Begins the broadcast, or adopts the parameters of the steps that the deputy has made."""
         try:
             if self._skips:
-                self._skips = False
+                self._skips = self._norms.idle = False
                 self._shards.end_step()
                 for step in range(self._began_step + 1, self.steps + 1):
                     for callback in self._on_step:
@@ -301,10 +306,13 @@ class TimedSession(ShardedSession):
     def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
         if not self._deputising:
             super()._give(used_P, not_finite)
-            self._versions_given = [bucket.own_grads._version for bucket in self.buckets]
+            self._note_versions()
             return
         self._used = used_P.tolist()
         self._shards.give_gradients(self._used, finite=not not_finite)
+
+    def _note_versions(self) -> None:
+        self._versions_given = [bucket.own_grads._version for bucket in self.buckets]
 
     def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
         """Learns from a round how long ranks take, and notes who was late."""
@@ -395,6 +403,8 @@ class TimedSession(ShardedSession):
                 return
         finally:
             self._exchanging = False
+        for clip in self._clips:
+            self._norms.clip(clip)
         self._ready_step(closure=False)
         plain_step(self.optimizer)()
         super().after_step()

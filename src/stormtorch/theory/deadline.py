@@ -63,7 +63,7 @@ def best_deadline(times: Times, overhead_s: float = 0.0) -> float:
     """
     _check(times)
     check_size("overhead_s", overhead_s)
-    middles = [median(each) for each in times]
+    middles: list[float] = [median(each) for each in times]
     least = sorted(middles)[(len(middles) - 1) // 2]
     # Only times of ranks that are then in time: one that lies just before a rank's usual time has it wait in vain.
     pairs = zip(times, middles, strict=True)
