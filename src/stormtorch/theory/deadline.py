@@ -73,7 +73,8 @@ def best_deadline(times: Times, overhead_s: float = 0.0) -> float:
     candidates = sorted({*seen[::stride], *(each for each in middles if each >= least), seen[-1]})
     costs = [_cost(times, middles, each, overhead_s) for each in candidates]
     good = _AS_GOOD * min(costs)
-    return max(each for each, cost in zip(candidates, costs, strict=True) if cost <= good)
+    best: float = max(each for each, cost in zip(candidates, costs, strict=True) if cost <= good)
+    return best
 
 
 def _step_seconds(waited_for: Times, deadline_s: float) -> float:
