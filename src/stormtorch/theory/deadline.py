@@ -80,7 +80,7 @@ def best_deadline(times: Times, overhead_s: float = 0.0) -> float:
 def _step_seconds(waited_for: Times, deadline_s: float) -> float:
     if not waited_for:
         return deadline_s
-    longest = [min(max(round_), deadline_s) for round_ in zip(*waited_for, strict=True)]
+    longest: list[float] = [min(max(round_), deadline_s) for round_ in zip(*waited_for, strict=True)]
     return sum(longest) / len(longest)
 
 
