@@ -114,6 +114,10 @@ class Row:
     """Whether the broadcast was exact because the guard demanded it."""
     share: float | None = None
     """Fraction of the parameters that this rank owned; None where ranks own nothing."""
+    late: dict[int, float] = field(default_factory=dict)
+    """Ranks that were late, under `deadline="auto"`: fraction of each one's buckets whose gradients are in the mean."""
+    deadline_s: float | None = None
+    """Deadline for gradients in this step, in seconds from having parameters on, as this rank has learned it."""
     missing: list[int] = field(default_factory=list)
     """Ranks of the group that are not there."""
     events: list[str] = field(default_factory=list)

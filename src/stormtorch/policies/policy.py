@@ -130,6 +130,10 @@ class OwnerPolicy(Policy):
     broadcast: Reliability | None = None
     """Reliability of stage 2, parameters to everyone; None is `reliability`. A budget below 1 repairs until at most
     that fraction is missing, or until the deadline."""
+    deadline: Literal["auto"] | None = None
+    """What happens to a rank that computes more slowly than the others. None waits for it. "auto" goes on without its
+    gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
+    missed. See `stormtorch.runtime.timed`."""
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5
@@ -166,6 +170,8 @@ class OwnerPolicy(Policy):
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
+        check(self.deadline in (None, "auto"), "deadline", 'be "auto" or None', self.deadline)
+        check(self.deadline is None or not self.overlap, "overlap", 'be False with deadline="auto"', self.overlap)
         check(self.standby in (0, 1), "standby", "be 0 or 1", self.standby)
         check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
         check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)

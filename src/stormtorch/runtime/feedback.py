@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -38,6 +39,8 @@ class Feedback:
     ) -> None:
         self.guarded = False
         """Whether the broadcast is exact because a rank's guard demands it."""
+        self.lateness: Callable[[], tuple[float, float]] = lambda: (1.0, 0.0)
+        """Returns what this rank gives of its gradients and how long it takes: `Report.given` and `took_s`."""
         self._policy = policy
         self._rounds = rounds
         self._reduction = reduction
@@ -89,6 +92,7 @@ class Feedback:
             settings,
             touched,
             self.speed,
+            *self.lateness(),
         )
 
     def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:

@@ -155,7 +155,7 @@ class ShardedSession(Session):
         by_link = policy.weighs or overrides(policy, "accept")
         length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
         # A deadline counts from when a rank begins. By machines, one slow rank would make its whole machine late.
-        timed = policy.up.deadline_s is not None or policy.down.deadline_s is not None
+        timed = any(each is not None for each in (policy.up.deadline_s, policy.down.deadline_s, policy.deadline))
         return policy.hierarchy and not by_link and not timed and pays(length)
 
     def _make_calls(self, meeting: Meeting) -> None:
@@ -229,7 +229,7 @@ class ShardedSession(Session):
         samples_S = rounds.drift.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
-        not_finite = not self._reduction.finite()
+        not_finite = not self._is_finite()
         digest = rounds.hyperparameters.digest()
         feedback, touched = self._feedback, self._touched()
         self._cutting.measure(feedback)
@@ -262,14 +262,22 @@ class ShardedSession(Session):
             used_P |= report.used_P
             not_finite |= report.not_finite
             touched |= report.touched
+        self._hear(reports, row)
         # A standby knows only of steps: what a program changes otherwise, as by clamping weights, its owner must send.
         self._refill = touched
         self._give(used_P, not_finite)
         return True
 
+    def _is_finite(self) -> bool:
+        """Whether the gradients that this rank gives are finite."""
+        return self._reduction.finite()
+
     def _touched(self) -> bool:
         """Whether the program has changed parameters since the last step, other than by the optimizer."""
         return self._standby is not None and self._versions != [each._version for each in self.parameters]
+
+    def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
+        """Called with the reports of a round that is complete, for subclasses."""
 
     def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
         labels = self.labels()
@@ -293,6 +301,10 @@ class ShardedSession(Session):
         """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
+        self._ready_step(closure=closure)
+
+    def _ready_step(self, *, closure: bool) -> None:
+        """Gets everything ready for the optimizer's step on this rank's shard."""
         self._gate.open()
         self._calls.forget()
         with torch.no_grad():
