@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -29,7 +29,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 ENGINE := $(wildcard engine/*.cpp engine/*.hpp)
-CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp)
+CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp benchmarks/*.cpp)
 
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,11 @@ bench-lab: setup  ## measure all-reduce and training beside gloo under real loss
 		--ideal-s 0.4 --iters 5 --patience-s 6 --json $(BENCH_OUT)/lab-sweep.json --plot $(BENCH_OUT)/lab-sweep.png; \
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
+bench-coding: build/bench-coding/build.ninja  ## measure the erasure code, beside ISA-L if libisal-dev is installed; writes build/bench/coding.json
+	@cmake --build build/bench-coding --target bench_coding
+	@mkdir -p $(BENCH_OUT)
+	build/bench-coding/bench_coding $(BENCH_OUT)/coding.json
+
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes build/bench/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 --backends gloo-cubic,gloo-bbr,storm-drift \
@@ -132,6 +137,7 @@ build/%/build.ninja: Makefile | .venv/.tools
 build/tests/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS='-O1 -D_GLIBCXX_ASSERTIONS'
 build/address/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=address,undefined
 build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
+build/bench-coding/build.ninja: CONFIGURE = -DSTORM_BENCH=ON
 build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 
 engine-test: engine-virtual engine-clocked

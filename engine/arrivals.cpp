@@ -7,6 +7,9 @@
 namespace storm {
 namespace {
 
+// How many copies of a report a ping may ask for.
+constexpr std::uint32_t most_answers = 4;
+
 std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
 
 // Tells a receiver that nothing more will come of a message.
@@ -20,6 +23,7 @@ Control nothing_more(const Header& header, bool second_stage) {
 }  // namespace
 
 void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
+    heard_.reset();
     ++counters_.datagrams_received;
     counters_.bytes_received += datagram.size();
     const std::optional<Header> header = parse_header(datagram);
@@ -47,6 +51,8 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         return;
     }
     ++counters_.authenticated;
+    peaks_.received(datagram.size(), now);
+    heard_ = {.rank = header->source, .newest = number > sender.in.largest()};
     Peer& peer = peers_[header->source];
     // Data that was lost before an outage does not make the path a blocked one after it.
     if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
@@ -70,7 +76,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
-        case Kind::ping: peer.in.report_now(); break;
+        case Kind::ping: peer.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed:
             drain(peer, now);
@@ -106,9 +112,9 @@ void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span
 
 bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        deliver(*exchange, peer, header, payload, now, Way::datagram);
+        const bool taken = deliver(*exchange, peer, header, payload, now, Way::datagram);
         settle(*exchange, now);
-        return true;
+        return taken;
     }
     if (!sequences_.posted(header.channel, header.seq)) return pool_chunk(peer, header, payload);
     ++counters_.late;
@@ -134,25 +140,27 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
     return true;
 }
 
-void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
                    Way way) {
     note_begun(exchange, peer);
     const bool second_stage = header.has(flag_second_stage);
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
         ++counters_.unexpected;
-        return;
+        return true;
     }
     if (header.message_bytes != message->announced) {
         exchange.outcome.expected_bytes = message->announced;
         exchange.outcome.announced_bytes = header.message_bytes;
         exchange.fail(Status::size_mismatch, peer.rank, message->missing_bytes());
-        return;
+        return true;
     }
+    if (header.has(flag_parity)) return take_parity(exchange, peer, *message, header, payload, now);
     if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
         ++counters_.unexpected;
-        return;
+        return true;
     }
+    if (header.has(flag_coded)) keep_coded(*message, header, payload);
     const bool was_closed = message->closed;
     if (!message->accept(header.chunk, payload)) {
         ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
@@ -160,15 +168,26 @@ void Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
         if (was_closed && message->missing() > 0) {
             peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
         }
-        return;
+        return true;
     }
-    message->ask_at = now + message->ask_every;
-    if (message->closed) {
+    if (message->decoding) restore(*message, header);
+    heed_progress(exchange, peer, *message, header, now, way);
+    return true;
+}
+
+// A chunk of a message came that was open before: it may be complete, or over.
+void Core::heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way) {
+    message.ask_at = now + message.ask_every;
+    if (message.closed) {
         credit_.close(peer.rank);
+        message.decoding.reset();
         // The sender waits to hear that its message is complete.
         if (way == Way::datagram) peer.in.report_now();
-    } else if (header.has(flag_last) || message->ended) {
-        heed_end(exchange, peer, second_stage, now);
+        // What was decoded is in no report.
+        if (message.recovered > 0)
+            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+    } else if (header.has(flag_last) || message.ended) {
+        heed_end(exchange, peer, message.second_stage, now);
     }
 }
 
@@ -210,6 +229,7 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
     Delivery delivery = peer.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
         delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
+        peaks_.delivered(delivery.delivered_bytes, now);
         if (line_.due(now)) share_line(now);
         peer.rate.on_delivery(delivery);
     }
@@ -217,7 +237,7 @@ void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
 
 void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        obey(*exchange, peer, header);
+        obey(*exchange, peer, header, now);
         settle(*exchange, now);
         return;
     }
@@ -233,7 +253,7 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     }
 }
 
-void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
+void Core::obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now) {
     const bool second_stage = header.has(flag_second_stage);
     if (header.kind != Kind::wait) note_begun(exchange, peer);  // it has no room for what it has not posted
     for (Outgoing& message : exchange.sends) {
@@ -244,6 +264,8 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header) {
             if (message.parked) peer.on_data_arrived();
             message.parked = false;
             peers_.queue(message);
+            // It waits for what it should have decoded.
+            if (message.encoding && message.encoding->relied_upon()) give_up_coding(peer, message, now);
             // It asks for chunks that we have given up: say so, or it would wait for ever.
             if (!message.wanted && message.acked < message.cut.chunks) {
                 peer.say(nothing_more(header, message.second_stage));
@@ -319,13 +341,21 @@ void Core::answer_for_ended(Peer& peer, const Header& header) {
 }
 
 void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
+    peer.replies.add(flight.stamp.sent_at, flight.challenge);
     if (flight.kind == Kind::bye) peer.told = true;
     if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes, flight.stamp.sent_at);
     if (flight.kind == Kind::data) {
         peer.on_data_arrived();
         Outgoing* message = slots_.find(flight.message);
-        if (message == nullptr || message->released || !message->acked_chunks.set(flight.chunk)) return;
+        if (message == nullptr || message->released) return;
+        if ((flight.flags & flag_parity) != 0) {
+            message->encoding->on_parity_acked(flight.chunk);
+            count_blocks(*message);
+            return;
+        }
+        if (!message->acked_chunks.set(flight.chunk)) return;
         ++message->acked;
+        if (message->encoding) message->encoding->on_acked(flight.chunk);
         message->release_if_done();
         if (message->released) settle(*message->exchange, now);
     }
@@ -341,23 +371,36 @@ void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
     repair(peer, flight, now);
 }
 
+// A chunk is lost: leaves it out if the budget allows, or else sends it again.
+void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now) {
+    if (message.given_up + message.reserved < message.allowed) {
+        ++message.given_up;
+        message.release_if_done();
+        if (message.released) settle(*message.exchange, now);
+        return;
+    }
+    message.repairs.push_back(chunk);
+    // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
+    if (message.first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
+        const double chunk_s = message.cut.chunk_bytes / peer.rate.bytes_per_s();
+        const double trip_s = static_cast<double>(peer.out.smooth_rtt()) / static_cast<double>(second);
+        const auto chunks = static_cast<double>(message.repairs.size());
+        const unsigned copies = copies_at_the_end(chunks, peer.out.loss(), chunk_s, trip_s);
+        message.echoes.insert(message.echoes.end(), copies - 1, chunk);
+    }
+    peers_.queue(message);
+}
+
 // Sends again what a lost datagram carried, as far as it is still wanted.
 void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.more) return;
     if (flight.kind == Kind::data) {
         Outgoing* message = slots_.find(flight.message);
-        if (message == nullptr || !message->wanted || message->acked_chunks.test(flight.chunk)) return;
-        if (message->given_up + message->reserved < message->allowed) {
-            ++message->given_up;
-            message->release_if_done();
-            if (message->released) settle(*message->exchange, now);
-        } else {
-            message->repairs.push_back(flight.chunk);
-            // At the end of a message every further loss costs a round trip, and the line is free: send it twice.
-            if (message->first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
-                message->repairs.push_back(flight.chunk);
-            }
-            peers_.queue(*message);
+        if (message == nullptr || !message->wanted) return;
+        if (message->encoding) {
+            repair_coded(peer, *message, flight, now);
+        } else if (!message->acked_chunks.test(flight.chunk)) {
+            send_again(peer, *message, flight.chunk, now);
         }
     } else if (flight.kind == Kind::ready) {
         Exchange* exchange = exchanges_.find(flight.channel, flight.seq);

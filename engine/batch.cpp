@@ -32,8 +32,9 @@ std::size_t Batch::add(Seal& seal, std::uint64_t number, Header header, std::spa
     const std::span<std::byte, header_bytes> wire_header(headers_[segments_]);
     write_header(header, wire_header);
     add_part(wire_header.data(), header_bytes);
-    const bool piece = header.has(flag_piece);
-    if (seal.encrypts() || header.kind != Kind::data || piece) {
+    // Pieces and parity are computed: they do not lie in the caller's buffer.
+    const bool computed = header.kind == Kind::data && (header.has(flag_piece) || header.has(flag_parity));
+    if (seal.encrypts() || header.kind != Kind::data || computed) {
         const std::size_t at = copied_.size(), added = payload.size() + seal.overhead_bytes();
         if (at + added > copied_.capacity()) throw std::logic_error("a batch has no room for another copy");
         copied_.resize(at + added);
@@ -41,7 +42,7 @@ std::size_t Batch::add(Seal& seal, std::uint64_t number, Header header, std::spa
         if (seal.encrypts()) {
             seal.encrypt(wire_header, payload, peer_, number, out);
         } else {
-            seal.protect(wire_header, peer_, piece ? seal.data_check(payload) : seal.payload_check(payload));
+            seal.protect(wire_header, peer_, computed ? seal.data_check(payload) : seal.payload_check(payload));
             std::copy(payload.begin(), payload.end(), out.begin());
         }
         add_part(out.data(), out.size());

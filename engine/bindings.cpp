@@ -13,6 +13,7 @@
 #include <string>
 
 #include "bindings_views.hpp"
+#include "coding_model.hpp"
 #include "endpoint.hpp"
 #include "int8.hpp"
 #include "seal.hpp"
@@ -51,7 +52,8 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                        const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                        std::pair<double, double> budgets,
                        std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-                       std::optional<double> timeout_s, std::uint32_t view) {
+                       std::optional<double> timeout_s, std::uint32_t view,
+                       std::pair<std::optional<double>, std::optional<double>> redundancies) {
     ExchangeSpec spec;
     spec.view = view;
     spec.channel = channel;
@@ -81,8 +83,12 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                                        .average = average,
                                        .seed = seed};
     }
-    spec.stages[0] = {.budget = budgets.first, .deadline = to_nanos(deadlines_s.first)};
-    spec.stages[1] = {.budget = budgets.second, .deadline = to_nanos(deadlines_s.second)};
+    spec.stages[0] = {.budget = budgets.first,
+                      .deadline = to_nanos(deadlines_s.first),
+                      .redundancy = redundancies.first.value_or(StageSpec::automatic)};
+    spec.stages[1] = {.budget = budgets.second,
+                      .deadline = to_nanos(deadlines_s.second),
+                      .redundancy = redundancies.second.value_or(StageSpec::automatic)};
     spec.timeout_at = to_nanos(timeout_s);
     return spec;
 }
@@ -174,6 +180,10 @@ nb::dict to_dict(const Counters& c) {
     d["bytes_received"] = c.bytes_received;
     d["authenticated"] = c.authenticated;
     d["repaired"] = c.repaired;
+    d["parity_bytes"] = c.parity_bytes;
+    d["blocks_saved"] = c.blocks_saved;
+    d["blocks_topped_up"] = c.blocks_topped_up;
+    d["recovered"] = c.recovered;
     d["duplicates"] = c.duplicates;
     d["late"] = c.late;
     d["malformed"] = c.malformed;
@@ -190,6 +200,7 @@ nb::dict to_dict(const Counters& c) {
     d["shared_bytes_sent"] = c.shared_bytes_sent;
     d["shelved_bytes_sent"] = c.shelved_bytes_sent;
     d["shared_bytes_received"] = c.shared_bytes_received;
+    d["reroutes"] = c.reroutes;
     d["path_probes"] = c.path_probes;
     d["path_changes"] = c.path_changes;
     d["pieces"] = c.pieces;
@@ -207,6 +218,8 @@ nb::dict to_dict(const FaultCounters& c) {
     d["dropped"] = c.dropped;
     return d;
 }
+
+std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) { return {peaks.out, peaks.in, peaks.both}; }
 
 using PyFirsts = nb::typed<nb::list, nb::typed<nb::tuple, std::uint16_t, nb::bytes>>;
 
@@ -336,14 +349,16 @@ NB_MODULE(_engine, m) {
             [](Endpoint& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-               std::optional<double> timeout_s, std::uint32_t view) {
-                ExchangeSpec spec =
-                    make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s, view);
+               std::optional<double> timeout_s, std::uint32_t view,
+               std::pair<std::optional<double>, std::optional<double>> redundancies) {
+                ExchangeSpec spec = make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s,
+                                              view, redundancies);
                 const nb::gil_scoped_release released;
                 return d.post(std::move(spec));
             },
             nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
-            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0)
+            nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0,
+            nb::arg("redundancies") = std::pair<std::optional<double>, std::optional<double>>{0.0, 0.0})
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Endpoint::ended, nb::arg("id"))
         .def("prospect", &Endpoint::prospect, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
@@ -386,6 +401,27 @@ NB_MODULE(_engine, m) {
                 d.take_passage(peer, std::move(offers));
             },
             nb::arg("peer"), nb::arg("descriptors"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "offer",
+            [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes) {
+                const std::vector<Address> addresses = to_addresses(lanes, {});
+                const nb::gil_scoped_release released;
+                d.offer(peer, addresses);
+            },
+            nb::arg("peer"), nb::arg("lanes"))
+        .def("keep_open", &Endpoint::keep_open, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "routes",
+            [](Endpoint& d) {
+                std::vector<std::vector<std::tuple<std::string, std::uint16_t, bool, bool>>> all;
+                for (const std::vector<Routes::Route>& lane : d.routes()) {
+                    all.emplace_back();
+                    for (const Routes::Route& each : lane)
+                        all.back().emplace_back(each.address.host(), each.address.port(), each.answers, each.learned);
+                }
+                return all;
+            },
+            nb::call_guard<nb::gil_scoped_release>())
         .def("use_passage", &Endpoint::use_passage, nb::arg("peer"), nb::arg("incarnation"),
              nb::call_guard<nb::gil_scoped_release>())
         .def("near", &Endpoint::near, nb::call_guard<nb::gil_scoped_release>())
@@ -418,7 +454,10 @@ NB_MODULE(_engine, m) {
                                      link.path_bytes);
                 return all;
             },
-            nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "take_line_peaks", [](Endpoint& d) { return to_tuple(d.take_line_peaks()); },
+            nb::call_guard<nb::gil_scoped_release>());
 
     endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
     python::define_views<>(endpoint, "advance", [](Endpoint& d, auto&& work) {
@@ -446,13 +485,15 @@ NB_MODULE(_engine, m) {
             [](Sim& s, std::uint16_t rank, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
-               std::optional<double> timeout_s, std::uint32_t view) {
-                return s.post(
-                    rank, make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s, view));
+               std::optional<double> timeout_s, std::uint32_t view,
+               std::pair<std::optional<double>, std::optional<double>> redundancies) {
+                return s.post(rank, make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s,
+                                              view, redundancies));
             },
             nb::arg("rank"), nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"),
             nb::arg("reduction").none(), nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(),
-            nb::arg("view") = 0)
+            nb::arg("view") = 0,
+            nb::arg("redundancies") = std::pair<std::optional<double>, std::optional<double>>{0.0, 0.0})
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
         .def(
             "prospect", [](Sim& s, std::uint16_t rank, std::uint64_t id) { return s.core(rank).prospect(id, s.now()); },
@@ -486,6 +527,10 @@ NB_MODULE(_engine, m) {
         .def("readmit", &Sim::readmit, nb::arg("rank"), nb::arg("peer"))
         .def(
             "view_number", [](Sim& s, std::uint16_t rank) { return s.core(rank).view_number(); }, nb::arg("rank"))
+        .def("set_line", &Sim::set_line, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
+        .def(
+            "take_line_peaks", [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); },
+            nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters());
@@ -541,5 +586,11 @@ NB_MODULE(_engine, m) {
         "datagram_bytes",
         [](const std::string& host, std::size_t mtu) { return datagram_bytes_for(mtu, Address(host, 0).family()); },
         nb::arg("host"), nb::arg("mtu"));
+    m.def(
+        "parity_that_pays",
+        [](double loss, double burst, double round_trip_s, double chunk_s, std::size_t chunks, std::size_t blocks,
+           std::size_t after) { return parity_that_pays({loss, burst, round_trip_s, chunk_s}, chunks, blocks, after); },
+        nb::arg("loss"), nb::arg("burst"), nb::arg("round_trip_s"), nb::arg("chunk_s"), nb::arg("chunks"),
+        nb::arg("blocks"), nb::arg("after"));
     m.def("chunk_bytes", &Core::chunk_bytes_for, nb::arg("datagram_bytes"), nb::arg("sealed"));
 }

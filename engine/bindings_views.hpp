@@ -130,6 +130,10 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.ask_out(now); }); },
         where...);
     type.def(
+        "ask_anew",
+        [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.ask_anew(now); }); },
+        where...);
+    type.def(
         "card",
         [reach](Self& self, Where... at, std::uint16_t peer,
                 std::optional<std::uint16_t> incarnation) -> std::optional<nb::bytes> {

@@ -15,11 +15,11 @@ Control Controls::pop() {
     return first;
 }
 
-unsigned copies_of(Kind kind, bool urgent, const LinkState& link) {
+unsigned copies_of(Kind kind, unsigned urgent, const LinkState& link) {
     const unsigned lossy = link.lossy ? 1 : 0;
     if (kind == Kind::end) return 3;
     if (kind == Kind::ping) return 1 + lossy + std::min(link.probes, 3U);
-    return kind == Kind::report && urgent ? 1 + lossy : 1;
+    return kind == Kind::report && urgent > 0 ? urgent + lossy : 1;
 }
 
 }  // namespace storm

@@ -41,6 +41,7 @@ struct LinkState {
 
 // How many copies of a control leave at once. More than one, where somebody waits for it: at the end of a lossy message;
 // for a ping after unanswered ones, as the link is having a bad time; and on a lossy link for urgent reports and pings.
-[[nodiscard]] unsigned copies_of(Kind kind, bool urgent, const LinkState& link);
+// `urgent`: how many copies of a report were asked for, 0 if none was.
+[[nodiscard]] unsigned copies_of(Kind kind, unsigned urgent, const LinkState& link);
 
 }  // namespace storm

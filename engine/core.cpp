@@ -19,6 +19,7 @@ Core::Core(CoreConfig config, Nanos now)
       chunk_bytes_(chunk_bytes_for(config_.datagram_bytes, config_.secrets.sealed)),
       seal_(config_.secrets, config_.rank),
       blocks_(chunk_bytes_, 64 << 20),
+      coding_room_(blocks_, config_.pool_bytes / 2, config_.world),
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
       credit_(config_.receive_buffer, config_.world),
       line_(config_.world, now),
@@ -47,6 +48,7 @@ Core::Core(CoreConfig config, Nanos now)
         credit_.depart(rank);
     }
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
+    coding_room_.set_peers(credit_.peers());
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank != config_.rank) peers_.put(make_peer(rank, now));
     }
@@ -60,10 +62,13 @@ Core::Core(CoreConfig config, Nanos now)
 Core::~Core() = default;
 
 std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
+    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now);
+}
+
+PathMtu Core::make_path() const {
     const std::size_t overhead = header_bytes + seal_.overhead_bytes();
-    const PathMtu path(std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
-                       config_.datagram_bytes);
-    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), path, chunk_bytes_, now);
+    return {std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
+            config_.datagram_bytes};
 }
 
 RateControl Core::make_rate(Nanos now) const {
@@ -117,7 +122,7 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
         if (entry.header.kind == Kind::end) {
             heed_end(exchange, peer, entry.header.has(flag_second_stage), now);
         } else if (entry.header.kind == Kind::ready) {
-            obey(exchange, peer, entry.header);
+            obey(exchange, peer, entry.header, now);
         } else if (entry.header.kind == Kind::failed) {
             // Only headers with a valid blame are kept.
             heed_failed(exchange, peer, *parse_blame(entry.header, config_.world));
@@ -213,6 +218,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
 // Peers came or went: the room for what they send is divided anew.
 void Core::count_peers() {
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
+    coding_room_.set_peers(credit_.peers());
     peers_.credit_shrank();
 }
 

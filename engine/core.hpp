@@ -15,12 +15,14 @@
 #include "blames.hpp"
 #include "blocks.hpp"
 #include "clock.hpp"
+#include "coding.hpp"
 #include "counters.hpp"
 #include "credit.hpp"
 #include "exchange_spec.hpp"
 #include "exchange_timers.hpp"
 #include "exchanges.hpp"
 #include "line.hpp"
+#include "line_peaks.hpp"
 #include "pacer.hpp"
 #include "peers.hpp"
 #include "pool.hpp"
@@ -96,6 +98,26 @@ public:
     // machine, if that is known to be earlier: delays are measured up to then.
     void receive(std::span<std::byte> datagram, Nanos now) { receive(datagram, now, now); }
     void receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at);
+    // Who sent the datagram that `receive` took last, if it was authentic, and whether it had the highest number so far.
+    struct Heard {
+        std::uint16_t rank{};
+        bool newest{};
+    };
+    [[nodiscard]] const std::optional<Heard>& heard() const { return heard_; }
+
+    // Addresses belong to whoever drives this core: see routes.hpp. Fills a batch with a ping for an address of the peer
+    // that is in question; false if there is nobody to ask. Replies to it bear this id, which is not 0.
+    [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now);
+    // Fills a batch with a report, for such an address.
+    void report(Batch& batch, std::uint16_t rank, Nanos now);
+    // Queues a ping to the peer's present address.
+    void ping(std::uint16_t rank);
+    [[nodiscard]] Replies take_replies(std::uint16_t rank);
+    // The peer was found at another address: what is in flight to it is lost, and its path is a new one.
+    void reroute(std::uint16_t rank, Nanos now);
+    // How long an answer of the peer may take.
+    [[nodiscard]] Nanos patience(std::uint16_t rank) const;
+
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
@@ -139,6 +161,8 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
+    // The most that its line carried since the last call.
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks() { return peaks_.take(); }
     // The largest datagram that the path to a peer is known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
@@ -152,13 +176,15 @@ private:
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     enum class Way : std::uint8_t { datagram, memory };
-    void deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+    // False if the datagram should count as lost.
+    bool deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
                  Way way);
+    void heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way);
     bool take_end(Peer& peer, const Header& header, Nanos now);
     void heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
     void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
-    void obey(Exchange& exchange, Peer& peer, const Header& header);
+    void obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now);
     void drain(Peer& peer, Nanos now);
     void take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now);
     void part(Peer& peer, Status status, Blame blame, Nanos now);
@@ -169,6 +195,19 @@ private:
     void on_acked(Peer& peer, const Flight& flight, Nanos now);
     void on_lost(Peer& peer, const Flight& flight, Nanos now);
     void repair(Peer& peer, const Flight& flight, Nanos now);
+
+    // parity.cpp: how messages are coded, and what parity changes
+    void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
+    [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
+    void add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now);
+    bool take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
+                     std::span<const std::byte> payload, Nanos now);
+    void keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload);
+    void restore(Incoming& message, const Header& header);
+    void send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now);
+    void repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nanos now);
+    void give_up_coding(Peer& peer, Outgoing& message, Nanos now);
+    void count_blocks(Outgoing& message);
 
     // membership.cpp: notes, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);
@@ -213,6 +252,7 @@ private:
     void finish(Exchange& exchange, Status status, Nanos now);
     void fail_late(Exchange& exchange, Nanos now);
     void tick_peer(Peer& peer, Nanos now);
+    void repeat_unanswered(Peer& peer, Nanos now);
     void tick_exchange(Exchange& exchange, Nanos now);
     void tick_receive(Exchange& exchange, Incoming& message, Nanos now);
     void tick_send(Exchange& exchange, Outgoing& message, Nanos now);
@@ -227,6 +267,7 @@ private:
     // core.cpp: how exchanges and peers begin
     [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
     [[nodiscard]] RateControl make_rate(Nanos now) const;
+    [[nodiscard]] PathMtu make_path() const;
     // A receiver that waits says so at least this often, which also shows that it lives.
     [[nodiscard]] Nanos longest_ask() const { return std::min(second / 2, config_.silence / 16); }
     void count_peers();
@@ -238,9 +279,11 @@ private:
     std::size_t chunk_bytes_;
     Seal seal_;
     Blocks blocks_;
+    CodingRoom coding_room_;
     Pool pool_;
     Credit credit_;
     Line line_;
+    LinePeaks peaks_;
     Sequences sequences_;
     Slots slots_;
     Blames blames_;
@@ -265,6 +308,7 @@ private:
     Nanos defer_until_{never};  // the earliest time at which a term that came before its turn is taken nevertheless
     bool draining_{};           // whatever is in the ring is taken
     std::uint32_t overflow_{};
+    std::optional<Heard> heard_;
     Counters counters_;
 };
 

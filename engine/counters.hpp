@@ -16,7 +16,11 @@ struct Counters {
     std::uint64_t reports{}, probes{}, asks{};
     std::uint64_t shared_bytes_sent{}, shared_bytes_received{};  // data that passed through shared memory
     std::uint64_t shelved_bytes_sent{};                          // of it, what lay there already for another peer
-    std::uint64_t path_probes{}, path_changes{}, pieces{};       // paths that carry less than a whole datagram
+    std::uint64_t parity_bytes{};                                // sent, headers included
+    std::uint64_t blocks_saved{}, blocks_topped_up{};  // of those sent: parity made up for losses, or did not suffice
+    std::uint64_t recovered{};                         // chunks that did not arrive and were decoded
+    std::uint64_t reroutes{};                          // peers that were found at another address
+    std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less than a whole datagram
 };
 
 }  // namespace storm

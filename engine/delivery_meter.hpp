@@ -16,6 +16,7 @@ struct Delivery {
     std::uint64_t lost_bytes{};       // newly declared lost
     std::uint64_t in_flight_bytes{};  // after this report
     bool app_limited{};               // the sender had nothing more to send when that packet left
+    double burst{1};                  // datagrams lost in a row, on average (Outbound)
     double line_bytes_per_s{};  // most that all links of the endpoint delivered together (LineMeter); 0 if unknown
 };
 

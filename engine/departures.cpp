@@ -7,17 +7,6 @@
 #include "peer.hpp"
 
 namespace storm {
-namespace {
-
-// The end of a lossy message, in a datagram of its own: it must be heard even if the last chunk is lost.
-Control end_of(const Outgoing& message) {
-    return {.kind = Kind::end,
-            .flags = stage_flag(message.second_stage),
-            .channel = message.exchange->channel,
-            .seq = message.exchange->seq};
-}
-
-}  // namespace
 
 bool Core::transmit(Batch& batch, Nanos now) {
     // From `first` on, the ranks below `end` whose queues hold messages.
@@ -72,7 +61,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::size_t body_bytes = 0;
     std::vector<std::byte> note;
-    const bool urgent = peer.in.urgent();
+    const unsigned urgent = peer.in.urgent();
     if (peer.in.report_at(credit, peer.report_delay()) <= now) {
         header.kind = Kind::report;
         body_bytes = write_report(peer.in.make_report(credit, overflow_, now), body);
@@ -85,6 +74,8 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
         flight.blame = what.blame;
+        // Who gets no answer asks for several: they, too, may be lost in a burst.
+        if (what.kind == Kind::ping) header.chunk = peer.out.probes();
         if (what.kind == Kind::bye || what.kind == Kind::failed) write_blame(what.blame, header);
         if (what.kind == Kind::bye) {
             body_bytes = write_report(peer.in.make_report(credit, overflow_, now, true), body);
@@ -143,11 +134,12 @@ std::size_t Core::admit(Peer& peer, const Outgoing& message, Nanos now) {
     const std::size_t most = cut.count > 1 ? 1 : Batch::max_segments;
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
-    const bool admitted = shared_pacer_ ? shared_pacer_->try_send(bytes, now)
-                                        : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now);
+    const bool admitted = shared_pacer_
+                              ? shared_pacer_->try_send(bytes, now)
+                              : peer.rate.try_send(bytes, peer.out.in_flight_bytes(), now, peer.out.dark(now));
     if (admitted) return segments;
-    paced_until_ =
-        std::min(paced_until_, shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now));
+    const Nanos paced_at = shared_pacer_ ? shared_pacer_->next_send_at(now) : peer.rate.next_send_at(now);
+    paced_until_ = std::min(paced_until_, paced_at == never ? peer.out.dark_at() : paced_at);
     return 0;
 }
 
@@ -156,24 +148,47 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const std::size_t chunks = message == nullptr ? 0 : admit(peer, *message, now);
     if (chunks == 0) return false;
 
-    const bool copies = seal_.encrypts() || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
+    if (!message->encoding && wants_parity(peer, *message)) {
+        // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
+        const std::uint32_t sent =
+            message->source != nullptr && message->cursor > 0 ? message->cut.chunks : message->cursor;
+        message->encoding = std::make_unique<Encoding>(message->cut, sent, message->lossless());
+    }
+    const bool copies =
+        seal_.encrypts() || message->encoding || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
     while (batch.segments() < chunks && message->sendable()) {
-        const bool repair = !message->repairs.empty();
-        const std::uint32_t chunk = repair ? message->repairs.front() : message->chunk_at(message->cursor);
+        const bool echo = message->only_echoes();
+        const bool repair = echo || !message->repairs.empty();
+        if (!repair && message->parity_due() > 0) {
+            if (!batch.takes(message->encoding->shape().parity_bytes + header_bytes + seal_.overhead_bytes())) break;
+            add_parity(batch, peer, *message, now);
+            continue;
+        }
+        std::deque<std::uint32_t>& again = echo ? message->echoes : message->repairs;
+        const std::uint32_t chunk = repair ? again.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
-            message->repairs.pop_front();
+            again.pop_front();
             continue;
         }
         if (!repair && message->next_is_missing()) {
+            if (message->encoding) {
+                for (const std::uint32_t each : message->encoding->on_skipped(chunk))
+                    send_again(peer, *message, each, now);
+            }
             message->skip_missing();
-            if (message->first_pass_over()) peer.say(end_of(*message));
+            if (message->first_pass_over()) peer.say(message->end());
             continue;
         }
         if (!batch.takes(message->cut.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
         std::uint8_t flags = stage_flag(message->second_stage);
+        if (message->encoding) {
+            if (!repair) plan_parity(peer, *message, chunk);
+            if (message->encoding->coded(chunk)) flags |= flag_coded;
+            message->encoding->on_sent(chunk);
+        }
         if (repair) {
-            message->repairs.pop_front();
+            again.pop_front();
             flags |= flag_repair;
             ++message->repaired;
             ++counters_.repaired;
@@ -181,10 +196,11 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             ++message->cursor;
         }
         // Nothing is left to send: an exact message asks what is missing, a lossy one says that this is its end.
-        const bool is_last = message->first_pass_over() && (message->lossless() ? message->repairs.empty() : !repair);
+        const bool is_last =
+            message->first_pass_over() && message->parity_due() == 0 && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
         add_chunk(batch, peer, *message, chunk, flags, now);
-        if (is_last && !message->lossless()) peer.say(end_of(*message));
+        if (is_last && !message->lossless()) peer.say(message->end());
         if (batch.ended()) break;
     }
     if (batch.segments() == 0) {
@@ -245,7 +261,9 @@ void Core::add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t 
 void Core::add_datagram(Batch& batch, Peer& peer, const Flight& flight, const Header& header,
                         std::span<const std::byte> payload, Nanos now, Checks* checks) {
     const std::uint64_t number = peer.out.depart(flight, now);
-    counters_.bytes_sent += batch.add(seal_, number, header, payload, checks);
+    const std::size_t bytes = batch.add(seal_, number, header, payload, checks);
+    counters_.bytes_sent += bytes;
+    peaks_.sent(bytes, now);
     ++counters_.datagrams_sent;
 }
 

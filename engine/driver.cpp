@@ -228,7 +228,7 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     check_open();
     attempt([&] {
         core_->readmit(peer, incarnation, key, clock_now());
-        socket_.set_peer(peer, address);
+        routes_.assign(peer, address);
         near_.erase(peer);
         pass_some();
         flush(clock_now());
@@ -420,10 +420,15 @@ bool Driver::step() {
     // or after the system call that fetched them, departures right before the one that sends them: errors then only
     // lengthen a delay.
     Nanos now = clock_now(), arrived_at = now, behind = 0;
-    const auto take = [&](std::span<std::byte> datagram) { core_->receive(datagram, now, arrived_at); };
+    const Address* source = nullptr;  // unknown of datagrams that faults have held back
+    const auto take = [&](std::span<std::byte> datagram) {
+        core_->receive(datagram, now, arrived_at);
+        if (source != nullptr) learn(*source, now);
+    };
     faults_->release(now, take);
     bool first = true;
-    const Socket::Read got = socket_.receive([&](std::span<std::byte> datagram, Nanos stamp) {
+    const Socket::Read got = socket_.receive([&](std::span<std::byte> datagram, Nanos stamp, const Address& from) {
+        source = fault_settings_ ? nullptr : &from;
         if (std::exchange(first, false)) {
             // In this order: a pause between the two makes a datagram late rather than early.
             const Nanos stamped = clock_now(CLOCK_REALTIME);
@@ -446,6 +451,7 @@ bool Driver::step() {
         core_->tick(now);
         ticked_at_ = now;
     }
+    if (now >= routes_.next_timer()) seek(now);
     // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
     bool sent = flush(now);
     if (sent && !got.more) sent = flush(now);
@@ -453,6 +459,50 @@ bool Driver::step() {
     const bool passed_on = pass();
     collect();
     return got.more || sent || passed || passed_on;
+}
+
+void Driver::learn(const Address& from, Nanos now) {
+    const std::optional<Core::Heard>& heard = core_->heard();
+    if (!heard) return;
+    if (routes_.heard(heard->rank, from, heard->newest, now)) {
+        core_->report(reply_, heard->rank, now);
+        (void)socket_.send_to(from, reply_);
+    }
+    routes_.answered(heard->rank, core_->take_replies(heard->rank), core_->patience(heard->rank), now);
+}
+
+void Driver::seek(Nanos now) {
+    routes_.tick(
+        now,
+        [&](const Routes::Challenge& each) {
+            // If the socket is full, this one is lost: others follow.
+            if (core_->challenge(reply_, each.rank, each.id, now)) (void)socket_.send_to(each.to, reply_);
+        },
+        [&](std::uint16_t rank) { core_->ping(rank); }, [&](std::uint16_t rank) { core_->reroute(rank, now); });
+}
+
+void Driver::offer(std::uint16_t peer, const Address& address) {
+    const Lock lock(door_);
+    check_open();
+    if (peer >= core_->config().world || peer == core_->config().rank)
+        throw std::invalid_argument("a peer must be another rank of the world");
+    if (address.family() != socket_.family()) return;  // this socket does not reach it
+    routes_.offer(peer, address, clock_now());
+    rearm();
+}
+
+void Driver::keep_open() {
+    const Lock lock(door_);
+    check_open();
+    routes_.keep_open(clock_now());
+    rearm();
+}
+
+std::vector<Routes::Route> Driver::routes() {
+    const Lock lock(door_);
+    std::vector<Routes::Route> all;
+    for (std::uint16_t rank = 0; rank < routes_.present().size(); ++rank) all.push_back(routes_.look(rank));
+    return all;
 }
 
 bool Driver::flush(Nanos now) {
@@ -463,7 +513,7 @@ bool Driver::flush(Nanos now) {
         }
     }
     if (unsent_.empty()) return false;
-    const std::size_t sent = socket_.send(unsent_);
+    const std::size_t sent = socket_.send(unsent_, routes_.present());
     for (std::size_t i = 0; i < sent; ++i) core_->transmitted(*unsent_[i], now);
     unsent_.erase(unsent_.begin(), unsent_.begin() + static_cast<std::ptrdiff_t>(sent));
     return sent > 0;
@@ -487,7 +537,9 @@ void Driver::collect() {
     if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
 }
 
-Nanos Driver::next_timer() const { return std::min(core_->next_timer(), faults_->next_release_at()); }
+Nanos Driver::next_timer() const {
+    return std::min({core_->next_timer(), faults_->next_release_at(), routes_.next_timer()});
+}
 
 void Driver::arm() {
     // A full socket is tried again soon rather than watched: it drains in microseconds.
@@ -523,6 +575,11 @@ std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& 
                           .path_bytes = core_->path_bytes(peer)};
     });
     return found;
+}
+
+LinePeaks::Peaks Driver::take_line_peaks() {
+    const Lock lock(door_);
+    return core_ ? core_->take_line_peaks() : LinePeaks::Peaks{};
 }
 
 }  // namespace storm

@@ -32,6 +32,7 @@
 #include "faults.hpp"
 #include "passage.hpp"
 #include "ring.hpp"
+#include "routes.hpp"
 #include "socket.hpp"
 
 namespace storm {
@@ -79,6 +80,12 @@ public:
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
     void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
+    // The peer may be reached at this address: see Routes. Throws std::runtime_error when closed.
+    void offer(std::uint16_t peer, const Address& address);
+    // Keeps ports open in a router that translates our address: see Routes.
+    void keep_open();
+    // By rank: where datagrams go.
+    [[nodiscard]] std::vector<Routes::Route> routes();
     // Shared memory with a peer of the same machine, in three steps, so that nothing can fail once the peer relies on it:
     // makes memory that the peer, one of so many neighbours, will write to, and returns descriptors of it, of the bell that the peer will ring, and of
     // the shelf that it will read; the caller owns them;
@@ -125,6 +132,8 @@ public:
     };
     // All of the same moment, and with one lock.
     [[nodiscard]] std::vector<LinkHealth> links(const std::vector<std::uint16_t>& peers);
+    // The most that the line carried since the last call.
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
 
     // The faults of every driver in this process, present and future. Null is none.
     static void set_faults(std::shared_ptr<const FaultSettings> settings);
@@ -146,6 +155,10 @@ private:
     // One round of reading, timing and writing; true if there may be more to do at once.
     bool step();
     bool flush(Nanos now);
+    // What a datagram from this address says about where its sender is.
+    void learn(const Address& from, Nanos now);
+    // Pings addresses that are in question, and moves peers to those that answer.
+    void seek(Nanos now);
     // One round of what passes through shared memory; true if there may be more.
     bool pass();
     // Some rounds of it, for callers that do not drive: if there is more, whoever drives goes on.
@@ -164,6 +177,7 @@ private:
     static constexpr std::size_t burst = 8;  // batches per send call
 
     Socket socket_;
+    Routes routes_;
     Descriptor epoll_, timer_;
     Descriptor wake_;    // wakes the engine's thread
     Descriptor nudge_;   // wakes a caller that drives
@@ -175,6 +189,7 @@ private:
     std::unique_ptr<FaultPath> faults_;
     std::shared_ptr<const FaultSettings> fault_settings_;
     std::array<Batch, burst> batches_;
+    Batch reply_;                 // for addresses that are in question
     std::vector<Batch*> unsent_;  // filled, but the socket was full
     std::unordered_map<std::uint64_t, Outcome> ended_;
     // By peer: memory that is not used yet, and the bell to ring.

@@ -92,7 +92,7 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
         registry().drivers.erase(registered);
         throw;
     }
-    socket_.set_peers(std::move(peers));
+    routes_.assign(std::move(peers));
     fault_settings_ = registry().settings;
     faults_ = std::move(faults);
     core_ = std::move(core);

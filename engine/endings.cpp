@@ -35,7 +35,7 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
 void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
-        if (!exchange.lossy(message.second_stage) && message.acked < message.cut.chunks) {
+        if (!exchange.lossy(message.second_stage) && message.delivered() < message.cut.chunks) {
             exchange.fail(status, peer.rank, message.unacked_bytes(), blame);
         } else {
             message.release();
@@ -156,6 +156,22 @@ void Core::tick_peer(Peer& peer, Nanos now) {
     ++counters_.probes;
     // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
     peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
+    if (peer.out.lossy() && !peer.left()) repeat_unanswered(peer, now);
+}
+
+// On a link that loses much, what was not answered in time is probably lost, and somebody waits for it: sent again with the
+// probe, it comes a round trip sooner than by the answer.
+void Core::repeat_unanswered(Peer& peer, Nanos now) {
+    std::vector<Flight> unanswered;
+    peer.out.each_unanswered([&](const Flight& flight) {
+        if (flight.kind == Kind::data) {
+            // Not what is queued for repair already, what may be missing, or what may be decoded.
+            const Outgoing* message = slots_.find(flight.message);
+            if (message == nullptr || !message->lossless() || message->encoding || !message->repairs.empty()) return;
+        }
+        unanswered.push_back(flight);
+    });
+    for (const Flight& flight : unanswered) repair(peer, flight, now);
 }
 
 void Core::tick_exchange(Exchange& exchange, Nanos now) {

@@ -37,6 +37,7 @@ void add(Counters& sum, const Counters& more) {
                          &Counters::shared_bytes_sent,
                          &Counters::shared_bytes_received,
                          &Counters::shelved_bytes_sent,
+                         &Counters::reroutes,
                          &Counters::path_probes,
                          &Counters::path_changes,
                          &Counters::pieces}) {
@@ -296,6 +297,21 @@ void Endpoint::close(Nanos linger) {
     }
 }
 
+void Endpoint::offer(std::uint16_t peer, const std::vector<Address>& addresses) {
+    for (std::size_t lane = 0; lane < std::min(lanes_.size(), addresses.size()); ++lane)
+        lanes_[lane]->offer(peer, addresses[lane]);
+}
+
+void Endpoint::keep_open() {
+    for (const auto& lane : lanes_) lane->keep_open();
+}
+
+std::vector<std::vector<Routes::Route>> Endpoint::routes() {
+    std::vector<std::vector<Routes::Route>> all;
+    for (const auto& lane : lanes_) all.push_back(lane->routes());
+    return all;
+}
+
 Driver::Health Endpoint::health() {
     Driver::Health sum = lanes_[0]->health();
     sum.lane_bytes_sent.push_back(sum.counters.bytes_sent + sum.counters.shared_bytes_sent);
@@ -317,6 +333,16 @@ std::vector<Driver::LinkHealth> Endpoint::links(const std::vector<std::uint16_t>
             // Rates add up. Lane 0 always has traffic: what it knows of the path is newest.
             all[at].bytes_per_s += more[at].bytes_per_s;
         }
+    }
+    return all;
+}
+
+// Lanes share the line, and an exchange fills all of them at once.
+LinePeaks::Peaks Endpoint::take_line_peaks() {
+    LinePeaks::Peaks all;
+    for (const auto& lane : lanes_) {
+        const LinePeaks::Peaks more = lane->take_line_peaks();
+        all = {all.out + more.out, all.in + more.in, all.both + more.both};
     }
     return all;
 }

@@ -59,8 +59,14 @@ public:
     }
     bool wait_view(std::uint32_t above, Nanos timeout) { return lanes_[0]->wait_view(above, timeout); }
     void close(Nanos linger);
+    // The peer may be reached at these addresses, by lane: see Routes.
+    void offer(std::uint16_t peer, const std::vector<Address>& addresses);
+    void keep_open();
+    // By lane and rank: where datagrams go.
+    [[nodiscard]] std::vector<std::vector<Routes::Route>> routes();
     [[nodiscard]] Driver::Health health();
     [[nodiscard]] std::vector<Driver::LinkHealth> links(const std::vector<std::uint16_t>& peers);
+    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
 
 private:
     // An exchange that is divided: its id in each lane, and what came of the parts that were waited for.

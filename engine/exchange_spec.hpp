@@ -34,6 +34,9 @@ struct ReceiveSpec {
 struct StageSpec {
     double budget{};        // 0 is exact, 1 never repairs
     Nanos deadline{never};  // absolute
+    // Parity per chunk of data: 0 is none; `automatic` is what the model of the link says pays (coding_model.hpp).
+    static constexpr double automatic = -1.0;
+    double redundancy{};
 };
 
 struct ExchangeSpec {

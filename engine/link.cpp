@@ -7,7 +7,10 @@ namespace storm {
 namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
-constexpr unsigned many_probes = 16;
+constexpr unsigned many_probes = 32;  // without an answer: the gap between probes doubles
+constexpr Nanos least_probe_gap = millisecond / 2;
+// So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
+constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
 
 }  // namespace
 
@@ -20,7 +23,9 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
         flight.bytes = 0;
     } else {
         flight.stamp = meter_.on_send(in_flight_bytes_, now);
+        if (in_flight_bytes_ == 0) waiting_since_ = now;
         in_flight_bytes_ += flight.bytes;
+        unanswered_bytes_ += flight.bytes;
         active_at_ = now;
     }
     at(next_) = flight;
@@ -32,13 +37,22 @@ Nanos Outbound::patience() const {
     return smooth_rtt_ + std::max(4 * rtt_variation_, millisecond) + millisecond;
 }
 
+Nanos Outbound::dark_at() const {
+    // Before anything was answered, nobody knows how slow the path is.
+    if (in_flight_bytes_ == 0 || smooth_rtt_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
+    return waiting_since_ + patience();
+}
+
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
-    // A peer that has not answered for long is away: it is asked twice a second, or after one round trip.
-    const unsigned doublings =
-        probes_ <= many_probes ? std::min(probes_, 3U) : std::min(probes_ - many_probes + 3, 16U);
-    const Nanos longest = probes_ <= many_probes ? second : std::clamp(8 * patience(), second / 2, second);
-    return active_at_ + std::min(patience() << doublings, longest);
+    // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
+    // are sent, and one that counts time is over soon.
+    const bool close = probes_ > 0 && lossy();
+    const unsigned doublings = smooth_rtt_ == 0 ? 0 : std::min(probes_, 3U);
+    const Nanos gap = close ? std::max(patience() / 4, least_probe_gap) : patience() << doublings;
+    // A peer that has not answered for long is away: it is asked less and less, at least once a second.
+    const Nanos longest = std::clamp(8 * patience(), second / 2, second);
+    return active_at_ + std::min(gap << std::min(probes_ / many_probes, 16U), longest);
 }
 
 void Outbound::probed(Nanos now) {
@@ -82,7 +96,11 @@ void Outbound::sample_rtt(Nanos rtt) {
 
 void Outbound::sample_loss(std::uint64_t arrived_bytes, std::uint64_t lost_bytes) {
     const auto lost = static_cast<double>(lost_bytes), all = static_cast<double>(arrived_bytes + lost_bytes);
-    if (all > 0) loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
+    if (all <= 0) return;
+    loss_ += (lost / all - loss_) * all / (all + loss_memory_bytes);
+    const double kept = std::max(1 - all / (16 * loss_memory_bytes), 0.0);
+    counted_bytes_ = kept * counted_bytes_ + all;
+    counted_lost_bytes_ = kept * counted_lost_bytes_ + lost;
 }
 
 void Outbound::retire() {
@@ -119,7 +137,7 @@ void Inbound::arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nano
 
 Nanos Inbound::report_at(std::uint64_t credit_bytes, Nanos delay) const {
     if (largest_ == 0) return never;
-    if (urgent_ || unreported_bytes_ * 4 >= credit_bytes) return unreported_bytes_ > 0 || urgent_ ? 0 : never;
+    if (urgent_ > 0 || unreported_bytes_ * 4 >= credit_bytes) return unreported_bytes_ > 0 || urgent_ > 0 ? 0 : never;
     return unreported_since_ == never ? never : unreported_since_ + delay;
 }
 
@@ -142,7 +160,7 @@ Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, 
     }
     unreported_bytes_ = 0;
     unreported_since_ = never;
-    urgent_ = false;
+    urgent_ = 0;
     return report;
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "burst_meter.hpp"
 #include "clock.hpp"
 #include "delivery_meter.hpp"
 #include "slots.hpp"
@@ -30,6 +31,7 @@ struct Flight {
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
     Blame blame{};
+    std::uint32_t challenge{};  // it went to an address in question: see routes.hpp
 };
 
 // The minimum of the last ten to twenty seconds. Older values count no more: routes change, and clocks drift apart.
@@ -60,6 +62,8 @@ public:
     static constexpr std::uint64_t reorder_limit = 8;
     // A lost number is remembered until so many later ones were sent, in case it was only late.
     static constexpr std::uint64_t late_limit = 512;
+    // A probe says again what so many of the latest datagrams said.
+    static constexpr std::uint64_t probe_reach = 64;
 
     explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
 
@@ -91,22 +95,37 @@ public:
     }
     [[nodiscard]] std::uint64_t flights_in_use() const { return next_ - base_; }
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
+    // Whether answers are overdue. A burst of losses takes whole windows: whoever waited for answers to what it took would
+    // fall silent within the burst. So windows do not count in the dark, up to a bound, as nobody may answer at all.
+    [[nodiscard]] bool dark(Nanos now) const { return now >= dark_at(); }
+    // When it gets dark if no answer comes; `never` if nothing is in flight, or so much that the bound is reached.
+    [[nodiscard]] Nanos dark_at() const;
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
     // When to probe because no report came for what is in flight; `never` when nothing is in flight.
     [[nodiscard]] Nanos probe_at() const;
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
+    // Calls `again(flight)` for the latest datagrams whose fate is not known.
+    template <class Again>
+    void each_unanswered(Again&& again) const;
     [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos patience() const;
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
-    [[nodiscard]] bool lossy() const { return loss_ > 0.02; }
+    [[nodiscard]] bool lossy() const { return loss() > 0.02; }
+    // Between two bursts of losses, the latest hundreds of datagrams show none: what thousands lost counts as well.
+    [[nodiscard]] double loss() const {
+        return counted_bytes_ > 0 ? std::max(loss_, counted_lost_bytes_ / counted_bytes_) : 0;
+    }
+    // How many datagrams are lost in a row, on average over the latest tens of losses; 1 if nothing is known.
+    [[nodiscard]] double burst() const { return bursts_.mean(); }
     // Nothing is left to send for now, so the delivery rate no longer shows what the link could carry.
     void on_app_limited() { meter_.on_app_limited(in_flight_bytes_); }
 
 private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
+    [[nodiscard]] const Flight& at(std::uint64_t number) const { return ring_[number & (ring_.size() - 1)]; }
     void grow();
     // Learns the round trip. Returns the one that rate control should use, which counts the delay on the way out only.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
@@ -122,6 +141,8 @@ private:
     std::uint64_t largest_acked_{};
     std::uint64_t credit_bytes_;
     std::uint64_t in_flight_bytes_{};
+    std::uint64_t unanswered_bytes_{};  // sent since something was last acknowledged
+    Nanos waiting_since_{};             // when that was, or since when something is in flight
     DeliveryMeter meter_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
@@ -129,7 +150,9 @@ private:
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
-    double loss_{};  // fraction lost of the latest hundreds of datagrams
+    double loss_{};                                  // fraction lost of the latest hundreds of datagrams
+    double counted_bytes_{}, counted_lost_bytes_{};  // of the latest thousands
+    BurstMeter bursts_;
     Delivery delivery_{};
 };
 
@@ -151,8 +174,10 @@ public:
     }
     // `arrived_at`: when it came to this machine, up to which its delay counts.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at);
-    void report_now() { urgent_ = true; }
-    [[nodiscard]] bool urgent() const { return urgent_; }
+    // A report is due at once, in so many copies.
+    void report_now(unsigned copies = 1) { urgent_ = std::max(urgent_, copies); }
+    // How many copies of the next report are asked for; 0 if it may wait.
+    [[nodiscard]] unsigned urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
     // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it.
@@ -171,7 +196,7 @@ private:
     Nanos timed_at_{};
     std::uint64_t unreported_bytes_{};
     Nanos unreported_since_{never};
-    bool urgent_{};
+    unsigned urgent_{};
     // Reports overlap so that one lost report loses no knowledge: each reaches back to the fourth before it.
     std::array<std::uint64_t, 4> reported_{};
     std::size_t reports_{};
@@ -209,7 +234,8 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     if (delivery.delivered_bytes > 0) {
         delivery.bytes_per_s = meter_.on_report(newest, delivery.delivered_bytes, held, now);
         delivery.app_limited = newest.app_limited;
-        active_at_ = now;
+        active_at_ = waiting_since_ = now;
+        unanswered_bytes_ = 0;
         probes_ = 0;
     }
     detect(now, [&](const Flight& flight) {
@@ -219,7 +245,15 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     sample_loss(delivery.delivered_bytes, delivery.lost_bytes);
     delivery.now = now;
     delivery.in_flight_bytes = in_flight_bytes_;
+    delivery.burst = burst();
     delivery_ = delivery;
+}
+
+template <class Again>
+void Outbound::each_unanswered(Again&& again) const {
+    for (std::uint64_t number = next_ - std::min(next_ - base_, probe_reach); number < next_; ++number) {
+        if (!at(number).settled) again(at(number));
+    }
 }
 
 template <class Lost>
@@ -255,6 +289,7 @@ void Outbound::detect(Nanos now, Lost&& lost) {
         if (largest_acked_ - number >= reorder_limit || flight.stamp.sent_at + delay <= now) {
             flight.settled = flight.lost = true;
             in_flight_bytes_ -= flight.bytes;
+            bursts_.on_lost(number);
             lost(flight);
         } else {
             loss_at_ = std::min(loss_at_, flight.stamp.sent_at + delay);

@@ -1,5 +1,9 @@
 #include "message.hpp"
 
+#include <cmath>
+#include <limits>
+
+#include "exchange.hpp"
 #include "kernels.hpp"
 
 namespace storm {
@@ -25,22 +29,43 @@ Cut::Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t
     start = mix(channel, seq) % chunks;
 }
 
+Control Outgoing::end() const {
+    return {.kind = Kind::end, .flags = stage_flag(second_stage), .channel = exchange->channel, .seq = exchange->seq};
+}
+
 void Outgoing::skip_missing() {
     ++cursor;
     ++given_up;
     if (reserved > 0) --reserved;
 }
 
+unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s) {
+    constexpr unsigned most = 6;
+    unsigned best = 1;
+    double least_s = std::numeric_limits<double>::infinity();
+    for (unsigned copies = 1; copies <= most; ++copies) {
+        const double again = std::min(chunks * std::pow(loss, copies), 1.0);
+        const double takes_s = copies * chunks * chunk_s + again * trip_s;
+        if (takes_s < least_s) {
+            least_s = takes_s;
+            best = copies;
+        }
+    }
+    return best;
+}
+
 void Outgoing::release() {
     wanted = false;
     repairs.clear();
+    echoes.clear();
     if (pins == 0) released = true;
 }
 
 void Outgoing::release_if_done() {
     if (released || pins > 0) return;
     // A chunk that was given up and then acknowledged after all counts twice; that does no harm once all were sent.
-    const bool settled_all = never_repaired() || acked + given_up >= cut.chunks;
+    // What the receiver only can decode is not settled before it has said so.
+    const bool settled_all = (never_repaired() || acked + given_up >= cut.chunks) && parity_due() == 0;
     if (!wanted || (first_pass_over() && settled_all)) release();
 }
 
@@ -56,7 +81,12 @@ bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
     }
     if (reduction != nullptr && allowed == cut.chunks) {
         // Chunks are sent once, in a known order: those well behind this one are lost.
-        const std::uint32_t ordinal = cut.ordinal(chunk);
+        std::uint32_t ordinal = cut.ordinal(chunk);
+        if (decoding && ordinal >= reorder_margin) {
+            // Parity follows its stretch: chunks of stretches before this one are lost, others may yet be decoded.
+            const std::uint32_t stretch = decoding->shape().stretch_of(ordinal - reorder_margin);
+            ordinal = decoding->shape().begin(stretch) + reorder_margin;
+        }
         while (settled_upto + reorder_margin < ordinal) give_up(cut.at(settled_upto++));
     }
     if (arrived_count == cut.chunks) closed = true;
@@ -70,6 +100,7 @@ void Incoming::give_up(std::uint32_t chunk) {
 void Incoming::close() {
     if (closed) return;
     closed = true;
+    decoding.reset();
     for (std::uint32_t chunk = 0; chunk < cut.chunks; ++chunk) give_up(chunk);
 }
 

@@ -11,33 +11,15 @@
 
 #include "bitmap.hpp"
 #include "clock.hpp"
+#include "coding.hpp"
+#include "controls.hpp"
+#include "cut.hpp"
 #include "reduction.hpp"
 #include "slots.hpp"
 
 namespace storm {
 
 class Exchange;
-
-// How a message is cut. The short chunk is always the last one; an empty message is one empty chunk.
-struct Cut {
-    std::uint64_t bytes{};
-    std::uint32_t chunk_bytes{}, chunks{}, start{};
-
-    // Each exchange starts at another chunk, so that a deadline does not always cut off the same ones.
-    Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
-    [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
-        return chunk + 1 < chunks ? chunk_bytes
-                                  : static_cast<std::uint32_t>(bytes - std::uint64_t{chunks - 1} * chunk_bytes);
-    }
-    [[nodiscard]] std::uint32_t at(std::uint32_t ordinal) const {
-        return static_cast<std::uint32_t>((std::uint64_t{start} + ordinal) % chunks);
-    }
-    [[nodiscard]] std::uint32_t ordinal(std::uint32_t chunk) const {
-        return chunk >= start ? chunk - start : chunk + (chunks - start);
-    }
-    // How many chunks may be missing under a budget.
-    [[nodiscard]] std::uint32_t allowed(double budget) const { return static_cast<std::uint32_t>(budget * chunks); }
-};
 
 // Checksums of the chunks of data that goes to several peers: each is computed once.
 struct Checks {
@@ -46,6 +28,10 @@ struct Checks {
 
     explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
 };
+
+// How often to send each of the last chunks of a message that were lost, so that it is soon complete: every copy costs its
+// time on the line, `chunk_s`, and a chunk of which all are lost costs another round trip.
+[[nodiscard]] unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s);
 
 // A message to a peer.
 struct Outgoing {
@@ -66,6 +52,7 @@ struct Outgoing {
     std::uint64_t eager_bytes{};  // bytes sent in the first pass so far
     Bitmap acked_chunks;
     std::deque<std::uint32_t> repairs;  // chunks to send again
+    std::deque<std::uint32_t> echoes;   // further copies of repairs, for when there is nothing else to send
     unsigned pins{};                    // batches that still point into `data`
     Nanos blocked_from{};  // since when to count losses, as a patient exchange goes on after a blocked path
     bool ready{};          // the receiver has posted: no eager limit
@@ -73,14 +60,20 @@ struct Outgoing {
     bool queued{};         // stands in its peer's queue; only SendQueue writes it
     bool wanted{true};     // false once nothing more need be sent
     bool released{};       // the caller may use its buffer again
+    std::unique_ptr<Encoding> encoding;  // its parity, once it is looked at whether any pays
 
     explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
     [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
     // Chunks that could be sent now.
     [[nodiscard]] std::size_t waiting() const {
-        return repairs.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) - cursor;
+        return repairs.size() + echoes.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) -
+               cursor + parity_due();
     }
+    [[nodiscard]] bool only_echoes() const { return !echoes.empty() && waiting() == echoes.size(); }
     [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
+    [[nodiscard]] std::size_t parity_due() const { return encoding ? encoding->due() : 0; }
+    // Chunks that the receiver has, or can decode as far as we know.
+    [[nodiscard]] std::uint32_t delivered() const { return acked + (encoding ? encoding->presumed() : 0); }
     // Chunk number `ordinal` of the first pass, in the order of sending.
     [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
         return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
@@ -96,6 +89,8 @@ struct Outgoing {
     // The next chunk of the first pass never reached us, so its receivers have to do without it.
     [[nodiscard]] bool next_is_missing() const { return source != nullptr && source->counts()[chunk_at(cursor)] == 0; }
     void skip_missing();
+    // The end of a lossy message, in a datagram of its own: it must be heard even if the last chunk is lost.
+    [[nodiscard]] Control end() const;
     // Nothing more is sent. The caller's buffer is released as soon as no batch points into it.
     void release();
     // Releases the message if every chunk is acknowledged or given up.
@@ -122,6 +117,8 @@ struct Incoming {
     Nanos close_at{never};         // when to close, after a grace for chunks that the end overtook
     Nanos ask_at{never};           // when to tell the sender again that we wait
     Nanos ask_every{};
+    std::uint32_t recovered{};           // chunks that parity gave back
+    std::unique_ptr<Decoding> decoding;  // once a chunk has come that says that parity follows, or parity itself
 
     explicit Incoming(const Cut& c) : cut(c), arrived(c.chunks), settled(c.chunks) {}
     [[nodiscard]] std::uint32_t missing() const { return cut.chunks - arrived_count; }

@@ -217,6 +217,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
         if (room == nullptr) break;
         peers_.mark(rank);
         any = true;
+        if (message->encoding) give_up_coding(peer, *message, now);
         if (out.publish(put_run(*message, out, room))) bells_.set(rank);
         Exchange& exchange = *message->exchange;
         message->release_if_done();
@@ -234,6 +235,7 @@ Shelf::Item* Core::shelve(const Outgoing& message, const Record& record, std::ui
 
 // Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
 std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* room) {
+    message.echoes.clear();  // nothing is lost on this way
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();

@@ -14,6 +14,7 @@
 #include "path_mtu.hpp"
 #include "pieces.hpp"
 #include "rate_control.hpp"
+#include "routes.hpp"
 #include "send_queue.hpp"
 #include "wire.hpp"
 
@@ -87,6 +88,7 @@ public:
     Controls controls;                         // filled by `say`
     std::deque<std::vector<std::byte>> notes;  // filled by `pass`
     std::unique_ptr<Passage> passage;          // shared memory, if it is on the same machine
+    Replies replies;                           // since the driver last took them
     bool vacant{};                             // nobody has the slot: whatever comes from it is forged
     bool told{};                               // it knows that we leave
     bool refused{};                            // the pool turned a chunk from it away

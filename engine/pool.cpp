@@ -48,7 +48,7 @@ std::vector<Pool::First> Pool::peek(std::uint32_t channel, std::uint32_t seq) co
     std::vector<First> firsts;
     for (const Entry& entry : found->second) {
         if (entry.header.kind != Kind::data || entry.header.chunk != 0) continue;
-        if ((entry.header.flags & flag_second_stage) != 0) continue;
+        if ((entry.header.flags & (flag_second_stage | flag_parity)) != 0) continue;
         firsts.push_back(
             {.source = entry.header.source, .payload = {entry.payload.get(), entry.payload.get() + entry.bytes}});
     }

@@ -28,6 +28,7 @@ constexpr double floor_bytes = 3'000;    // per round trip, always: two Ethernet
 constexpr double dip_gain = 0.3;         // of the rate while the queue is emptied to see the bare round trip
 constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
+constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
 constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
 constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
 constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
@@ -63,9 +64,10 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
         std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
 }
 
-bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now) {
+bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark) {
     if (!paced()) return true;
-    window_full_ = in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
+    window_full_ =
+        !dark && in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     if (in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round && known) {
         // A pause empties the queue. So send at full rate at once, and put off the next dip: the first datagrams see the
@@ -128,12 +130,14 @@ void RateControl::on_delivery(const Delivery& delivery) {
     if (delivery.rtt > 0) {
         learn_min_rtt(delivery.rtt, now);
         round_.min_rtt = std::min(round_.min_rtt, delivery.rtt);
+        round_.max_rtt = std::max(round_.max_rtt, delivery.rtt);
         round_.rtt_sum_s += seconds(delivery.rtt);
         ++round_.rtts;
         recent_rtt_[recent_++ % recent_rtt_.size()] = delivery.rtt;
     }
     in_flight_ = static_cast<double>(delivery.in_flight_bytes);
     line_bytes_per_s_ = delivery.line_bytes_per_s;
+    burst_ = delivery.burst;
     const auto delivered = static_cast<double>(delivery.delivered_bytes);
     const auto lost = static_cast<double>(delivery.lost_bytes);
     round_.delivered += delivered;
@@ -164,7 +168,7 @@ void RateControl::end_round(Nanos now) {
     const double queue_s = seconds(round_.min_rtt - min_rtt_);
     if (std::isinf(rate_))
         rate_ = pace_ = std::min(initial_rate_, initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt));
-    learn_delivery(queue_s);
+    learn_delivery(queue_s, round_s);
     advance(queue_s, round_s, now);
     if (busy_ >= crowd_) {
         crowd_ = busy_;
@@ -176,13 +180,16 @@ void RateControl::end_round(Nanos now) {
 
 // Standard deviation of a loss fraction measured over `bytes`. Never zero: a link that lost nothing so far may still lose.
 double RateControl::deviation(double loss, double bytes) const {
-    return std::sqrt(std::max(loss * (1 - loss), 0.01) * datagram_bytes_ / bytes);
+    // Losses that come in runs of b vary as if there were 2b - 1 times fewer datagrams.
+    return std::sqrt(std::max(loss * (1 - loss), 0.01) * (2 * burst_ - 1) * datagram_bytes_ / bytes);
 }
 
-void RateControl::learn_delivery(double queue_s) {
+void RateControl::learn_delivery(double queue_s, double round_s) {
     const double total = round_.delivered + round_.lost;
     const double loss = total > 0 ? std::min(round_.lost / total, max_loss) : 0;
     overflowed_ = false;
+    peak_queue_s_ =
+        std::max(seconds(round_.max_rtt - min_rtt_), peak_queue_s_ * (1 - std::min(round_s / peak_memory_s, 1.0)));
     if (total > 0) {
         const double spread = 0.02 + 3 * deviation(loss_, total);
         const double weight = std::min(0.25, total / (400 * datagram_bytes_));
@@ -193,7 +200,8 @@ void RateControl::learn_delivery(double queue_s) {
                 next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
             loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, most_loss_));
         } else {
-            overflowed_ = loss > loss_ + spread;
+            // A queue that overflows is as long as it can be. (A burst of losses may come at any length.)
+            overflowed_ = loss > loss_ + spread && seconds(round_.max_rtt - min_rtt_) > 0.7 * peak_queue_s_;
         }
     }
     shallow_ = overflowed_ ? std::max(0.8 * shallow_, 0.1) : std::min(1.004 * shallow_, 1.0);

@@ -32,8 +32,8 @@ class RateControl {
 public:
     // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has.
     RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1);
-    // Whether a batch of `bytes` may leave now; counts it if so.
-    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now);
+    // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
+    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
     [[nodiscard]] Nanos next_send_at(Nanos now) const;
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
@@ -52,7 +52,7 @@ private:
     enum class Phase : std::uint8_t { startup, drain, cruise, probe_rtt };
     // Sums over one round: a round trip, stretched on short links until it holds enough to average.
     struct Round {
-        Nanos begin{}, min_rtt{never};
+        Nanos begin{}, min_rtt{never}, max_rtt{};
         double delivered{}, lost{}, rated{}, weight{};  // weight: bytes whose rate was not app-limited
         double rtt_sum_s{}, rtts{};
         double limited_rate{}, best_rate{};  // the best sample that was app-limited, and the best other one
@@ -69,7 +69,7 @@ private:
     void learn_min_rtt(Nanos rtt, Nanos now);
     void end_round(Nanos now);
     [[nodiscard]] double deviation(double loss, double bytes) const;
-    void learn_delivery(double queue_s);
+    void learn_delivery(double queue_s, double round_s);
     void advance(double queue_s, double round_s, Nanos now);
     [[nodiscard]] Nanos dip_period() const;
     void begin_dip(Nanos now);
@@ -99,10 +99,12 @@ private:
     double weight_{1};               // share of the endpoint's line, compared to an equal one
     std::size_t busy_{1}, crowd_{};  // links with something to send; the most since the last pause
     double deadline_s_{std::numeric_limits<double>::infinity()};
-    double crowd_rate_{};   // our rate while they were that many
-    double shallow_{1};     // below 1 where the queue overflowed before the target was reached
-    bool queued_before_{};  // the last round saw more than the target
-    bool overflowed_{};     // this round lost more than the link does without a queue
+    double crowd_rate_{};    // our rate while they were that many
+    double burst_{1};        // datagrams lost in a row, on average
+    double peak_queue_s_{};  // the longest queue of the last minute or so: none overflows that is much shorter
+    double shallow_{1};      // below 1 where the queue overflowed before the target was reached
+    bool queued_before_{};   // the last round saw more than the target
+    bool overflowed_{};      // this round lost more than the link does without a queue
 
     double line_bytes_per_s_{};
     double fair_{};      // the rate while the queue was ours

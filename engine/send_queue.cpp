@@ -34,8 +34,8 @@ Outgoing* SendQueue::next(std::uint64_t eager_bytes) {
             messages_.erase(messages_.begin() + static_cast<std::ptrdiff_t>(i));
             continue;
         }
-        const bool within_eager =
-            candidate->ready || !candidate->repairs.empty() || candidate->eager_bytes < eager_bytes;
+        const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->only_echoes() ||
+                                  candidate->parity_due() > 0 || candidate->eager_bytes < eager_bytes;
         if (candidate->sendable() && within_eager) return candidate;
         ++i;
     }

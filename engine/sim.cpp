@@ -108,15 +108,15 @@ bool Sim::advance() {
 void Sim::arrive(Packet packet) {
     Host& host = hosts_[packet.target];
     if (host.dark || hosts_[packet.source].dark || hosts_[packet.source].cut.contains(packet.target)) return;
-    if (!packet.queued && config_.bytes_per_s > 0) {
+    const double rate = host.down > 0 ? host.down : config_.bytes_per_s;
+    if (!packet.queued && rate > 0) {
         // The switch's queue towards the target drops what does not fit.
         const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
-        if (waiting_s * config_.bytes_per_s + static_cast<double>(packet.bytes.size()) >
-            static_cast<double>(config_.queue_bytes)) {
+        if (waiting_s * rate + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
             ++queue_drops_;
             return;
         }
-        const auto takes = static_cast<Nanos>(static_cast<double>(packet.bytes.size()) / config_.bytes_per_s * 1e9);
+        const auto takes = static_cast<Nanos>(static_cast<double>(packet.bytes.size()) / rate * 1e9);
         host.downlink_free_at = std::max(host.downlink_free_at, now_) + takes;
         packet.at = host.downlink_free_at;
         packet.queued = true;
@@ -131,6 +131,7 @@ void Sim::arrive(Packet packet) {
 
 void Sim::pump(std::uint16_t rank) {
     Host& host = hosts_[rank];
+    const double rate = host.up > 0 ? host.up : config_.bytes_per_s;
     while (host.core->transmit(batch_, now_)) {
         std::vector<std::byte> joined;
         joined.reserve(batch_.bytes());
@@ -141,8 +142,8 @@ void Sim::pump(std::uint16_t rank) {
         for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
             const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
             Nanos leaves = now_;
-            if (config_.bytes_per_s > 0) {
-                const auto takes = static_cast<Nanos>(static_cast<double>(size) / config_.bytes_per_s * 1e9);
+            if (rate > 0) {
+                const auto takes = static_cast<Nanos>(static_cast<double>(size) / rate * 1e9);
                 leaves = host.uplink_free_at = std::max(host.uplink_free_at, now_) + takes;
             }
             const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);

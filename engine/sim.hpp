@@ -54,6 +54,11 @@ public:
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
+    // Sets the rates of one rank's link, up to the switch and down from it, from now on; 0 is that of all.
+    void set_line(std::uint16_t rank, double up, double down) {
+        hosts_.at(rank).up = up;
+        hosts_.at(rank).down = down;
+    }
     // Replaces the faults of all links, from now on.
     void set_faults(const FaultSettings& faults);
 
@@ -67,6 +72,7 @@ private:
         std::unique_ptr<Core> core;
         std::unique_ptr<FaultPath> faults;
         Nanos uplink_free_at{}, downlink_free_at{};
+        double up{}, down{};  // bytes per second, where they differ from those of the others
         Nanos timer{never};
         bool dark{};
         std::set<std::uint16_t> cut;  // ranks that nothing reaches from here

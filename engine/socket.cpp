@@ -1,16 +1,11 @@
 #include "socket.hpp"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
+#include <netinet/in.h>
 #include <netinet/udp.h>
-#include <sys/ioctl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <stdexcept>
 #include <system_error>
 
 // Older headers lack these; older kernels refuse them, which is handled.
@@ -37,68 +32,10 @@ bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || erro
 
 }  // namespace
 
-Address::Address(const std::string& host, std::uint16_t port) {
-    auto* four = reinterpret_cast<sockaddr_in*>(&storage_);
-    auto* six = reinterpret_cast<sockaddr_in6*>(&storage_);
-    // A link-local IPv6 address needs its interface: fe80::1%eth0.
-    const std::size_t percent = host.find('%');
-    if (inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
-        four->sin_family = AF_INET;
-        four->sin_port = htons(port);
-    } else if (inet_pton(AF_INET6, host.substr(0, percent).c_str(), &six->sin6_addr) == 1) {
-        six->sin6_family = AF_INET6;
-        six->sin6_port = htons(port);
-        if (percent != std::string::npos) six->sin6_scope_id = if_nametoindex(host.c_str() + percent + 1);
-    } else {
-        throw std::invalid_argument("not a numeric IPv4 or IPv6 address: " + host);
-    }
-}
-
-socklen_t Address::size() const { return storage_.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in); }
-
-std::uint16_t Address::port() const {
-    return ntohs(storage_.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_port
-                                                : reinterpret_cast<const sockaddr_in*>(&storage_)->sin_port);
-}
-
-std::size_t interface_mtu(const std::string& host) {
-    const Address wanted(host, 0);
-    ifaddrs* all = nullptr;
-    if (getifaddrs(&all) != 0) return 0;
-    const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(all, freeifaddrs);
-    const auto* wanted4 = reinterpret_cast<const sockaddr_in*>(wanted.get());
-    for (const ifaddrs* each = all; each != nullptr; each = each->ifa_next) {
-        if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != wanted.family()) continue;
-        bool same = false;
-        if (wanted.family() == AF_INET) {
-            const auto* four = reinterpret_cast<const sockaddr_in*>(each->ifa_addr);
-            // All of 127/8 is the loopback's, though only one address is listed.
-            const bool loopback = (each->ifa_flags & IFF_LOOPBACK) != 0 && ntohl(wanted4->sin_addr.s_addr) >> 24 == 127;
-            same = loopback || four->sin_addr.s_addr == wanted4->sin_addr.s_addr;
-        } else {
-            const auto* six = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
-            same = std::memcmp(&six->sin6_addr, &reinterpret_cast<const sockaddr_in6*>(wanted.get())->sin6_addr,
-                               sizeof(in6_addr)) == 0;
-        }
-        if (!same) continue;
-        const Descriptor any(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-        if (any.get() < 0) return 0;
-        ifreq request{};
-        std::strncpy(request.ifr_name, each->ifa_name, IFNAMSIZ - 1);
-        const bool known = ioctl(any.get(), SIOCGIFMTU, &request) == 0;
-        return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
-    }
-    return 0;
-}
-
-std::size_t datagram_bytes_for(std::size_t mtu, int family) {
-    const std::size_t overhead = (family == AF_INET6 ? 40U : 20U) + 8U;
-    return std::min(mtu > overhead ? mtu - overhead : 0, max_datagram_bytes);
-}
-
 Socket::Socket(const Address& address, const SocketConfig& config)
     : fd_(Descriptor::checked(socket(address.family(), SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0),
-                              "cannot open a UDP socket")) {
+                              "cannot open a UDP socket")),
+      family_(address.family()) {
     if (bind(fd(), address.get(), address.size()) != 0) {
         throw std::system_error(errno, std::generic_category(),
                                 "cannot bind UDP port " + std::to_string(address.port()));
@@ -143,7 +80,7 @@ std::uint16_t Socket::port() const {
     return bound.port();
 }
 
-std::size_t Socket::send(std::span<Batch* const> batches) {
+std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Address> peers) {
     constexpr std::size_t most = 16;
     std::array<mmsghdr, most> messages;
     struct alignas(cmsghdr) SegmentSpace {
@@ -156,7 +93,7 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         for (; count < most && sent + count < batches.size(); ++count) {
             Batch& batch = *batches[sent + count];
             if (batch.segments() > 1 && !segmentation_) break;
-            const Address& to = peers_[batch.peer()];
+            const Address& to = peers[batch.peer()];
             msghdr& header = messages[count].msg_hdr;
             header = {};
             header.msg_name = const_cast<sockaddr*>(to.get());
@@ -174,7 +111,7 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
             std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
         }
         if (count == 0) {
-            if (!send_one_by_one(*batches[sent])) return sent;
+            if (!send_to(peers[batches[sent]->peer()], *batches[sent])) return sent;
             ++sent;
             continue;
         }
@@ -190,7 +127,7 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
         if (first.segments() > 1 && refused) {
             // Either each datagram is too large for the interface, or this kernel or device accepts the option but refuses
             // segments: sending one by one tells which.
-            if (!send_one_by_one(first)) return sent;
+            if (!send_to(peers[first.peer()], first)) return sent;
             // A batch larger than any datagram is refused too, which says nothing about segments.
             segmentation_ = first.too_large() || first.bytes() > max_datagram_bytes;
         } else if (errno == EMSGSIZE) {
@@ -201,11 +138,10 @@ std::size_t Socket::send(std::span<Batch* const> batches) {
     return sent;
 }
 
-bool Socket::send_one_by_one(Batch& batch) {
+bool Socket::send_to(const Address& to, Batch& batch) {
     // Every segment has the same number of parts: a header and, unless it is empty, a payload.
     const std::size_t parts = batch.parts().size() / batch.segments();
     std::array<mmsghdr, Batch::max_segments> messages{};
-    const Address& to = peers_[batch.peer()];
     for (std::size_t i = 0; i < batch.segments(); ++i) {
         msghdr& header = messages[i].msg_hdr;
         header.msg_name = const_cast<sockaddr*>(to.get());
@@ -232,6 +168,8 @@ std::size_t Socket::receive_messages() {
     for (std::size_t slot = 0; slot < slots; ++slot) {
         msghdr& header = messages_[slot].msg_hdr;
         header = {};
+        header.msg_name = &sources_[slot].storage_;
+        header.msg_namelen = sizeof sources_[slot].storage_;
         header.msg_iov = &parts_[slot];
         header.msg_iovlen = 1;
         header.msg_control = controls_[slot].bytes;

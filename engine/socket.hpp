@@ -1,7 +1,6 @@
 // The only system calls on the data path: one UDP socket, many datagrams per call.
 #pragma once
 
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -9,36 +8,13 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
-#include <vector>
 
+#include "address.hpp"
 #include "batch.hpp"
 #include "clock.hpp"
 #include "descriptor.hpp"
 
 namespace storm {
-
-// A numeric IPv4 or IPv6 address and a port.
-class Address {
-public:
-    Address() = default;
-    // Throws std::invalid_argument for anything but a numeric address.
-    Address(const std::string& host, std::uint16_t port);
-
-    [[nodiscard]] const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
-    [[nodiscard]] socklen_t size() const;
-    [[nodiscard]] int family() const { return storage_.ss_family; }
-    [[nodiscard]] std::uint16_t port() const;
-
-private:
-    friend class Socket;
-    sockaddr_storage storage_{};
-};
-
-// The MTU of the interface that owns a numeric address; 0 when no interface does.
-[[nodiscard]] std::size_t interface_mtu(const std::string& host);
-// The largest UDP payload of an interface with this MTU.
-[[nodiscard]] std::size_t datagram_bytes_for(std::size_t mtu, int family);
 
 struct SocketConfig {
     std::size_t receive_buffer{4 << 20};
@@ -56,22 +32,24 @@ public:
 
     // Frees the descriptor and the port; nothing else may be called after it.
     void close() { fd_.close(); }
-    void set_peers(std::vector<Address> peers) { peers_ = std::move(peers); }
-    void set_peer(std::uint16_t rank, const Address& address) { peers_.at(rank) = address; }
 
-    // Sends batches in order and returns how many are gone; fewer than given when the socket's buffer is full.
-    // Batches that the network refuses (no route, no such port) count as sent, and then as lost.
-    [[nodiscard]] std::size_t send(std::span<Batch* const> batches);
+    // Sends batches in order to the addresses of their peers, by rank, and returns how many are gone; fewer than given when
+    // the socket's buffer is full. Batches that the network refuses (no route, no such port) count as sent, and then as
+    // lost.
+    [[nodiscard]] std::size_t send(std::span<Batch* const> batches, std::span<const Address> peers);
+    // Sends one batch to an address; false if the socket's buffer is full.
+    bool send_to(const Address& to, Batch& batch);
     struct Read {
         std::size_t datagrams{};
         bool more{};  // others may wait: the system call brought as much as it can
     };
-    // Calls `take(datagram, arrived_at)` with each datagram that waits, up to one system call's worth. `arrived_at` is the
-    // kernel's time stamp, by CLOCK_REALTIME; 0 where there is none.
+    // Calls `take(datagram, arrived_at, from)` with each datagram that waits, up to one system call's worth. `arrived_at` is
+    // the kernel's time stamp, by CLOCK_REALTIME; 0 where there is none.
     template <class Take>
     Read receive(Take&& take);
 
     [[nodiscard]] int fd() const { return fd_.get(); }
+    [[nodiscard]] int family() const { return family_; }
     [[nodiscard]] std::uint16_t port() const;
     [[nodiscard]] std::size_t receive_buffer() const { return receive_buffer_; }  // as the kernel granted it
     [[nodiscard]] bool segments() const { return segmentation_; }
@@ -83,7 +61,6 @@ private:
         8;  // messages per receive call: few, so that they are still in the cache when read
     static constexpr std::size_t slot_bytes = 65'536;
 
-    [[nodiscard]] bool send_one_by_one(Batch& batch);
     [[nodiscard]] std::size_t receive_messages();
     // What the kernel says about a message: when it arrived, and the segment size that it used when it joined datagrams; the
     // whole length if it joined none.
@@ -94,13 +71,14 @@ private:
     [[nodiscard]] About about(std::size_t slot);
 
     Descriptor fd_;
+    int family_;
     bool segmentation_{}, coalescing_{};
     std::size_t receive_buffer_{};
     std::uint32_t overflow_{};
-    std::vector<Address> peers_;
     std::unique_ptr<std::byte[]> buffer_;
     std::array<mmsghdr, slots> messages_{};
     std::array<iovec, slots> parts_{};
+    std::array<Address, slots> sources_{};
     struct alignas(cmsghdr) ControlSpace {
         std::byte bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(std::uint32_t)) + CMSG_SPACE(sizeof(timespec))];
     };
@@ -116,7 +94,7 @@ Socket::Read Socket::receive(Take&& take) {
         const About message = about(slot);
         do {
             const std::size_t size = std::min(message.segment_bytes, rest.size());
-            take(rest.first(size), message.arrived_at);
+            take(rest.first(size), message.arrived_at, sources_[slot]);
             rest = rest.subspan(size);
             ++datagrams;
         } while (!rest.empty());

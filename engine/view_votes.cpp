@@ -88,7 +88,7 @@ void Views::consider(Nanos now) {
     const bool all_accounted_for = !successors.empty() && (present | successors).contains(latest_.ranks());
     const bool possible = choice.quorum || all_accounted_for;
     const bool orphaned = misses_leaver();
-    const bool wanted = answers_.promised || choice.members != latest_.members || orphaned;
+    const bool wanted = answers_.promised || choice.members != latest_.members || orphaned || wants_anew_;
     if (!possible || !wanted || choice.members.empty() || !choice.stay.has(self_.rank)) {
         wanted_since_ = never;
         return;

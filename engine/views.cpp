@@ -302,6 +302,12 @@ void Views::ask_out(Nanos now) {
     beat_at_ = now;
 }
 
+void Views::ask_anew(Nanos now) {
+    wants_anew_ = dirty_ = true;
+    watch(now);
+    beat_at_ = now;
+}
+
 void Views::put_ask(Member who, Nanos now, Nanos until, bool own) {
     if (who.rank == self_.rank || latest_.has(who) || who.incarnation < slots_[who.rank].incarnation) return;
     if (who.incarnation > slots_[who.rank].incarnation) occupy(who, now);
@@ -326,6 +332,7 @@ void Views::install(const View& view, Nanos now) {
     failures_ = 0;
     patience_ = 0;
     wanted_since_ = consider_at_ = never;
+    wants_anew_ = false;
     for (const Member who : view.members) {
         if (who.rank == self_.rank) continue;
         occupy(who, now);

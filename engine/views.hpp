@@ -73,6 +73,8 @@ public:
     void ask_in(Member who, std::span<const std::byte> card, Nanos now);
     // This process wants to leave.
     void ask_out(Nanos now);
+    // This process wants another view, even with the same members: their sessions divide their work anew in it.
+    void ask_anew(Nanos now);
 
     // The latest view whose members' cards are all known; null as long as this process knows none.
     [[nodiscard]] const View* view() const;
@@ -185,7 +187,7 @@ private:
     Nanos patience_{};  // drawn anew after each failure, so that proposers part
     unsigned failures_{};
 
-    bool watching_{}, wants_out_{};
+    bool watching_{}, wants_out_{}, wants_anew_{};
     bool blank_{};  // it came in, and no session has settled since
     bool dirty_{};  // something has changed that `consider` must see
     Nanos last_tick_{}, beat_at_{never}, beaten_at_{}, cards_at_{never};

@@ -66,11 +66,14 @@ inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; w
 inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
 inline constexpr std::uint8_t flag_piece =
     16;  // with `data`: the payload is a prefix and a part of the chunk (pieces.hpp)
+inline constexpr std::uint8_t flag_parity = 32;  // with `data`: a chunk of parity, named as in coding.hpp
+inline constexpr std::uint8_t flag_coded = 64;   // with `data`: parity of this chunk's stretch will follow
 // The stage of a message as a flag.
 [[nodiscard]] constexpr std::uint8_t stage_flag(bool second_stage) {
     return second_stage ? flag_second_stage : std::uint8_t{0};
 }
-inline constexpr std::uint8_t known_flags = flag_second_stage | flag_last | flag_repair | flag_sealed | flag_piece;
+inline constexpr std::uint8_t known_flags =
+    flag_second_stage | flag_last | flag_repair | flag_sealed | flag_piece | flag_parity | flag_coded;
 
 struct Header {
     Kind kind{};

@@ -151,9 +151,13 @@ private:
         } else if (what < 89) {
             say(world_, "%u is paused", rank);
             world_.pause(rank);
-        } else if (what < 92) {
+        } else if (what < 91) {
             say(world_, "%u runs on", rank);
             world_.resume(rank);
+        } else if (what < 92) {
+            if (!lives(rank)) return;
+            say(world_, "%u wants a view anew", rank);
+            world_.anew(rank);
         } else if (what < 97) {
             come(rank, other);
         } else if (what < 99 || !heals_) {

@@ -27,12 +27,13 @@ TEST(controls_are_bounded) {
 }
 
 TEST(controls_that_somebody_waits_for_leave_in_several_copies) {
-    CHECK_EQUAL(copies_of(Kind::end, false, {}), 3U);
-    CHECK_EQUAL(copies_of(Kind::done, true, {.lossy = true, .probes = 9}), 1U);
-    CHECK_EQUAL(copies_of(Kind::report, false, {.lossy = true}), 1U);
-    CHECK_EQUAL(copies_of(Kind::report, true, {}), 1U);
-    CHECK_EQUAL(copies_of(Kind::report, true, {.lossy = true}), 2U);
-    CHECK_EQUAL(copies_of(Kind::ping, false, {}), 1U);
-    CHECK_EQUAL(copies_of(Kind::ping, false, {.lossy = true, .probes = 1}), 3U);
-    CHECK_EQUAL(copies_of(Kind::ping, false, {.probes = 100}), 4U);
+    CHECK_EQUAL(copies_of(Kind::end, 0, {}), 3U);
+    CHECK_EQUAL(copies_of(Kind::done, 1, {.lossy = true, .probes = 9}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, 0, {.lossy = true}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, 1, {}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, 1, {.lossy = true}), 2U);
+    CHECK_EQUAL(copies_of(Kind::report, 4, {.lossy = true}), 5U);
+    CHECK_EQUAL(copies_of(Kind::ping, 0, {}), 1U);
+    CHECK_EQUAL(copies_of(Kind::ping, 0, {.lossy = true, .probes = 1}), 3U);
+    CHECK_EQUAL(copies_of(Kind::ping, 0, {.probes = 100}), 4U);
 }

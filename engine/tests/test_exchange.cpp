@@ -179,3 +179,12 @@ TEST(exchange_tells_once_of_new_final_chunks) {
     CHECK(exchange.sends[0].sendable());
     CHECK_EQUAL(exchange.sends[0].chunk_at(0), 1U);
 }
+
+TEST(copies_at_the_end_weigh_the_line_against_another_round_trip) {
+    CHECK_EQUAL(copies_at_the_end(10, 0.1, 0.001, 0.0001), 1U);  // a round trip costs less than a copy
+    CHECK_EQUAL(copies_at_the_end(1, 0.1, 0.0001, 0.1), 3U);     // 0.3 ms and a thousandth of a trip
+    CHECK_EQUAL(copies_at_the_end(1, 0.001, 0.0001, 0.1), 1U);
+    CHECK_EQUAL(copies_at_the_end(1, 0.001, 0.00001, 0.1), 2U);
+    CHECK(copies_at_the_end(100, 0.4, 0.0, 0.1) >= 6);  // nothing limits the rate
+    CHECK_EQUAL(copies_at_the_end(1000, 0.1, 0.001, 0.1), 1U);
+}

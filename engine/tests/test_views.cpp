@@ -104,6 +104,35 @@ TEST(newcomer_is_taken_in_with_its_card) {
     CHECK_EQUAL(world.at(0).views->card({6, 1})->size(), 4U);
 }
 
+TEST(wish_for_a_view_anew_gives_one_more_with_the_same_members) {
+    for (std::uint16_t asker = 0; asker < 4; ++asker) {
+        World world(4, 4, asker);
+        world.run_for(silence);
+        world.anew(asker);
+        world.run_for(silence / 2);
+        check_agreed(world, ranks({0, 1, 2, 3}));
+        CHECK_EQUAL(world.view(asker).number, 2U);
+        CHECK(world.view(asker).joined.empty());
+        world.run_for(20 * silence);
+        CHECK_EQUAL(world.decided().size(), 2U);
+        CHECK(world.violation().empty());
+    }
+}
+
+TEST(wish_for_a_view_anew_is_fulfilled_by_the_view_without_a_dead_member) {
+    World world(4, 4, 7);
+    world.run_for(silence);
+    world.kill(0);
+    world.anew(3);
+    world.run_for(3 * silence);
+    check_agreed(world, ranks({1, 2, 3}));
+    CHECK(world.decided().size() <= 3U);
+    const std::size_t settled = world.decided().size();
+    world.run_for(20 * silence);
+    CHECK_EQUAL(world.decided().size(), settled);
+    CHECK(world.violation().empty());
+}
+
 TEST(member_that_wants_out_is_listed_as_leaving_and_then_forgotten) {
     World world(3, 4, 6);
     world.run_for(silence);

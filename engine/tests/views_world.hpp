@@ -123,6 +123,11 @@ public:
         drain(rank);
     }
 
+    void anew(std::uint16_t rank) {
+        if (at(rank).runs()) at(rank).views->ask_anew(now_);
+        drain(rank);
+    }
+
     void run_until(Nanos end) {
         while (true) {
             Nanos next = queue_.empty() ? never : queue_.front().at;

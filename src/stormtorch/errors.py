@@ -26,6 +26,10 @@ class PathBlocked(StormError):
     """A peer answered for `silence_s`, but no data reached it: the path carries only small datagrams."""
 
 
+class Unreachable(StormError):
+    """Two ranks behind routers that translate addresses found no way to each other when the job began."""
+
+
 class ExchangeTimeout(StormError, TimeoutError):
     """An exchange did not end within its timeout."""
 

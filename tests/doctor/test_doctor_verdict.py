@@ -184,7 +184,9 @@ def test_a_sender_that_is_slow_itself_blames_no_link() -> None:
 
 def test_nat_versions_and_clocks_are_named() -> None:
     translated = network(3, {(1, each): {"seen": "203.0.113.9"} for each in (0, 2)})
-    assert found(translated) == [("NAT", (1,))]
+    (finding,) = examine(translated)
+    assert (finding.subject, finding.ranks, finding.level) == ("NAT", (1,), Level.NOTE)
+    assert "Options(nat=True)" in finding.remedy
     other = {2: {"versions": {"stormtorch": "0.9", "torch": "2.13.0", "python": "3.11.7"}}}
     assert found(network(3, ranks=other)) == [("versions", (2,))]
     ahead: dict[Place, Mapping[str, Any]] = {(0, 1): {"clock_ahead_s": 60.0}, (1, 0): {"clock_ahead_s": -60.0}}

@@ -5,6 +5,7 @@ report = run_ddp(DdpSettings(ranks=4, network=Conditions(rate="400mbit", loss=0.
 report.write(Path("ddp.json"))
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from stormtorch.bench.replicas import (
     DEFAULT,
     DRIFT,
     DRIFT_FLAT,
+    DRIFT_RATE,
     LEARNING_RATE,
     NO_SYNC,
     GlooReplica,
@@ -41,11 +43,13 @@ from stormtorch.policies.presets import WIRES
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.statistics import median
 from stormtorch.results.surroundings import surroundings
+from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 STEP = (
     "zero_grad, forward, backward and the update by SGD; DistributedDataParallel has its default buckets "
     "(gradient_as_bucket_view=True), storm-drift is stormtorch.prepare with the defaults of BoundedDrift, storm-alone "
-    "the same without standbys, storm-drift-flat without hierarchy; one torch thread per rank"
+    "the same without standbys, storm-drift-flat without hierarchy, storm-drift-rate with shards by measured rates; "
+    "one torch thread per rank"
 )
 TIMES = (
     "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
@@ -109,7 +113,7 @@ class DdpSettings:
         check_between("iters", self.iters, 1, 1_000_000)
         check_between("steps", self.steps, 1, 10_000)
         check_between("warmup", self.warmup, 0, 1_000_000)
-        check_backends(self.backends, self.network, BACKENDS, further=(DRIFT_FLAT,))
+        check_backends(self.backends, self.network, BACKENDS, further=(DRIFT_FLAT, DRIFT_RATE))
         check_subset("wire", self.wires, tuple(WIRES))
         check_subset("device", (self.device,), ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -222,6 +226,8 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
         "kernel_drops": sum(counters.kernel_drops for counters in log.counters.values()),
         "chunk_bytes": log.chunk_bytes,
     }
+    if settings.network is not None and settings.network.lines:
+        conditions["shards"] = _shards(settings.network, settings.hosts, size_bytes)
     gloo = next((name for name in settings.backends if name.startswith("gloo") and name in by_name), None)
     peer = None if gloo is None else BackendResult(**statistics(log, gloo, by_name[gloo]))
     results = []
@@ -257,6 +263,20 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
             )
         )
     return DdpReport(conditions, results, log.samples)
+
+
+def _shards(network: Conditions, hosts: int, size_bytes: int) -> dict[str, Any]:
+    """Predicts the exchange of a step with equal and with the best shares, where lines differ."""
+    lines = [network.line(host) for host in range(hosts)]
+    speeds = [HostSpeed((line.up_bits or math.inf) / 8, (line.down_bits or math.inf) / 8) for line in lines]
+    times = ShardTimes(speeds, size_bytes)
+    best = times.best()
+    return {
+        "of": "float32, one rank per host, no loss, no headers, no standby, no optimizer: theory.ShardTimes",
+        "equal_s": times.step_s([1 / hosts] * hosts),
+        "best_s": times.step_s(best),
+        "best": [round(share, 4) for share in best],
+    }
 
 
 def _mean_cpu_s(samples: list[Sample]) -> float:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -40,13 +41,16 @@ LOSSY = {f"storm-lossy{ending}": wire for wire, ending in _ENDINGS.items()}
 _FOLLOWED = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}
 _ALONE = {f"storm-alone{ending}": wire for wire, ending in _ENDINGS.items()}
 _FLAT = {f"storm-drift-flat{ending}": wire for wire, ending in _ENDINGS.items()}
-DRIFT = {**_FOLLOWED, **_ALONE, **_FLAT}
+_BY_RATE = {f"storm-drift-rate{ending}": wire for wire, ending in _ENDINGS.items()}
+DRIFT = {**_FOLLOWED, **_ALONE, **_FLAT, **_BY_RATE}
 """Wires of the replicas prepared for `BoundedDrift`: those of storm-alone have no standbys, those of storm-drift-flat
-no hierarchy."""
+no hierarchy, those of storm-drift-rate shards by measured rates."""
 DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo")
 """Backends that are compared by default."""
 DRIFT_FLAT = "storm-drift-flat"
 """Backend in a lab: storm-drift without the hierarchy that it chooses where hosts have several ranks."""
+DRIFT_RATE = "storm-drift-rate"
+"""Backend in a lab: storm-drift whose ranks own shares by what their lines carry."""
 BACKENDS = (*DEFAULT, "storm-alone")
 """Backends that can be asked for; a lab also has those of gloo by TCP's congestion control."""
 LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
@@ -56,6 +60,7 @@ LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
 def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
     """Puts one contender for each of the wires in place of storm-lossy and each kind of storm-drift."""
     families = {"storm-lossy": LOSSY, "storm-drift": _FOLLOWED, "storm-alone": _ALONE, DRIFT_FLAT: _FLAT}
+    families[DRIFT_RATE] = _BY_RATE
     return tuple(
         name
         for each in backends
@@ -203,7 +208,8 @@ class DriftReplica(StormReplica):
         model = copy.deepcopy(task.model)
         self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
         wire, standby, hierarchy = WIRES[DRIFT[name]], int(name not in _ALONE), name not in _FLAT
-        policy = BoundedDrift(wire=wire, standby=standby, hierarchy=hierarchy)
+        shards: Literal["equal", "rate"] = "rate" if name in _BY_RATE else "equal"
+        policy = BoundedDrift(wire=wire, standby=standby, hierarchy=hierarchy, shards=shards)
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
         (self._session,) = sessions_of(model)

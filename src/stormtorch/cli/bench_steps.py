@@ -31,6 +31,7 @@ from stormtorch.cli.options import (
     Layers,
     Learners,
     Patience,
+    PerLink,
     Plot,
     Queue,
     Ranks,
@@ -80,6 +81,7 @@ def ddp(
     jitter: Jitter = None,
     queue: Queue = None,
     tcp: Tcp = None,
+    per_link: PerLink = None,
     patience_s: Patience = 30.0,
     ranks_per_host: Annotated[
         int,
@@ -93,6 +95,7 @@ def ddp(
     storm is exact; storm-lossy is storm with the hook of LossyGradients; no_sync is a step without communication.
     storm-drift is prepared for BoundedDrift: gradients and parameters may be lost, and replicas differ a little.
     storm-alone is the same without standbys, which shows what those cost.
+    In a lab, storm-drift-rate is storm-drift with shares by what lines carry, which differ by --per-link.
     It runs on loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
     The backends take turns within every round; a time is that of the slowest rank.
     The first step checks gradients against the mean, and the warm-up that they are the same on every rank.
@@ -118,6 +121,11 @@ def ddp(
         from stormtorch.cli.tables.steps import ddp_table
 
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
+        if per_link is not None:
+            from stormtorch.lab.conditions import Conditions
+            from stormtorch.lab.per_link import read_per_link
+
+            network = read_per_link(per_link, network or Conditions(), ranks // max(ranks_per_host, 1))
         settings = DdpSettings(
             ranks=ranks,
             ranks_per_host=ranks_per_host,

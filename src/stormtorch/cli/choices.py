@@ -31,6 +31,13 @@ class Wire(StrEnum):
     int8 = "int8"
 
 
+class Shards(StrEnum):
+    """Ways to divide the parameters among the ranks."""
+
+    equal = "equal"
+    rate = "rate"
+
+
 class Weights(StrEnum):
     """Ways to weigh the gradients that arrived."""
 

@@ -24,6 +24,7 @@ from stormtorch.cli.options import (
     LabBurst,
     LabLoss,
     LabName,
+    Nat,
     PerLink,
     Queue,
     Rate,
@@ -57,6 +58,7 @@ def run(
     queue: Queue = None,
     tcp: Tcp = None,
     cable: Cable = None,
+    nat: Nat = None,
     seed: Seed = 0,
     per_link: PerLink = None,
     management: Annotated[
@@ -84,6 +86,8 @@ def run(
 
       stormtorch lab run --loss 0.1 --management -- torchrun train.py
 
+      stormtorch lab run --hosts 3 --nat 1 --nat 2 -- python train.py
+
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
     with friendly_errors(), ending_signals():
@@ -92,7 +96,7 @@ def run(
         from stormtorch.lab.per_link import read_per_link
 
         changes = _changes(rate=rate, loss=loss, burst=burst, trace=trace, delay=delay, jitter=jitter, queue=queue)
-        conditions = Conditions(seed=seed, tcp=tcp, cable=cable).changed(**changes)
+        conditions = Conditions(seed=seed, tcp=tcp, cable=cable, nat=_routers(nat or [])).changed(**changes)
         if per_link is not None:
             conditions = read_per_link(per_link, conditions, hosts)
         if not 1 <= per_node <= 64:
@@ -139,6 +143,10 @@ def change(
     join: Annotated[
         list[str] | None, typer.Option(help="Let a host or a link that was cut off come back, in the same words.")
     ] = None,
+    rebind: Annotated[
+        list[int] | None,
+        typer.Option(help="Have the router of a host (--nat) forget what it has translated, so that ports change."),
+    ] = None,
 ) -> None:
     """Change the network of a running lab; what is not named stays as it is.
 
@@ -169,6 +177,8 @@ def change(
             hosts, links = _places(verb, places or [])
             changes |= {verb: hosts} if hosts else {}
             changes |= {f"{verb}_links": links} if links else {}
+        if rebind:
+            changes["rebind"] = rebind
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
         reply = ask(lab, {"set": changes})
@@ -213,6 +223,17 @@ def _changes(**options: Any) -> dict[str, Any]:
             raise BadCondition("trace", "takes the place of loss and burst; only one can hold")
         changes["loss"] = _read_trace(changes.pop("trace"))
     return changes
+
+
+def _routers(words: Sequence[str]) -> dict[int, str]:
+    """Reads hosts behind routers, such as 1 and 2:symmetric."""
+    routers = {}
+    for word in words:
+        found = re.fullmatch(r"(\d+)(?::(\w+))?", word)
+        if found is None:
+            raise BadCondition("nat", f"must be a host as 1, or with a kind as 1:symmetric, got {word!r}")
+        routers[int(found[1])] = found[2] or "cone"
+    return routers
 
 
 def _places(option: str, words: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from stormtorch.cli.choices import (
     How,
     Optimizer,
     Precision,
+    Shards,
     Weights,
     Wire,
     spaced,
@@ -98,6 +99,14 @@ Lead = Annotated[
     float,
     typer.Option(
         help="lead: how far ahead parameters are sent, in multiples of their mean lag p/(1-p).",
+        rich_help_panel=_POLICY,
+    ),
+]
+ShardsName = Annotated[
+    Shards,
+    typer.Option(
+        "--shards",
+        help="How much each rank owns: the same, or by what its line and its processor are measured to carry.",
         rich_help_panel=_POLICY,
     ),
 ]
@@ -237,6 +246,14 @@ Cable = Annotated[
     int | None,
     typer.Option(
         help="Join two hosts by a cable of this MTU, without switch or limits: 1500, or 9000 for jumbo frames.",
+        rich_help_panel=_LAB,
+    ),
+]
+Nat = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Put a host behind a router that translates addresses, as in a home: 1, or 1:symmetric for one that shows "
+        "another port to each destination; can be given several times.",
         rich_help_panel=_LAB,
     ),
 ]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stormtorch.cli.choices import TRAIN_POLICIES, Weights, Wire
+from stormtorch.cli.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.networks import lab_network
 from stormtorch.cli.options import (
@@ -31,6 +31,7 @@ from stormtorch.cli.options import (
     Rate,
     RedundancyText,
     Seeds,
+    ShardsName,
     Steps,
     TextData,
     Timeout,
@@ -65,6 +66,7 @@ def lm(
     redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
+    shards: ShardsName = Shards.equal,
     data: TextData = None,
     batch: Batch = 32,
     lr: Lr = 1e-3,
@@ -116,6 +118,7 @@ def lm(
             redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
+            shards=shards.value,
             given=given(command),
             data=data,
             batch=batch,
@@ -150,6 +153,7 @@ def image(
     redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
+    shards: ShardsName = Shards.equal,
     data: PictureData = None,
     batch: Batch = 16,
     lr: Lr = 0.1,
@@ -191,6 +195,7 @@ def image(
             redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
+            shards=shards.value,
             given=given(command),
             data=data,
             batch=batch,

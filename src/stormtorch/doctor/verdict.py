@@ -315,11 +315,12 @@ def _translated(found: Examination) -> list[Finding]:
             findings.append(
                 Finding(
                     subject="NAT",
-                    level=Level.PROBLEM,
+                    level=Level.NOTE,
                     text=f"{_capital(found.name(number))} has the address {rank.address}, but others see "
                     f"{', '.join(sorted(seen))}: a NAT lies between them.",
-                    remedy="Join the hosts by one network in which they see each other's own addresses, such as a VPN, "
-                    "and name it by STORM_SOCKET_IFNAME or Options(interface=...).",
+                    remedy="Ranks find a way through it by Options(nat=True), if one rank is reached by all others. "
+                    "If that fails with `Unreachable`, join the hosts by a VPN, and name its interface by "
+                    "STORM_SOCKET_IFNAME or Options(interface=...).",
                     ranks=(number,),
                 )
             )

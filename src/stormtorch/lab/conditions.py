@@ -22,6 +22,8 @@ MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
 LEAST_MTU, MOST_MTU = 576, 1500
 """Range of an MTU: what every IPv4 path should carry, and what Ethernet does."""
+CONE, SYMMETRIC = NAT_KINDS = "cone", "symmetric"
+"""Kinds of routers that translate addresses: one shows the same port of its host to all others, one another to each."""
 MOST_CABLE_MTU = 65535
 """Largest MTU of a cable; jumbo frames of Ethernet have 9000."""
 
@@ -67,6 +69,9 @@ class Conditions:
     """Delays of single links (source, target) in seconds, instead of `delay`."""
     lines: Mapping[int, HostLine] = field(default_factory=dict)
     """Lines that differ from the others, by host."""
+    nat: Mapping[int, str] = field(default_factory=dict)
+    """Hosts behind a router of their own that translates addresses: "cone" shows one port of the host to all others,
+    "symmetric" another one to each."""
     cable: int | None = None
     """MTU of a cable that joins two hosts, without a switch and all that it can do to packets; None is a switch."""
 
@@ -79,6 +84,7 @@ class Conditions:
             "cut": frozenset(self.cut),
             "cut_links": frozenset((source, target) for source, target in self.cut_links),
             "mtu": None if self.mtu is None else checked_mtu("mtu", self.mtu),
+            "nat": checked_nat(self.nat),
         }
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
@@ -103,6 +109,7 @@ class Conditions:
             "mtu": self.mtu is not None,
             "cut": bool(self.cut or self.cut_links),
             "per_link": bool(self.lines),
+            "nat": bool(self.nat),
         }
         for name, wanted in wants.items():
             if wanted:
@@ -188,7 +195,7 @@ class Conditions:
             if source == target:
                 raise BadCondition("cut", f"names a link from host {source} to itself")
         ends = {host for link in self.cut_links for host in link}
-        for name, named in (("cut", self.cut | ends), ("per_link", self.lines)):
+        for name, named in (("cut", self.cut | ends), ("per_link", self.lines), ("nat", self.nat)):
             for host in named:
                 if not 0 <= host < hosts:
                     raise BadCondition(name, f"names host {host}; the hosts are 0 to {hosts - 1}")
@@ -213,6 +220,8 @@ class Conditions:
             data["mtu"] = self.mtu
         if self.cable is not None:
             data["cable_mtu"] = self.cable
+        if self.nat:
+            data["nat"] = dict(sorted(self.nat.items()))
         if self.delays:
             data["delays_s"] = {f"{source}>{target}": delay for (source, target), delay in self.delays.items()}
         if self.lines:
@@ -248,6 +257,14 @@ def checked_mtu(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not LEAST_MTU <= value <= MOST_MTU:
         raise BadCondition(name, f"must be a number of bytes in [{LEAST_MTU}, {MOST_MTU}], got {value!r}")
     return value
+
+
+def checked_nat(nat: Mapping[int, str]) -> dict[int, str]:
+    """Kinds of routers that translate addresses, by host."""
+    for host, kind in nat.items():
+        if kind not in NAT_KINDS:
+            raise BadCondition("nat", f"must be {' or '.join(NAT_KINDS)} for each host, got {kind!r} for host {host}")
+    return dict(nat)
 
 
 def both_ways(*links: tuple[int, int]) -> frozenset[tuple[int, int]]:

@@ -6,7 +6,6 @@ with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
 """
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -26,6 +25,8 @@ from stormtorch.lab.cable import CableNetwork
 from stormtorch.lab.conditions import MOST_HOSTS, Conditions
 from stormtorch.lab.measured import Measured
 from stormtorch.lab.namespaces import Holder, send_inside
+from stormtorch.lab.nat import Router, private_address
+from stormtorch.lab.probing import probe_words, run_probes
 from stormtorch.lab.registry import Registration
 from stormtorch.lab.relay import RelayNetwork
 from stormtorch.lab.running import Line, run_everywhere
@@ -41,10 +42,6 @@ from stormtorch.lab.wires import (
 from stormtorch.network.loss import Trace
 
 MASTER_PORT = 29500
-_PROBE_PACKETS = 10
-_PROBE_S = 0.4
-# At higher rates, the probe would measure the cores that its sender needs, not the line.
-_MOST_PROBED_BITS = 2e9
 
 
 class Lab:
@@ -82,7 +79,10 @@ class Lab:
             checked_tcp(self.conditions.tcp)
         self._management = management
         self._probing = probe
+        if 0 in self.conditions.nat and not management:
+            raise BadCondition("nat", "must leave out host 0, which others must reach, or needs management=True")
         self._holders: list[Holder] = []
+        self._routers: dict[int, Router] = {}
         self._stopped: list[subprocess.Popen[Any]] = []
         self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
@@ -113,11 +113,13 @@ class Lab:
         for _ in range(self.size):
             self._holders.append(Holder(access, self._pipe[0], inside=switch))
         hosts = self.holders
-        self._registration.record([holder.pid for holder in self._holders])
+        for host, kind in self.conditions.nat.items():
+            self._routers[host] = Router(Holder(access, self._pipe[0], inside=switch), host, kind)
+        self._registration.record([holder.pid for holder in self._all_holders()])
         self._name_hosts(self._registration.folder / "hosts")
         # The probe measures rate and round trip, so the network has no loss until it is done.
         at_first = self.conditions.unhindered() if self._probing else self.conditions
-        self._network = self._kind_of_network()(switch, hosts, at_first)
+        self._network = self._kind_of_network()(switch, [self._edge(host) for host in range(self.size)], at_first)
         if self._management:
             make_bridge(switch, hosts, "br1", MANAGEMENT_DEVICE, management_address, port="m")
         if self.conditions.tcp is not None:
@@ -125,6 +127,8 @@ class Lab:
         if self._probing:
             self._probe()
             self._network.apply(self.conditions)
+        for host, router in self._routers.items():
+            router.join(hosts[host])
         self.reset()
         self._registration.serve(self._answer)
 
@@ -143,9 +147,10 @@ class Lab:
             if self._network is not None:
                 self._network.close()
         self._network = None
-        for holder in reversed(self._holders):
+        for holder in reversed(self._all_holders()):
             holder.end()
         self._holders.clear()
+        self._routers.clear()
         # The programs that entered the hosts stop with their commands, and would not notice that those are gone.
         for process in self._stopped:
             if process.poll() is None:
@@ -187,9 +192,22 @@ class Lab:
         """Holders of the hosts' namespaces, without the switch's."""
         return self._holders[1:]
 
+    def _all_holders(self) -> list[Holder]:
+        return [*self._holders, *(router.holder for router in self._routers.values())]
+
+    def _edge(self, host: int) -> Holder:
+        """Holder of what is in the network under test for a host: the host itself, or its router."""
+        return self._routers[host].holder if host in self._routers else self.holders[host]
+
     def address(self, host: int) -> str:
-        """Address of a host in the network under test."""
-        return address(host)
+        """Address of a host in the network under test: the one that it binds."""
+        return private_address(host) if host in self._routers else address(host)
+
+    def rebind(self, host: int) -> None:
+        """Has the router of a host forget what it has translated: datagrams of the host then come from another port."""
+        if host not in self._routers:
+            raise BadCondition("rebind", f"must be a host behind a router, got {host!r}; there are {[*self._routers]}")
+        self._routers[host].rebind()
 
     def management_address(self, host: int) -> str:
         """Address of a host in the management network."""
@@ -205,11 +223,14 @@ class Lab:
     def command(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
         """Command line that runs `words` on a host, in the current directory."""
         self._opened()
+        return self._command(self.holders[host], words, env)
+
+    def _command(self, holder: Holder, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
         # nsenter stays as the parent of the command. It must ignore Ctrl-C, which is meant for the command alone.
         before = [tool("env"), "--ignore-signal=INT", "--ignore-signal=TERM"]
         after = [tool("env"), "--default-signal=INT", "--default-signal=TERM", f"--chdir={os.getcwd()}"]
-        return [*before, *self.holders[host].enter(processes=True), *after, *settings, *words]
+        return [*before, *holder.enter(processes=True), *after, *settings, *words]
 
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
@@ -302,6 +323,8 @@ class Lab:
             network = self._opened()
             if conditions.cable != self.conditions.cable:
                 raise BadCondition("cable", "stays as it is while a lab runs: it is another kind of network")
+            if conditions.nat != self.conditions.nat:
+                raise BadCondition("nat", "stays as it is while a lab runs; `rebind` changes the ports of a host")
             if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
                 raise BadCondition(
                     "delay", "can change only in a lab that started with a delay: it needs another kind of network"
@@ -344,38 +367,11 @@ class Lab:
                     ) from error
 
     def _probe(self) -> None:
-        script = Path(__file__).with_name("probe.py")
         bits = [self.conditions.line(host).up_bits or 0.0 for host in range(self.size)]
-        if max(bits) > _MOST_PROBED_BITS:
-            bits = [0.0] * self.size
-        start_at = time.monotonic() + 0.2 + 0.05 * self.size
-        probes = [
-            self.start(
-                host,
-                [
-                    sys.executable,
-                    "-ISs",
-                    str(script),
-                    address(host),
-                    address((host + 1) % self.size),
-                    *(str(value) for value in (start_at, _PROBE_PACKETS, bits[host], _PROBE_S)),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for host in range(self.size)
+        commands = [
+            self._command(self._edge(host), words) for host, words in enumerate(probe_words(bits, time.monotonic()))
         ]
-        found = []
-        for host, probe in enumerate(probes):
-            output, problem = probe.communicate(timeout=30)
-            if probe.returncode != 0:
-                raise LabError(f"the probe of host {host} failed: {problem.strip()}")
-            found.append(json.loads(output))
-        self._probed = {
-            "rates_bits": [each["rate_bits"] for each in found if each["rate_bits"] is not None],
-            "round_trips_s": [sorted(times)[len(times) // 2] for each in found if (times := each["round_trips_s"])],
-        }
+        self._probed = run_probes(commands)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers the requests of `stormtorch lab set` and `lab show`."""
@@ -387,6 +383,8 @@ class Lab:
         if "cut_links" in changes or "join_links" in changes:
             cut, join = ({(a, b) for a, b in changes.pop(name, ())} for name in ("cut_links", "join_links"))
             changes["cut_links"] = (self.conditions.cut_links | cut) - join
+        for host in changes.pop("rebind", ()):
+            self.rebind(host)
         if changes:
             self.set(**changes)
         return {

@@ -27,7 +27,8 @@ _PERIOD = 1 << 16
 _DRAWS = 8
 _TABLE = "stormtorch"
 _ROUTER_RULES = "/proc/sys/net/bridge/bridge-nf-call-iptables"
-_NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "off")
+NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "off")
+"""Features of a device, for ethtool, by which each packet travels by itself."""
 
 
 def address(host: int) -> str:
@@ -165,7 +166,7 @@ def make_bridge(
         # Send packets of a real wire's size, not bundles of forty, so that each is lost by itself. (gso_max_segs 1
         # would do this, too, but TCP would then send one segment at a time, and BBR would lose most of its rate.)
         for end, name in ((holder, device), (switch, f"{port}{index}")):
-            end.run([tool("ethtool"), "-K", name, *_NO_BUNDLES])
+            end.run([tool("ethtool"), "-K", name, *NO_BUNDLES])
         # Packets may be bundled after they have arrived, as any network card does: losses have happened by then.
         holder.run([tool("ethtool"), "-K", device, "gro", "on"])
 

@@ -95,9 +95,13 @@ class Row:
     bytes_sent: int = 0
     """Bytes of all datagrams that this rank's transport has sent since the previous row, whatever they were for."""
     parity_bytes: int = 0
-    """Bytes among them that were parity, which brings back what is lost."""
+    """Bytes of these that were parity, from which receivers decode what was lost."""
+    blocks_saved: int = 0
+    """Blocks of chunks sent since the previous row whose losses parity made up for."""
+    blocks_topped_up: int = 0
+    """Blocks of chunks of which more was lost than parity could make up for, so that chunks were sent again."""
     recovered: int = 0
-    """Chunks of others' gradients and parameters that were lost and came back by parity."""
+    """Chunks that did not reach this rank, and that it decoded from parity."""
     gradient_wait_s: float = 0.0
     """Seconds in which the rank had nothing to do but wait for gradients."""
     broadcast_wait_s: float = 0.0
@@ -108,6 +112,12 @@ class Row:
     """Chunks that would have become too old and that this rank fetched exactly, also for others of its machine."""
     guarded: bool = False
     """Whether the broadcast was exact because the guard demanded it."""
+    share: float | None = None
+    """Fraction of the parameters that this rank owned; None where ranks own nothing."""
+    late: dict[int, float] = field(default_factory=dict)
+    """Ranks that were late, under `deadline="auto"`: fraction of each one's buckets whose gradients are in the mean."""
+    deadline_s: float | None = None
+    """Deadline for gradients in this step, in seconds from having parameters on, as this rank has learned it."""
     missing: list[int] = field(default_factory=list)
     """Ranks of the group that are not there."""
     events: list[str] = field(default_factory=list)
@@ -234,6 +244,10 @@ class Ledger:
             "published_bound": _mean([row.published_bound for row in rows]),
             "most_lag": max((max(row.lag) for row in rows if row.lag), default=0),
             "bytes_sent": sum(row.bytes_sent for row in rows),
+            "parity_bytes": sum(row.parity_bytes for row in rows),
+            "blocks_saved": sum(row.blocks_saved for row in rows),
+            "blocks_topped_up": sum(row.blocks_topped_up for row in rows),
+            "recovered": sum(row.recovered for row in rows),
             "gradient_wait_s": sum(row.gradient_wait_s for row in rows),
             "broadcast_wait_s": sum(row.broadcast_wait_s for row in rows),
             "guarded": sum(row.guarded for row in rows),
@@ -299,7 +313,7 @@ def _shown(name: str, value: object) -> str:
         return "not measured"
     if name == "arrived":
         return f"{value:.2%} of the chunks"
-    if name == "bytes_sent":
+    if name in ("bytes_sent", "parity_bytes"):
         return f"{value:,}"
     if name.endswith("_s"):
         return f"{value:.3f}"

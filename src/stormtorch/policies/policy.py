@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -147,6 +148,10 @@ class OwnerPolicy(Policy):
     broadcast: Reliability | None = None
     """Reliability of stage 2, parameters to everyone; None is `reliability`. A budget below 1 repairs until at most
     that fraction is missing, or until the deadline."""
+    deadline: Literal["auto"] | None = None
+    """What happens to a rank that computes more slowly than the others. None waits for it. "auto" goes on without its
+    gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
+    missed. See `stormtorch.runtime.timed`."""
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5
@@ -167,14 +172,24 @@ class OwnerPolicy(Policy):
     """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
     as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
 
+    shards: Literal["equal", "rate"] | tuple[float, ...] = "equal"
+    """How much each rank owns. "equal" gives all ranks the same. "rate" measures what lines carry in each direction and
+    how fast processors are, and cuts shards anew, by a view with the same members, whenever that should make steps at
+    least a tenth shorter: ranks whose line is thin in one direction, or whose processor is slow, then own less. A line
+    that is thin both ways alike is best used by an equal share. A tuple has a weight for each rank; where in and out
+    share a medium, as in Wi-Fi, a small one for a slow host pays."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_shards(self.shards)
         check(
             self.ownership in ("auto", "elements", "parameters"),
             "ownership",
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
+        check(self.deadline in (None, "auto"), "deadline", 'be "auto" or None', self.deadline)
+        check(self.deadline is None or not self.overlap, "overlap", 'be False with deadline="auto"', self.overlap)
         check(self.standby in (0, 1), "standby", "be 0 or 1", self.standby)
         check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
         check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
@@ -208,6 +223,15 @@ class OwnerPolicy(Policy):
             ahead: What `ahead` returned.
         """
         return before.lerp_(now, 1.0 + ahead)
+
+
+def _check_shards(shards: object) -> None:
+    words = '"equal", "rate" or a tuple of weights, none of them negative and one above 0'
+    if isinstance(shards, tuple):
+        numbers = all(isinstance(each, int | float) and 0.0 <= each < math.inf for each in shards)
+        check(numbers and sum(shards) > 0.0, "shards", f"be {words}", shards)
+    else:
+        check(shards in ("equal", "rate"), "shards", f"be {words}", shards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ class PolicySettings:
     """Measured loss above which the broadcast becomes exact; None never does that."""
     every: int = 1
     """Steps between two averagings of models."""
+    shards: Literal["equal", "rate"] = "equal"
+    """How much of the parameters each rank owns: the same, or by measured speed. Virtual workers have no speed."""
     given: frozenset[str] = frozenset()
     """Names of settings that the user gave. A class from a file keeps its own defaults for the others."""
 
@@ -68,7 +70,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     if name == "gradient-averaging":
         return GradientAveraging(reliability=lossy, wire=wire)
     if name == "lossless":
-        return BoundedDrift(reliability=EXACT, wire=wire)
+        return BoundedDrift(reliability=EXACT, wire=wire, shards=settings.shards)
     if name not in PRESETS:
         raise ValueError(
             f"policy must be one of {', '.join(PRESETS)}, or a class in a file as in my.py:MyPolicy, got {name!r}"
@@ -82,6 +84,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
         max_lag=settings.max_lag,
         guard=settings.guard,
         wire=wire,
+        shards=settings.shards,
     )
 
 

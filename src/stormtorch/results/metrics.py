@@ -202,6 +202,8 @@ METRICS = (
     Metric("stormtorch_received_datagrams_total", "counter", "Datagrams received.", _health("datagrams_received")),
     Metric("stormtorch_rejected_datagrams_total", "counter", "Datagrams that were dropped as garbage.", _rejected),
     Metric("stormtorch_repaired_chunks_total", "counter", "Chunks sent again.", _health("repaired")),
+    Metric("stormtorch_parity_bytes_total", "counter", "Bytes of parity sent.", _health("parity_bytes")),
+    Metric("stormtorch_recovered_chunks_total", "counter", "Lost chunks decoded from parity.", _health("recovered")),
     Metric(
         "stormtorch_late_chunks_total", "counter", "Chunks that came after their exchange had ended.", _health("late")
     ),

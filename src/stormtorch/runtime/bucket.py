@@ -40,6 +40,8 @@ class Bucket:
                 self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
         # Addresses of the gradients' places: comparing numbers is much quicker than making views.
         self._homes = [view.data_ptr() for view in self.grad_views]
+        self._home: torch.Tensor | None = None
+        self._spare = torch.empty(0)
         self.finite: bool | None = None
         """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
         self._own(torch.empty(0))
@@ -113,6 +115,8 @@ class Bucket:
         Raises:
             RuntimeError: A parameter has another dtype, device or size, or was copied while parameters were arriving.
         """
+        if self.is_away:
+            return
         first, size = self.flat.data_ptr(), self.dtype.itemsize
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             if not slot.count or (parameter.data_ptr() == first + slot.first * size and parameter.dtype == self.dtype):
@@ -222,6 +226,40 @@ class Bucket:
         """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
         self.grads = self.host_grads = self.own_grads = self.host_own_grads = self.grads.new_empty(0)
         self.grad_views = []
+
+    # --- steps beside a running backward ------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """Whether `flat` is other memory than that which the model computes with."""
+        return self._home is not None
+
+    @torch.no_grad()
+    def go_away(self) -> None:
+        """Goes on in a copy of the parameters, so that the model's own stay as they are while it computes."""
+        if self._home is None:
+            if self._spare.shape != self.flat.shape:
+                self._spare = torch.empty_like(self.flat)
+            self._spare.copy_(self.flat)
+            self._home = self.flat
+            self._dwell(self._spare)
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Gives the model the parameters of the copy, and goes on in its memory."""
+        if self._home is not None:
+            self._home.copy_(self.flat)
+            home, self._home = self._home, None
+            self._dwell(home)
+
+    def _dwell(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        if not self.on_gpu:
+            self.host_flat = flat
+        is_master = self.masters is self.own
+        self.own = self.shard(flat, self.rank)
+        if is_master:
+            self.masters = self.own
 
     # --- to and from a GPU ------------------------------------------------------------------------------------------
 

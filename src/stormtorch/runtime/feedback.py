@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,7 @@ from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
+from stormtorch.runtime.shares import Speed
 
 Flags = list[list[torch.Tensor] | None]
 """Flags of chunks for each rank, bucket by bucket; None where a rank has none."""
@@ -37,11 +39,15 @@ class Feedback:
     ) -> None:
         self.guarded = False
         """Whether the broadcast is exact because a rank's guard demands it."""
+        self.lateness: Callable[[], tuple[float, float]] = lambda: (1.0, 0.0)
+        """Returns what this rank gives of its gradients and how long it takes: `Report.given` and `took_s`."""
         self._policy = policy
         self._rounds = rounds
         self._reduction = reduction
         self._broadcast = broadcast
         self._rank, self._ranks = rank, ranks
+        self.speed: tuple[float, ...] = Speed()
+        """Measured speed of this rank, for its reports."""
         self._guard = Guard(policy.guard, policy.max_lag)
         self._serve: list[torch.Tensor | None] = [None] * ranks
         self._fetch: list[torch.Tensor | None] = [None] * ranks
@@ -85,6 +91,8 @@ class Feedback:
             wanted,
             settings,
             touched,
+            self.speed,
+            *self.lateness(),
         )
 
     def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:

@@ -9,6 +9,8 @@ from stormtorch.collectives.spans import shards
 
 # Every parameter begins at a multiple of this, as a tensor of its own would.
 _ALIGNMENT_BYTES = 64
+PARTS = 1 << 12
+"""Parts in which shares of different sizes are counted, so that all ranks cut alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,16 @@ class Layout:
         return pieces
 
 
-def recut(layout: Layout, element_bytes: int, owners: int, *, whole: bool, turn: int = 0) -> Layout:
-    """Returns a layout with the same places of parameters, cut into shards for another number of owners.
+def recut(
+    layout: Layout,
+    element_bytes: int,
+    owners: int,
+    *,
+    whole: bool,
+    turn: int = 0,
+    parts: Sequence[int] | None = None,
+) -> Layout:
+    """Returns a layout with the same places of parameters, cut into shards for other owners.
 
     Args:
         layout: The layout as it is.
@@ -62,13 +72,20 @@ def recut(layout: Layout, element_bytes: int, owners: int, *, whole: bool, turn:
         whole: Whether shards must not cut through parameters.
         turn: Owner of the first shard where shards are whole parameters. Buckets with few parameters should differ in
             it, so that not all of them belong to the same owner.
+        parts: Share of each owner, in parts of `PARTS`; None gives all the same.
     """
     if not whole:
-        return Layout(layout.elements, layout.slots, tuple(shards(layout.elements, element_bytes, owners)))
+        if parts is None:
+            spans = shards(layout.elements, element_bytes, owners)
+        else:
+            spans = _in_parts(layout.elements, max(_ALIGNMENT_BYTES // element_bytes, 1), parts)
+        return Layout(layout.elements, layout.slots, tuple(spans))
     ends = [slot.first for slot in layout.slots[1:]] + [layout.elements]
     cuts = [0]
-    for owner in range(1, owners):
-        wanted = layout.elements * owner / owners
+    given = 0
+    for shard in range(1, owners):
+        given += 0 if parts is None else parts[(shard - 1 + turn) % owners]
+        wanted = layout.elements * (shard / owners if parts is None else given / PARTS)
         nearest = min((0, *ends), key=lambda end: abs(end - wanted))
         cuts.append(max(nearest, cuts[-1]))
     cuts.append(layout.elements)
@@ -76,6 +93,13 @@ def recut(layout: Layout, element_bytes: int, owners: int, *, whole: bool, turn:
     for shard, (begin, end) in enumerate(itertools.pairwise(cuts)):
         spans[(shard + turn) % owners] = (begin, end - begin)
     return Layout(layout.elements, layout.slots, tuple(spans))
+
+
+def _in_parts(elements: int, align: int, parts: Sequence[int]) -> list[tuple[int, int]]:
+    """Cuts a vector into shards of given sizes, at multiples of `align`. Some may be empty."""
+    units = -(-elements // align)
+    ends = [min(round(units * sum(parts[: place + 1]) / PARTS) * align, elements) for place in range(len(parts))]
+    return [(begin, end - begin) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def plan(counts: Sequence[int], element_bytes: int, bucket_bytes: float, owners: int, *, whole: bool) -> list[Layout]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from stormtorch.runtime.layout import Layout
+from stormtorch.runtime.layout import PARTS, Layout
 from stormtorch.runtime.standby import standby_of
 
 
@@ -25,6 +25,12 @@ class Cut:
     members: tuple[int, ...]
     layouts: Sequence[Layout]
     standbys: int
+    parts: tuple[int, ...] | None = None
+    """Share of each member, in parts of `layout.PARTS`; None is equal ones."""
+
+    def share(self, place: int) -> float:
+        """Returns the fraction of the parameters that a member owns."""
+        return 1.0 / len(self.members) if self.parts is None else self.parts[place] / PARTS
 
     def standby(self, shard: int) -> int | None:
         """Returns the rank that follows the owner of a shard, if there is one."""

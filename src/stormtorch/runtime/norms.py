@@ -13,12 +13,14 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
+from stormtorch.errors import StormError
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
 from stormtorch.transport.waiting import doing
@@ -72,6 +74,19 @@ class Gradient(torch.Tensor):
             return func(*args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One call of `clip_grad_norm_`."""
+
+    parameters: frozenset[int]
+    max_norm: float
+    norm_type: float
+
+    def factor(self, total: torch.Tensor) -> torch.Tensor:
+        """Returns what gradients of this norm are multiplied by."""
+        return (self.max_norm / (total + 1e-6)).clamp(max=1.0)
+
+
 class Norms:
     """The norms of all parameters' gradients, computed in one exchange of all ranks.
 
@@ -97,6 +112,16 @@ class Norms:
         self._order = math.nan
         self._served: set[int] = set()
         self._by_parameter: dict[int, list[tuple[Bucket, Piece]]] = {}
+        self.refusal: str | None = None
+        """Why norms cannot be computed but by `clip_grad_norm_`, if they cannot."""
+        self.idle = False
+        """Whether the program's gradients are of no step, so that it gets the norms of the last exchange."""
+        self.clips: list[Clip] = []
+        """What `clip_grad_norm_` has done since this was last emptied; only kept where there is a `refusal`."""
+        self.written: Callable[[], None] = lambda: None
+        """Called when `clip_grad_norm_` has changed averaged gradients."""
+        self._latest: dict[float, torch.Tensor] = {}
+        self.clipping = False
         self.writable: Callable[[Bucket], None] = lambda _bucket: None
         """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
 
@@ -121,16 +146,29 @@ class Norms:
     def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
         """Multiplies this rank's pieces of some parameters' gradients by a factor."""
         self.forget()
+        if not self.idle:
+            self._scale(parameters, factor)
+
+    def _scale(self, parameters: Iterable[int], factor: torch.Tensor) -> None:
         for parameter in parameters:
             for bucket, piece in self._pieces().get(parameter, ()):
                 self.writable(bucket)
                 bucket.within_own(piece, bucket.own_grads).mul_(factor)
+        self.written()
+
+    def clip(self, clip: Clip) -> None:
+        """Repeats what `clip_grad_norm_` did in an earlier step, for the gradients of this one."""
+        norms_P = self._exchange(clip.norm_type)
+        total = torch.linalg.vector_norm(norms_P[sorted(clip.parameters)], clip.norm_type)
+        self._scale(clip.parameters, clip.factor(total))
 
     def change_own(
         self, gradient: Gradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Repeats an in-place operation on a gradient, alone or in a list, for the optimizer's copy of it."""
         self.forget()
+        if self.idle:
+            return
         several = isinstance(args[0], list | tuple)
         place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
         for bucket, piece in self._pieces().get(gradient.parameter, ()):
@@ -163,7 +201,15 @@ class Norms:
 
     @torch.no_grad()
     def _ask(self, order: float) -> torch.Tensor:
+        if self.refusal is not None and not self.clipping:
+            raise StormError(self.refusal)
         self._complete()
+        if self.idle:
+            return self._latest.get(order, torch.zeros(self._parameters, device=self._buckets[0].device))
+        return self._exchange(order)
+
+    @torch.no_grad()
+    def _exchange(self, order: float) -> torch.Tensor:
         group, finite = self.group, math.isfinite(order)
         device = self._buckets[0].device
         own_P = torch.zeros(self._parameters, device=device)
@@ -176,7 +222,10 @@ class Norms:
         with doing("clip_grad_norm_()"):
             collectives.all_gather(group, all_NP, all_NP[group.rank]).wait()
         together = torch.stack(all_NP).to(device)
-        return together.sum(0) ** (1.0 / order) if finite else together.amax(0)
+        norms_P = together.sum(0) ** (1.0 / order) if finite else together.amax(0)
+        if self.refusal is not None:
+            self._latest[order] = norms_P
+        return norms_P
 
 
 @torch.no_grad()
@@ -207,9 +256,19 @@ def clip_grad_norm_(
     gradients = [each.grad for each in given if isinstance(each.grad, Gradient)]
     if not gradients or len(gradients) < sum(each.grad is not None for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     # A model with several optimizers has gradients of several kinds.
-    for norms in {id(each.norms): each.norms for each in gradients}.values():
-        norms.scale_own({each.parameter for each in gradients if each.norms is norms}, factor)
+    kinds = {id(each.norms): each.norms for each in gradients}.values()
+    for norms in kinds:
+        norms.clipping = len(kinds) == 1
+    try:
+        total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    finally:
+        for norms in kinds:
+            norms.clipping = False
+    for norms in kinds:
+        parameters_of = frozenset(each.parameter for each in gradients if each.norms is norms)
+        clip = Clip(parameters_of, float(max_norm), float(norm_type))
+        if norms.refusal is not None:
+            norms.clips.append(clip)
+        norms.scale_own(set(parameters_of), clip.factor(total))
     return total

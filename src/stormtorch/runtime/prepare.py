@@ -19,6 +19,7 @@ from stormtorch.runtime.model_session import ModelSession
 from stormtorch.runtime.recorder import record_session
 from stormtorch.runtime.session import Session, combined, sessions_of
 from stormtorch.runtime.sharded import ShardedSession
+from stormtorch.runtime.timed import TimedSession
 from stormtorch.runtime.unwrapped import unwrap
 from stormtorch.transport.leaving import install_sigterm, leaves_by, say_goodbye_on_error
 from stormtorch.transport.waiting import doing
@@ -88,7 +89,8 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
 
 def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Session:
     if isinstance(policy, OwnerPolicy):
-        return ShardedSession(model, optimizer, group, name, policy)
+        kind_of_owner = ShardedSession if policy.deadline is None else TimedSession
+        return kind_of_owner(model, optimizer, group, name, policy)
     if isinstance(policy, RankPolicy):
         kind = GradientSession if policy.sends == "gradients" else ModelSession
         return kind(model, optimizer, group, name, policy)

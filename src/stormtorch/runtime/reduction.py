@@ -1,7 +1,7 @@
 """Stage 1: sends each bucket's gradients to their owners as soon as it is complete, and averages what arrives."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -49,6 +49,8 @@ class Reduction:
         """Loss of this rank's gradients at each owner, as the owner reports it; `Policy.send` may weigh by it."""
         self.present = groups[0].size
         """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
+        self.offered: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
+        """Returns what this rank gives of a bucket's gradients: by default all of them, as they are."""
         self.groups = groups
         self._policy = policy
         self._buckets = buckets
@@ -132,16 +134,17 @@ class Reduction:
         if self._islands is not None:
             return self._reduce_by_machine(bucket, self._islands[bucket.index], reliability)
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
+        given = self.offered(bucket)
         # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
         travels = torch.float32 if wire == torch.int8 else wire
         if self._policy.weighs:
             per_chunk = self._per_chunk(bucket)
             parts = [
                 chunked(self._policy.send, per_chunk, [part], [0.0 if owner == group.rank else loss]).to(travels)
-                for owner, (part, loss) in enumerate(zip(bucket.shards(bucket.host_grads), self.losses, strict=True))
+                for owner, (part, loss) in enumerate(zip(bucket.shards(given), self.losses, strict=True))
             ]
         else:
-            parts = bucket.shards(bucket.host_grads.to(travels))
+            parts = bucket.shards(given.to(travels))
         reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
         return reduce(group, out, parts, Op.AVG, reliability=reliability)
 

@@ -130,7 +130,7 @@ class ReplicatedSession(Session):
         row.broadcast = {labels[place]: each for place, each in averages.down.fractions().items()}
         row.effective_batch, row.variance_inflation = averages.effective_batch, averages.variance_inflation
         row.broadcast_wait_s = waited_s
-        row.bytes_sent = self.bytes_sent()
+        self.count_sent(row)
         self.ledger.add(row)
         self._row = Row(self.steps)
 

@@ -10,7 +10,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
-_HEADER = 6
+_HEADER = 11
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
@@ -39,6 +39,12 @@ class Report:
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
     touched: bool = False
     """Whether the sender's program has changed parameters since the last step, other than by the optimizer."""
+    speed: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Measured speed of the sender: see `shares.Speed`."""
+    given: float = 1.0
+    """Fraction of its buckets of which the sender gives gradients in this step; less than 1 if it is late."""
+    took_s: float = 0.0
+    """Seconds that the sender needed for its last gradients, from having parameters on, or needs so far if longer."""
 
 
 class Reports:
@@ -77,7 +83,7 @@ class Reports:
         """Reads a rank's report, once the exchange has ended; None if it did not arrive."""
         message = self._received[peer]
         header = message[:_HEADER].tolist()
-        if header[0] != self._step or not all(map(math.isfinite, (*header[:4], header[5]))):
+        if header[0] != self._step or not all(map(math.isfinite, (*header[:4], *header[5:]))):
             return None  # it did not arrive, or is no valid report: its numbers must not be used
         flags = int(header[1])
         samples_S = message[_HEADER : _HEADER + self._samples].clone()
@@ -89,6 +95,8 @@ class Reports:
         return Report(
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
             *(samples_S, used_P, wanted_C, int(header[5]), bool(flags & 4)),
+            tuple(header[6:9]),
+            *(min(max(header[9], 0.0), 1.0), max(header[10], 0.0)),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -98,7 +106,8 @@ class Reports:
     def _write(self, report: Report, message: torch.Tensor) -> None:
         flags = float(report.not_finite + 2 * report.alarm + 4 * report.touched)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
-        message[:_HEADER] = torch.tensor([*numbers, report.settings], dtype=torch.float32, device="cpu")
+        numbers += [report.settings, *report.speed, report.given, report.took_s]
+        message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)
         middle = _packed_bytes(self._parameters)

@@ -88,6 +88,10 @@ class Rounds:
         """Begins to send a report to every member."""
         return self._reports.begin(step, [report_to(peer) for peer in range(self.here.size)])
 
+    def waiting(self) -> list[int]:
+        """Returns the members that have sent their reports of the next round, which this rank has not begun."""
+        return [peer for peer, _ in self._reports.group.begun_elsewhere()]
+
     def hear(self, telling: Pending, row: Row, step: int, digest: int) -> dict[int, Report]:
         """Waits for the reports of a round, and returns those of all other members that are there.
 

@@ -19,7 +19,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.collectives.group import Islands
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.policies.ledger import Ledger
+from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
@@ -69,6 +69,7 @@ class Session(ABC):
         self.machines: dict[int, str] = {}
         """Identity of the machine of each rank, as each has told it; empty if it is unknown."""
         self._bytes_sent = 0
+        self._parity: dict[str, int] = {}
         # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
         self._channels_used: set[str] = set()
         weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
@@ -274,6 +275,15 @@ class Session(ABC):
         health = self.group.transport.health()
         before, self._bytes_sent = self._bytes_sent, int(health["bytes_sent"]) + int(health["shared_bytes_sent"])
         return self._bytes_sent - before
+
+    def count_sent(self, row: Row) -> None:
+        """Writes into a row what this rank's transport has sent, and what parity did, since the last call."""
+        row.bytes_sent = self.bytes_sent()
+        health = self.group.transport.health()
+        for name in ("parity_bytes", "blocks_saved", "blocks_topped_up", "recovered"):
+            now = int(health[name])
+            setattr(row, name, now - self._parity.get(name, 0))
+            self._parity[name] = now
 
     def channel(self, name: str, *, interruptible: bool = False) -> Group:
         """Returns the members of the view with a sequence of exchanges of its own, which ends with the view.

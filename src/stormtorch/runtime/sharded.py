@@ -23,11 +23,11 @@ from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
+from stormtorch.runtime.cutting import Cutting
 from stormtorch.runtime.feedback import Feedback
 from stormtorch.runtime.gate import Gate
 from stormtorch.runtime.gradients import GradientCollector
 from stormtorch.runtime.holdings import Holding
-from stormtorch.runtime.layout import recut
 from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.moves import Cut
 from stormtorch.runtime.norms import Norms
@@ -61,7 +61,6 @@ class ShardedSession(Session):
         self.policy = policy
         self._whole = owns_whole(optimizer, policy.ownership)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=self._whole)
-        self._planned = [bucket.layout for bucket in buckets]
         self._standbys = policy.standby if can_follow(optimizer) else 0
         if self._standbys < policy.standby and group.rank == 0:
             _log.warning(
@@ -69,6 +68,8 @@ class ShardedSession(Session):
                 "with standby=0",
                 type(optimizer).__name__,
             )
+        whole, standbys = self._whole, self._standbys
+        self._cutting = Cutting(self, policy, buckets, standbys, whole=whole, by_machines=self._goes_by_machines)
         self._order, self._relays = Order(), Relays(group.transport)
         self._lead = 0.0
         self._buffers = buffers_of(model)
@@ -86,7 +87,7 @@ class ShardedSession(Session):
         self._rounds = rounds = Rounds(self, optimizer, policy)
         newcomer = self.membership.newcomer
         if not newcomer:
-            self._recut(self.cut_for(self.view.members))
+            self._recut(self._cutting.first(self.view.members))
             self.agree(buckets)
             rounds.agree()
         self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole)
@@ -102,20 +103,10 @@ class ShardedSession(Session):
             return
         self._begin_view(self._first_followed())
 
-    def cut_for(self, members: Sequence[int]) -> Cut:
-        """Returns how the members of a view divide the parameters."""
-        count = len(members)
-        layouts = self._planned
-        if count != self.owners_at_start:
-            layouts = [
-                recut(layout, bucket.dtype.itemsize, count, whole=self._whole, turn=bucket.index % count)
-                for layout, bucket in zip(self._planned, self.buckets, strict=True)
-            ]
-        return Cut(tuple(members), layouts, self._standbys)
-
     def _recut(self, cut: Cut, masters: Sequence[torch.Tensor] | None = None) -> None:
         """Gives every bucket its shards in a view; `masters` are the float32 values of this rank's."""
         place = cut.members.index(self.group.transport.rank)
+        self._cutting.now = cut
         for bucket, layout in zip(self.buckets, cut.layouts, strict=True):
             values = torch.empty(0) if masters is None else masters[bucket.index]
             if values.numel():
@@ -155,15 +146,17 @@ class ShardedSession(Session):
         An exchange of gradients in which a rank is lost is repeated in the next view, and the next view gives everyone
         all parameters: so nobody keeps what a rank took with it that others of its machine had sent, or waited for.
         """
+        return self.islands(channels) if self._goes_by_machines() else None
+
+    def _goes_by_machines(self) -> bool:
+        """Whether exchanges go by machines, where the machines allow it."""
         policy = self.policy
         # What a policy sends depends on the link to each owner, or each rank makes something else of what came.
         by_link = policy.weighs or overrides(policy, "accept")
         length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
         # A deadline counts from when a rank begins. By machines, one slow rank would make its whole machine late.
-        timed = policy.up.deadline_s is not None or policy.down.deadline_s is not None
-        if not policy.hierarchy or by_link or timed or not pays(length):
-            return None
-        return self.islands(channels)
+        timed = any(each is not None for each in (policy.up.deadline_s, policy.down.deadline_s, policy.deadline))
+        return policy.hierarchy and not by_link and not timed and pays(length)
 
     def _make_calls(self, meeting: Meeting) -> None:
         if self._calls_made:
@@ -184,7 +177,7 @@ class ShardedSession(Session):
 
     def _first_followed(self) -> Holding | None:
         """Returns the shard that this rank follows from the start, when all ranks have the same parameters."""
-        cut, states = self.cut_for(self.view.members), self._shards.state_at_start
+        cut, states = self._cutting.now, self._shards.state_at_start
         for shard in range(len(cut.members)):
             if cut.standby(shard) == self.group.transport.rank:
                 masters = [
@@ -236,9 +229,10 @@ class ShardedSession(Session):
         samples_S = rounds.drift.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
-        not_finite = not self._reduction.finite()
+        not_finite = not self._is_finite()
         digest = rounds.hyperparameters.digest()
         feedback, touched = self._feedback, self._touched()
+        self._cutting.measure(feedback)
 
         def report_to(peer: int) -> Report:
             return feedback.report_to(peer, samples_S, used_P, not_finite, digest, touched)
@@ -260,6 +254,7 @@ class ShardedSession(Session):
             self._standby.follow()
         self._reduction.present = rounds.here.size
         feedback.learn(reports, row, samples_S, self._lead, self.steps)
+        self._cutting.hear(reports, row)
         row.gradients = self._labelled(self._reduction.links.fractions())
         row.effective_batch = self._reduction.effective_batch
         row.variance_inflation = self._reduction.variance_inflation
@@ -267,14 +262,22 @@ class ShardedSession(Session):
             used_P |= report.used_P
             not_finite |= report.not_finite
             touched |= report.touched
+        self._hear(reports, row)
         # A standby knows only of steps: what a program changes otherwise, as by clamping weights, its owner must send.
         self._refill = touched
         self._give(used_P, not_finite)
         return True
 
+    def _is_finite(self) -> bool:
+        """Whether the gradients that this rank gives are finite."""
+        return self._reduction.finite()
+
     def _touched(self) -> bool:
         """Whether the program has changed parameters since the last step, other than by the optimizer."""
         return self._standby is not None and self._versions != [each._version for each in self.parameters]
+
+    def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
+        """Called with the reports of a round that is complete, for subclasses."""
 
     def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
         labels = self.labels()
@@ -298,6 +301,10 @@ class ShardedSession(Session):
         """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
+        self._ready_step(closure=closure)
+
+    def _ready_step(self, *, closure: bool) -> None:
+        """Gets everything ready for the optimizer's step on this rank's shard."""
         self._gate.open()
         self._calls.forget()
         with torch.no_grad():
@@ -314,10 +321,12 @@ class ShardedSession(Session):
                 bucket.remember()
         self._rounds.drift.choose(self.steps + 1)
         self._rounds.drift.before_step()
+        self._cutting.step_begins()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Begins the broadcast, with the buckets first that forward needs first."""
+        self._cutting.step_ends()
         self._shards.end_step()
         self._unstepped = False
         if self._standby is not None and not self._standby.told:
@@ -352,7 +361,7 @@ class ShardedSession(Session):
         row, self._row = self._row, Row(self.steps)
         row.broadcast = self._labelled(self._broadcast.links.fractions())
         row.broadcast_wait_s = self._gate.waited_s
-        row.bytes_sent = self.bytes_sent()
+        self.count_sent(row)
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
         self._feedback.watch(row)
@@ -381,7 +390,7 @@ class ShardedSession(Session):
     def _holds(self) -> Held:
         standby = self._standby
         followed = None if standby is None else standby.holding()
-        cut = self.cut_for(self.view.members)
+        cut = self._cutting.now
         ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
         return Held(cut, self._shards.holding(), followed, ages, standby is not None and standby.behind > 0)
 
@@ -396,9 +405,8 @@ class ShardedSession(Session):
         members = membership.members_of(latest)
         try:
             machine = group.transport.machine_of(group.transport.rank) if self.policy.hierarchy else ""
-            hello = greet(group, held, self.steps, self.given(), machine)
-            before = self.cut_for(hello.members_before)
-            after = self.cut_for(members)
+            hello = greet(group, held, self.steps, self.given(), machine, self._cutting.speed)
+            before, after = self._cutting.change(hello, members)
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
             if group.transport.rank not in members:
                 objects.gather(True, group)
@@ -438,6 +446,7 @@ class ShardedSession(Session):
     def _tell(self, before: Cut, after: Cut, moved: Moved, hello: Hello) -> None:
         """Notes in the ledger, and logs, who has come and gone, and what has gone with them."""
         told = [self.told_of(before.members, after.members, hello.newcomers(after.members))]
+        told += self._cutting.told(before)
         told += [
             f"the shard of rank {self.label(before.members[shard])} had no standby left: its parameters are the "
             "freshest copy, and the optimizer's state of it begins anew"

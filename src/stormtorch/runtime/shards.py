@@ -111,6 +111,11 @@ class Shards:
         values = bucket.within_own(piece, bucket.masters)
         return nn.Parameter(values.view(self._parameters[piece.parameter].shape) if self._whole else values)
 
+    def rehouse(self) -> None:
+        """Has stand-ins share the memory that the masters of their buckets are in now."""
+        for bucket, piece, stand_in in self.pieces:
+            stand_in.data = bucket.within_own(piece, bucket.masters).view(stand_in.shape)
+
     def holding(self) -> Holding:
         """Returns what this rank holds as the owner of its shard. It stays valid until the optimizer's next step."""
         states = {

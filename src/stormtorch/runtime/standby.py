@@ -226,7 +226,7 @@ class Standby:
         groups = [{**each, "params": params} for each, params in zip(settings, self._groups, strict=True)]
         optimizer.__dict__.update(param_groups=groups, state=self._state, **self._extra)
         try:
-            _plain_step(optimizer)()
+            plain_step(optimizer)()
         finally:
             for name in self._extra:
                 optimizer.__dict__.pop(name, None)
@@ -238,7 +238,7 @@ class Standby:
         return Holding(self.shard, self._layouts, self._masters, lambda bucket, piece: states[bucket, piece])
 
 
-def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Returns the step of the user's optimizer without the hooks that belong to its own parameters."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):

@@ -57,6 +57,12 @@ class Hello:
         return min((rank for rank in members if rank in self.there), default=members[0])
 
     @property
+    def parts_before(self) -> tuple[int, ...] | None:
+        """Shares of the members of the view that all come from; None is equal ones."""
+        told = self.there[min(self.there)]["parts"]
+        return None if told is None else tuple(int(each) for each in told)
+
+    @property
     def steps(self) -> int:
         """Optimizer steps so far."""
         return max(int(each["steps"]) for each in self.there.values())
@@ -71,7 +77,9 @@ class Hello:
         return [rank for rank in members if rank not in self.there]
 
 
-def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str], machine: str) -> Hello:
+def greet(
+    group: Group, held: Held | None, steps: int, carried: dict[str, str], machine: str, speed: Sequence[float] = ()
+) -> Hello:
     """Tells all ranks what this one holds, and learns what they hold.
 
     Args:
@@ -80,6 +88,7 @@ def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str], 
         steps: Optimizer steps of this rank so far.
         carried: What else this rank has to tell.
         machine: Machine of this rank; empty if it does not exchange by machines, so that nobody does.
+        speed: Measured speed of this rank; empty if shares do not depend on it.
 
     Raises:
         Interrupted: A rank is gone, and another view begins without it.
@@ -89,6 +98,8 @@ def greet(group: Group, held: Held | None, steps: int, carried: dict[str, str], 
         "holds": held is not None,
         "behind": held is not None and held.behind,
         "members": [] if held is None else list(held.cut.members),
+        "parts": None if held is None or held.cut.parts is None else list(held.cut.parts),
+        "speed": list(speed),
         "steps": steps,
         "ages": [] if held is None else list(held.ages),
         "carried": carried,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stormtorch.checks import BadSetting
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
@@ -30,6 +31,8 @@ class Sharded(Workers):
     """
 
     def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
+        if policy.deadline is not None:
+            raise BadSetting("deadline", "must be None in a simulation: virtual workers compute in no time")
         self.setting, self.policy, self.model = setting, policy, model
         n, chunks, device = setting.workers, setting.chunks, setting.device
         self.first, self.last = setting.processes.part(n)

@@ -72,6 +72,7 @@ class StudySettings(PolicySettings):
         if self.guard is not None and not 0.0 < self.guard < 1.0:
             raise BadSetting("guard", f"must lie in (0, 1) or be None, got {self.guard!r}")
         check_between("every", self.every, 1, 1_000_000)
+        check_subset("shards", (self.shards,), ("equal", "rate"))
         self._check_policies()
 
     def _check_policies(self) -> None:

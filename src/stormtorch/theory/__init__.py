@@ -7,6 +7,13 @@ papers: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packe
 
 from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
 from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
+from stormtorch.theory.deadline import (
+    best_deadline,
+    deadline_cost,
+    lateness_inflation,
+    step_seconds,
+    steps_covered,
+)
 from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_bound, pair_drift, pair_drift_published
 from stormtorch.theory.gradients import (
     horvitz_thompson_inflation,
@@ -24,14 +31,17 @@ __all__ = [
     "Prediction",
     "averaging_rate",
     "averaging_steps",
+    "best_deadline",
     "best_lead",
     "blocks_of",
     "common_drift",
+    "deadline_cost",
     "fetched",
     "horvitz_thompson_inflation",
     "lag_chance",
     "lag_variance",
     "largest_lag",
+    "lateness_inflation",
     "lead",
     "lead_steps",
     "least_parity",
@@ -49,5 +59,7 @@ __all__ = [
     "predict",
     "rate_factor",
     "residual_loss",
+    "step_seconds",
+    "steps_covered",
     "variance_inflation",
 ]

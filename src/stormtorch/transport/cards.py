@@ -59,6 +59,8 @@ class Card:
     """Cores that this process may use; 0 if its user chose the number of lanes."""
     line_mbit: int = 0
     """Speed of the interface in Mbit/s; 0 if it is not known."""
+    nat: int = 0
+    """1 if its user says that routers translate addresses between the ranks, -1 if not; 0 decides by the addresses."""
 
     def ports(self, lanes: int) -> list[tuple[str, int]]:
         """Addresses of the first so many lanes."""

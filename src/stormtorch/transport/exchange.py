@@ -100,6 +100,7 @@ EngineArguments = tuple[
     tuple[float | None, float | None],
     float | None,
     int,
+    tuple[float | None, float | None],
 ]
 
 
@@ -142,7 +143,13 @@ class Plan:
             (first, None if second is None else second + (first or 0.0)),
             self.timeout_s,
             self.view,
+            (_parity(self.reliability), _parity(self.share)),
         )
+
+
+def _parity(reliability: Reliability) -> float | None:
+    """Redundancy as the engine takes it: None lets its model choose."""
+    return None if reliability.redundancy == "auto" else float(reliability.redundancy)
 
 
 class Arrival:
@@ -266,6 +273,10 @@ class Transport(Membership, Protocol):
 
     def health(self) -> dict[str, Any]:
         """Counters of what was sent, received, repaired and rejected."""
+        ...
+
+    def take_line_peaks(self) -> tuple[float, float, float]:
+        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
         ...
 
     def close(self) -> None:

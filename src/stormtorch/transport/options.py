@@ -28,6 +28,10 @@ class Options:
     """Name or numeric address of the interface; None takes the one that leads to the rendezvous."""
     port: int = 0
     """UDP port; 0 lets the kernel choose. Set it where a firewall lets only certain ports through."""
+    nat: bool | None = None
+    """Whether routers translate addresses between ranks (NAT): they then look for a way to each other when the job
+    begins, and keep ports of routers open. None decides by the ranks' addresses: some are private, and not all are in
+    one network. One rank that says True decides for all."""
     rate: str | float = "auto"
     """Sending rate. "auto" finds the bottleneck; "low" also yields to all other traffic; a rate such as "400mbit", or a
     number of bits per second, is fixed; "unlimited" is bounded by the receivers' credit alone. On loopback, "auto" is
@@ -103,6 +107,8 @@ class Options:
         for name in ("linger_s", "spare_ranks", "leave_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.nat not in (True, False, None):
+            raise ValueError(f"nat must be True, False or None, got {self.nat!r}")
         if self.rejoin not in (True, False, "auto"):
             raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
 

@@ -56,6 +56,7 @@ def connect(
         RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's timeout; the error names
             them.
         PeerFailed: A rank could not join; the error says why.
+        Unreachable: Routers that translate addresses leave no way to another rank; the error names both.
         NotAdmitted: With `rejoin`, the running job did not let this process in; the error says why.
     """
     options = options or Options()
@@ -120,7 +121,21 @@ def _meet(
     if rank == 0 and options.key is None and any(_meets_strangers(each) for each in cards):
         _warn_of_strangers()
     job = Job(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world)
-    return start(endpoint, listener, store, rank, dict(enumerate(cards)), job, options)
+    transport = start(endpoint, listener, store, rank, dict(enumerate(cards)), job, options)
+    if transport.whereabouts is not None:
+        _find_ways(transport, attendance)
+    return transport
+
+
+def _find_ways(transport: UdpTransport, attendance: Attendance) -> None:
+    assert transport.whereabouts is not None
+    try:
+        with attendance.or_note():
+            peers = [peer for peer in range(transport.world) if peer != transport.rank]
+            transport.whereabouts.find_all(peers, transport.silence_s)
+    except BaseException:
+        transport.close(0.0)
+        raise
 
 
 def rejoin(

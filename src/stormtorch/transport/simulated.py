@@ -223,6 +223,14 @@ class SimulatedTransport:
         """Asks the members to go on without this process."""
         self.network.later(self.rank, lambda sim: sim.ask_out(self.rank))
 
+    def ask_anew(self) -> None:
+        """Asks the members for another view, even with the same members."""
+        self.network.later(self.rank, lambda sim: sim.ask_anew(self.rank))
+
+    def take_line_peaks(self) -> tuple[float, float, float]:
+        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        return self.network.ask(lambda sim: sim.take_line_peaks(self.rank))
+
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
         return self.network.ask(lambda sim: sim.card(self.rank, peer, incarnation))
@@ -342,6 +350,12 @@ class SimulatedNetwork:
         """Cuts the way from one rank to another, or connects it again. The way back is another link."""
         with self._condition:
             self._sim.set_link(source, target, dark)
+
+    def set_line(self, rank: int, *, up: str | float | None = None, down: str | float | None = None) -> None:
+        """Sets the rates of one rank's line, out and in, from now on; None is that of all ranks."""
+        rates = [0.0 if rate is None else parse_rate(rate) / 8.0 for rate in (up, down)]
+        with self._condition:
+            self._sim.set_line(rank, *rates)
 
     def ask(self, question: Callable[[_engine.Sim], T]) -> T:
         """Calls `question(sim)`, which must send nothing: ranks that run at the same time could race."""

@@ -19,6 +19,7 @@ from stormtorch.transport.machine import machine_id
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
 from stormtorch.transport.udp import UdpTransport
+from stormtorch.transport.whereabouts import Whereabouts, translated
 
 _log = logging.getLogger("stormtorch")
 
@@ -68,6 +69,7 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         lanes=more_ports,
         cores=own_cores() if options.lanes is None else 0,
         line_mbit=line_mbit(host),
+        nat=0 if options.nat is None else 1 if options.nat else -1,
     )
 
 
@@ -154,6 +156,9 @@ def start(
     )
     transport.name = job.name
     keep_views(transport)
+    if translated(cards.values()):
+        transport.whereabouts = Whereabouts(transport)
+        transport.whereabouts.watch()
     if options.shares_memory and own.machine:
         transport.share_memory()
     if listener is not None:

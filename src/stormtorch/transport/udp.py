@@ -37,6 +37,7 @@ from stormtorch.transport.waiting import (
     aside,
     attends,
 )
+from stormtorch.transport.whereabouts import Whereabouts
 
 _log = logging.getLogger("stormtorch")
 
@@ -165,6 +166,8 @@ class UdpTransport(EndpointMembership):
         """Reason for which this transport is about to be closed; empty if none is known."""
         self.teller: Teller | None = None
         """Tells of the training on this transport; None as long as nothing is prepared."""
+        self.whereabouts: Whereabouts | None = None
+        """Where routers translate addresses: where other ranks see the peers."""
         self.waits: Wait | None = None
         """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
@@ -358,6 +361,10 @@ class UdpTransport(EndpointMembership):
         self.cards, self.key_of = other.cards, other.key_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
+        if other.whereabouts is not None:
+            other.whereabouts.stop()
+            self.whereabouts = Whereabouts(self)
+            self.whereabouts.watch()
         self._sharing, other._sharing = other._sharing, None
         if self._sharing is not None:
             self._sharing.serve(self)
@@ -411,6 +418,11 @@ class UdpTransport(EndpointMembership):
         self.check_owner("links")
         return self.endpoint.links(list(peers))
 
+    def take_line_peaks(self) -> tuple[float, float, float]:
+        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        self.check_owner("take_line_peaks")
+        return self.endpoint.take_line_peaks()
+
     def part(self) -> None:
         """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
         if self.closed or self.inherited:
@@ -434,6 +446,8 @@ class UdpTransport(EndpointMembership):
             return
         if not self.closed:
             self._tell_of_end()
+        if self.whereabouts is not None:
+            self.whereabouts.stop()
         if self._listener is not None:
             self._listener.close()
         if self._sharing is not None:

@@ -69,6 +69,10 @@ class Membership(Protocol):
         """Asks the members to go on without this process."""
         ...
 
+    def ask_anew(self) -> None:
+        """Asks the members for another view, even with the same members."""
+        ...
+
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
         ...
@@ -131,6 +135,10 @@ class EndpointMembership(ABC):
     def ask_out(self) -> None:
         """Asks the members to go on without this process."""
         self._ask("ask_out", self.endpoint.ask_out)
+
+    def ask_anew(self) -> None:
+        """Asks the members for another view, even with the same members."""
+        self._ask("ask_anew", self.endpoint.ask_anew)
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""

@@ -73,6 +73,8 @@ def requested_text(requested: dict[str, Any]) -> str:
         words.append(f"cut off: {', '.join(f'h{host}' for host in requested['cut'])}")
     if requested.get("cut_links"):
         words.append(f"links cut: {', '.join(requested['cut_links'])}")
+    if requested.get("nat"):
+        words.append(f"behind routers: {', '.join(f'h{host} ({kind})' for host, kind in requested['nat'].items())}")
     if requested.get("mtu"):
         words.append(f"MTU {requested['mtu']}")
     return ", ".join(words)

@@ -1,0 +1,27 @@
+// How much parity pays: a model of what repairing and coding cost on a link. src/stormtorch/theory/coding.py derives it.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace storm {
+
+// A link as the model sees it. Losses come in bursts: a chain of two states, of which one loses everything.
+struct CodedLink {
+    double loss{};      // fraction of datagrams that are lost
+    double burst{1.0};  // mean number of datagrams that are lost in a row
+    double round_trip_s{};
+    double chunk_s{};  // time that one chunk takes on the line
+};
+
+// Chances that more than m of `chunks + m` datagrams are lost, for m = 0, 1, ..., `most`. The datagrams are `apart`
+// places apart on the link, as blocks of a stretch take turns.
+[[nodiscard]] std::vector<double> block_failures(const CodedLink& link, std::size_t chunks, std::size_t most,
+                                                 std::size_t apart);
+
+// Chunks of parity for each of the `blocks` blocks of a stretch of `chunks` chunks, after which `after` chunks of the same
+// message are still to be sent. 0 where repairing is as good.
+[[nodiscard]] std::size_t parity_that_pays(const CodedLink& link, std::size_t chunks, std::size_t blocks,
+                                           std::size_t after);
+
+}  // namespace storm

@@ -1,0 +1,152 @@
+// How messages are coded, and what parity that came in changes.
+#include <algorithm>
+#include <cmath>
+
+#include "batch.hpp"
+#include "coding_model.hpp"
+#include "core.hpp"
+#include "exchange.hpp"
+#include "peer.hpp"
+
+namespace storm {
+namespace {
+
+// Below this loss, parity by itself costs more than all repairs.
+constexpr double least_loss = 0.002;
+
+}  // namespace
+
+// Whether it is worth looking, stretch by stretch, how much parity a message gets.
+bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
+    const double redundancy = message.exchange->stage(message.second_stage).redundancy;
+    if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
+    return redundancy > 0.0 || (!message.never_repaired() && peer.out.loss() > least_loss);
+}
+
+// A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
+void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
+    Encoding& encoding = *message.encoding;
+    if (!encoding.undecided(chunk)) return;
+    const CodeShape& shape = encoding.shape();
+    const std::uint32_t stretch = shape.stretch_of(message.cut.ordinal(chunk));
+    const double redundancy = message.exchange->stage(message.second_stage).redundancy;
+    std::size_t parity = 0;
+    if (peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1) {
+        // Pieces of a chunk are told apart by its number, which parity does not have.
+    } else if (redundancy > 0.0) {
+        parity = static_cast<std::size_t>(std::ceil(redundancy * shape.block_size(stretch, 0)));
+    } else {
+        const double rate = shared_pacer_ ? config_.bytes_per_s : peer.rate.bytes_per_s();
+        const double bytes = static_cast<double>(shape.parity_bytes + header_bytes + seal_.overhead_bytes());
+        const std::uint32_t behind = message.cursor + shape.size(stretch);
+        parity = parity_that_pays({.loss = peer.out.loss(),
+                                   .burst = peer.out.burst(),
+                                   .round_trip_s = static_cast<double>(peer.out.smooth_rtt()) * 1e-9,
+                                   .chunk_s = rate > 0.0 ? bytes / rate : 0.0},
+                                  shape.size(stretch), shape.blocks(stretch),
+                                  message.cut.chunks - std::min(behind, message.cut.chunks));
+    }
+    encoding.decide(chunk, parity);
+}
+
+void Core::add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now) {
+    const Encoding::Ready parity = message.encoding->take([&](std::uint32_t chunk) { return message.payload(chunk); });
+    auto flags = static_cast<std::uint8_t>(stage_flag(message.second_stage) | flag_parity);
+    const bool is_last = message.first_pass_over() && message.parity_due() == 0;
+    if (is_last) flags |= flag_last;
+    const Flight flight{
+        .bytes = static_cast<std::uint32_t>(parity.payload.size() + header_bytes + seal_.overhead_bytes()),
+        .kind = Kind::data,
+        .flags = flags,
+        .message = message.ref,
+        .chunk = parity.name};
+    const Header header{.kind = Kind::data,
+                        .flags = flags,
+                        .source = config_.rank,
+                        .cookie = seal_.visible_cookie(),
+                        .channel = message.exchange->channel,
+                        .seq = message.exchange->seq,
+                        .chunk = parity.name,
+                        .message_bytes = static_cast<std::uint32_t>(message.announced)};
+    counters_.parity_bytes += flight.bytes;
+    add_datagram(batch, peer, flight, header, parity.payload, now);
+    if (is_last && !message.lossless()) peer.say(message.end());
+}
+
+// A coded message lost a datagram. What its block lacks is sent again, if anything.
+void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nanos now) {
+    const bool parity = (flight.flags & flag_parity) != 0;
+    if (!parity && message.acked_chunks.test(flight.chunk)) return;
+    const std::vector<std::uint32_t> again =
+        parity ? message.encoding->on_parity_lost(flight.chunk) : message.encoding->on_lost(flight.chunk);
+    count_blocks(message);
+    for (const std::uint32_t chunk : again) {
+        if (message.wanted) send_again(peer, message, chunk, now);
+    }
+}
+
+// Goes on without parity: what was relied upon is sent after all.
+void Core::give_up_coding(Peer& peer, Outgoing& message, Nanos now) {
+    for (const std::uint32_t chunk : message.encoding->give_up()) {
+        if (message.wanted && !message.acked_chunks.test(chunk)) send_again(peer, message, chunk, now);
+    }
+}
+
+void Core::count_blocks(Outgoing& message) {
+    const Encoding::News news = message.encoding->take_news();
+    counters_.blocks_saved += news.saved;
+    counters_.blocks_topped_up += news.topped_up;
+}
+
+void Core::keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload) {
+    if (message.closed || message.settled.test(header.chunk) || message.cut.bytes == 0) return;
+    if (!message.decoding) {
+        const std::byte* placed = message.reduction == nullptr ? message.into : nullptr;
+        message.decoding = std::make_unique<Decoding>(message.cut, placed, message.peer, coding_room_);
+    }
+    message.decoding->keep(header.chunk, payload);
+}
+
+bool Core::take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
+                       std::span<const std::byte> payload, Nanos now) {
+    if (message.closed) {
+        ++counters_.late;
+        return true;
+    }
+    if (message.cut.bytes == 0) {
+        ++counters_.unexpected;
+        return true;
+    }
+    if (!message.decoding) {
+        const std::byte* placed = message.reduction == nullptr ? message.into : nullptr;
+        message.decoding = std::make_unique<Decoding>(message.cut, placed, message.peer, coding_room_);
+    }
+    switch (message.decoding->take_parity(header.chunk, payload, message.arrived, message.settled)) {
+        case Decoding::Taken::malformed: ++counters_.unexpected; return true;
+        case Decoding::Taken::no_room: return false;
+        case Decoding::Taken::yes: break;
+    }
+    restore(message, header);
+    heed_progress(exchange, peer, message, header, now, Way::datagram);
+    return true;
+}
+
+// A chunk or parity of a coded message came: gives back what is missing of its block, if that can be done now.
+void Core::restore(Incoming& message, const Header& header) {
+    const auto restored = [&](std::uint32_t chunk, std::span<const std::byte> payload) {
+        if (!message.accept(chunk, payload)) return;
+        ++message.recovered;
+        ++counters_.recovered;
+    };
+    if (header.has(flag_parity)) {
+        message.decoding->restore_block_named(header.chunk, message.arrived, restored);
+        return;
+    }
+    message.decoding->restore_block_of(header.chunk, message.arrived, restored);
+    if (message.allowed < message.cut.chunks) return;
+    // Nothing is sent again: what is two stretches back will not come.
+    const std::uint32_t stretch = message.decoding->shape().stretch_of(message.cut.ordinal(header.chunk));
+    if (stretch >= 2) message.decoding->forget_before(stretch - 1);
+}
+
+}  // namespace storm
