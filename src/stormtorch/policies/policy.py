@@ -108,7 +108,8 @@ class Policy:
     def protect(self, loss: float, chunks: int, narrower: float) -> float:
         """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; by default none.
 
-        A stage whose `Reliability` has a number as its `redundancy` sends that many instead.
+        A stage whose `Reliability` has a number as its `redundancy` sends that many instead. On real ranks, only an
+        `OwnerPolicy` is asked.
 
         Args:
             loss: Measured fraction of this rank's datagrams that was lost lately, before parity brought any back.

@@ -47,9 +47,9 @@ def parity_for(loss: float, chunks: int, narrower: float) -> float:
         chunks: Data chunks of its largest message.
         narrower: Bytes of float32 over those of the wire.
     """
-    most = theory.most_parity(chunks, narrower)
+    most = theory.most_redundancy(chunks, narrower)
     # In whole per cents: measured losses waver by that much anyway, and the same numbers are computed only once.
-    return theory.least_parity(round(min(loss, MOST_LOSS), 2), chunks, most) / chunks
+    return theory.least_redundancy(round(min(loss, MOST_LOSS), 2), chunks, most)
 
 
 def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
@@ -67,7 +67,7 @@ def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
     p = round(min(loss, MOST_LOSS), 2)
     if before == now or p == 0.0:
         return 1.0
-    left = [theory.residual_loss(p, chunks, theory.parity_of(each, chunks)) for each in (before, now)]
+    left = [theory.residual_loss(p, chunks, each) for each in (before, now)]
     return left[1] / left[0]
 
 

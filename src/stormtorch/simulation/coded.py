@@ -1,8 +1,8 @@
 """Arrival masks of messages with parity: which chunks arrive or come back from what else has arrived.
 
-Every message of a link has its data chunks and, after them, its parity chunks; the same network loses both. Blocks are
-those of `theory.redundancy`, as in the engine. W workers, S shards, C data chunks, P places of data and parity chunks,
-B workers of a block of rows.
+Every stretch of a message has its data chunks and, after them, its parity chunks; the same network loses both. They are
+those of `theory.redundancy`, as in the engine. W workers, S shards, T stretches of all shards, C data chunks, P places
+of data and parity chunks, B workers of a block of rows.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ class _Layout:
 
     sent_P: Tensor
     """Whether each place is sent: a shard has places for the most parity that it can have."""
-    block_P: Tensor
-    """Block of each place."""
-    needed: Tensor
-    """Data chunks of each block: as many arrivals give back all of it."""
     parity_S: Tensor
     """Parity chunks of each message."""
 
@@ -73,13 +69,8 @@ class CodedMasks:
         self._size_S: list[int] = shards.size_S.tolist()
         self._owner_S = owner_C.cpu()[shards.first_S]
         self._first_S = shards.first_S
-        self._room_S = shards.size_S + torch.tensor([theory.parity_of(most, each) for each in self._size_S])
+        self._lay_out(most)
         self._masks = Masks(network, workers, self._at_places(self._owner_S), seed, device)
-        self._shard_P = self._at_places(torch.arange(len(self._size_S)))
-        place_P = torch.arange(len(self._shard_P)) - self._at_places(self._room_S.cumsum(0) - self._room_S)
-        nth_P = place_P - self._at_places(shards.size_S)
-        self._place_P, self._nth_P = place_P, nth_P
-        self._data_C = (nth_P < 0).nonzero().flatten().to(self.device)
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self.counts: Counts | None = None
         """Datagrams of the last exchange."""
@@ -102,7 +93,7 @@ class CodedMasks:
         if len(kinds) == 1:
             sent_WP = next(iter(kinds.values())).sent_P.expand(self.workers, -1)
         else:
-            sent_WP = torch.empty(self.workers, len(self._shard_P), dtype=torch.bool, device=self.device)
+            sent_WP = torch.empty(self.workers, len(self._nth_P), dtype=torch.bool, device=self.device)
             for each, layout in kinds.items():
                 sent_WP[rows[each]] = layout.sent_P
         owner_P = self._relabelled(owner_C)
@@ -111,7 +102,7 @@ class CodedMasks:
         owner_S = self._owner_S if owner_C is None else owner_C.cpu()[self._first_S]
         parity = 0
         for each, layout in kinds.items():
-            for part in torch.tensor(rows[each]).split(max(1, _PLACES_AT_ONCE // len(self._shard_P))):
+            for part in torch.tensor(rows[each]).split(max(1, _PLACES_AT_ONCE // len(self._nth_P))):
                 there = part.to(self.device)
                 arrived_WC[there] = self._recovered(arrived_WP[there], layout)
             own = torch.bincount(owner_S, layout.parity_S, minlength=self.workers)
@@ -127,7 +118,7 @@ class CodedMasks:
         sent_WP = layout.sent_P.expand(self.workers, -1)
         owner_P = self._relabelled(owner_C)
         arrived_WP = self._masks.down(owner_P, sent_WP)
-        rows = max(1, _PLACES_AT_ONCE // len(self._shard_P))
+        rows = max(1, _PLACES_AT_ONCE // len(self._nth_P))
         arrived_WC = torch.cat([self._recovered(part, layout) for part in arrived_WP.split(rows)])
         parity = int(layout.parity_S.sum()) * (self.workers - 1)
         self._count(arrived_WP, arrived_WC, sent_WP, owner_P, parity, up=False)
@@ -135,7 +126,7 @@ class CodedMasks:
 
     def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
         """Draws a repair; see `Masks.again`. Nothing of it is parity."""
-        missing_WP = torch.zeros(self.workers, len(self._shard_P), dtype=torch.bool, device=self.device)
+        missing_WP = torch.zeros(self.workers, len(self._nth_P), dtype=torch.bool, device=self.device)
         missing_WP[:, self._data_C] = missing_WC
         return self._masks.again(missing_WP, up=up, owner_C=self._relabelled(owner_C))[:, self._data_C]
 
@@ -153,32 +144,51 @@ class CodedMasks:
     def _relabelled(self, owner_C: Tensor | None) -> Tensor | None:
         return None if owner_C is None else self._at_places(owner_C.cpu()[self._first_S])
 
+    def _lay_out(self, most: float) -> None:
+        """Gives each shard places for its data and for as much parity as it can have, in the order of sending."""
+        cut_S = [theory.stretches_of(size) for size in self._size_S]
+        # Shard and size of the first block of each stretch, and how many blocks it has.
+        self._stretches = [(s, blocks[0], len(blocks)) for s, cut in enumerate(cut_S) for blocks in cut]
+        parity_of_place, block_of_place, needed = [], [], []
+        places_T, places_S = [], [0] * len(cut_S)
+        for shard, blocks in ((s, blocks) for s, cut in enumerate(cut_S) for blocks in cut):
+            several = len(blocks)
+            data, parity = torch.arange(sum(blocks)), torch.arange(several * theory.block_parity(most, blocks[0]))
+            block_of_place += [len(needed) + data % several, len(needed) + parity % several]
+            parity_of_place += [torch.full_like(data, -1), parity // several]
+            needed += blocks
+            places_T.append(len(data) + len(parity))
+            places_S[shard] += places_T[-1]
+        self._room_S = torch.tensor(places_S)
+        self._nth_P = torch.cat(parity_of_place)
+        """Number of each place among the parity chunks of its block; negative for data."""
+        self._stretch_P = torch.arange(len(places_T)).repeat_interleave(torch.tensor(places_T))
+        self._data_C = (self._nth_P < 0).nonzero().flatten().to(self.device)
+        self._block_P = torch.cat(block_of_place).to(self.device)
+        self._needed = torch.tensor(needed, device=self.device)
+        """Data chunks of each block: as many arrivals give back all of it."""
+
     def _layout(self, redundancy_S: Sequence[float]) -> _Layout:
-        """Cuts the messages of shards into blocks."""
-        parity = tuple(theory.parity_of(each, size) for each, size in zip(redundancy_S, self._size_S, strict=True))
-        found = self._layouts.get(parity)
+        """Returns which places are sent where the messages of shards have these redundancies."""
+        parity_T = tuple(theory.block_parity(redundancy_S[shard], size) for shard, size, _ in self._stretches)
+        found = self._layouts.get(parity_T)
         if found is not None:
             return found
-        parity_S = torch.tensor(parity)
-        blocks_S = torch.tensor([theory.blocks_of(*each) for each in zip(self._size_S, parity, strict=True)])
-        first_block_S = blocks_S.cumsum(0) - blocks_S
-        is_data_P = self._nth_P < 0
-        within_P = torch.where(is_data_P, self._place_P, self._nth_P)
-        block_P = self._at_places(first_block_S) + within_P % self._at_places(blocks_S)
-        needed = torch.bincount(block_P[is_data_P], minlength=int(blocks_S.sum()))
-        sent_P = self._nth_P < self._at_places(parity_S)
+        parity_S = torch.zeros(len(self._size_S), dtype=torch.int64)
+        for (shard, _, several), parity in zip(self._stretches, parity_T, strict=True):
+            parity_S[shard] += several * parity
+        sent_P = self._nth_P < torch.tensor(parity_T)[self._stretch_P]
         if len(self._layouts) >= 64:
             self._layouts.clear()
-        found = _Layout(sent_P.to(self.device), block_P.to(self.device), needed.to(self.device), parity_S)
-        self._layouts[parity] = found
+        found = self._layouts[parity_T] = _Layout(sent_P.to(self.device), parity_S)
         return found
 
     def _recovered(self, arrived_BP: Tensor, layout: _Layout) -> Tensor:
         """Returns which data chunks (B, C) are there once every block with enough arrivals is complete."""
         came_BP = (arrived_BP & layout.sent_P).float()
-        came = torch.zeros(len(came_BP), len(layout.needed), device=self.device).index_add_(1, layout.block_P, came_BP)
-        complete = came >= layout.needed
-        return arrived_BP[:, self._data_C] | complete[:, layout.block_P[self._data_C]]
+        came = torch.zeros(len(came_BP), len(self._needed), device=self.device).index_add_(1, self._block_P, came_BP)
+        complete = came >= self._needed
+        return arrived_BP[:, self._data_C] | complete[:, self._block_P[self._data_C]]
 
     def _count(
         self, arrived_WP: Tensor, arrived_WC: Tensor, sent_WP: Tensor, owner_P: Tensor | None, parity: int, *, up: bool

@@ -127,7 +127,10 @@ class Senders:
             return None
         self._last[up] = now
         each_W = zip(losses, before, now, strict=True)
-        return [(rules.carried_over(loss, self._chunks, was, will), loss) for loss, was, will in each_W]
+        return [
+            (rules.carried_over(loss, self._chunks, was, will), 1.0 if was == will else loss)
+            for loss, was, will in each_W
+        ]
 
     def count(self, counts: Counts) -> None:
         """Counts an exchange of the present step."""

@@ -23,7 +23,14 @@ from stormtorch.theory.gradients import (
 )
 from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
 from stormtorch.theory.prediction import KINDS, Kind, Prediction, predict
-from stormtorch.theory.redundancy import blocks_of, least_parity, most_parity, parity_of, residual_loss
+from stormtorch.theory.redundancy import (
+    block_parity,
+    least_redundancy,
+    most_redundancy,
+    parity_of,
+    residual_loss,
+    stretches_of,
+)
 
 __all__ = [
     "KINDS",
@@ -33,7 +40,7 @@ __all__ = [
     "averaging_steps",
     "best_deadline",
     "best_lead",
-    "blocks_of",
+    "block_parity",
     "common_drift",
     "deadline_cost",
     "fetched",
@@ -44,11 +51,11 @@ __all__ = [
     "lateness_inflation",
     "lead",
     "lead_steps",
-    "least_parity",
+    "least_redundancy",
     "mean_inverse_count",
     "mean_lag",
     "mixing",
-    "most_parity",
+    "most_redundancy",
     "owner_drift",
     "owner_overweight",
     "pair_bound",
@@ -61,5 +68,6 @@ __all__ = [
     "residual_loss",
     "step_seconds",
     "steps_covered",
+    "stretches_of",
     "variance_inflation",
 ]

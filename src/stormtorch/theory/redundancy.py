@@ -1,105 +1,113 @@
 """Redundancy: parity chunks beside the chunks of a message, and what is still lost where they are not enough.
 
-A message of `data` chunks is sent with `parity` chunks of a maximum-distance-separable code: any `data` of the chunks
-of a block give back the block, and if fewer arrive, those data chunks count that came themselves. A block has at most
-255 chunks, so long messages have several. Their chunks alternate: chunk i belongs to block i mod `blocks`, data and
-parity alike, so that a burst of losses hits all blocks a little instead of one block hard.
+A message is cut as in the engine (`engine/coding.hpp`): into stretches of at most 512 chunks, and a stretch into at most
+four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little. The parity of a
+stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-separable code: any k
+of them give back the block, and if fewer arrive, those data chunks count that came themselves.
 """
 
 import functools
 import math
-from itertools import pairwise
 
 from stormtorch.checks import check
 from stormtorch.theory.arguments import check_count, check_loss
 
 MOST_IN_BLOCK = 255
 """Chunks of a block, data and parity together: as many as a code over bytes has places for."""
+BLOCK_CHUNKS = 128
+"""Most data chunks of a block."""
+STRETCH_BLOCKS = 4
+"""Most blocks of a stretch."""
 RESIDUAL = 0.05
 """Loss that "auto" redundancy leaves: a training hardly notices that much."""
 SHARE = 0.55
 """Bytes, in those of float32 without parity, that "auto" redundancy does not exceed."""
+# What a division leaves above a whole number is not another chunk; the engine has the same.
+_HAIR = 1e-9
+
+
+def stretches_of(data: int) -> list[list[int]]:
+    """Returns the data chunks of each block of each stretch of a message."""
+    check_count("data", data)
+    count = -(-data // (BLOCK_CHUNKS * STRETCH_BLOCKS))
+    edges = [stretch * data // count for stretch in range(count + 1)]
+    sizes = [last - first for first, last in zip(edges, edges[1:], strict=False)]
+    several = [-(-size // BLOCK_CHUNKS) for size in sizes]
+    return [[-(-(size - block) // n) for block in range(n)] for size, n in zip(sizes, several, strict=True)]
+
+
+def block_parity(redundancy: float, size: int) -> int:
+    """Parity chunks of each block of a stretch whose first block has `size` data chunks."""
+    return min(math.ceil(redundancy * size - _HAIR), MOST_IN_BLOCK - size)
 
 
 def parity_of(redundancy: float, data: int) -> int:
-    """Parity chunks of a message of `data` chunks at a redundancy, which is parity per data: the nearest number."""
-    return math.floor(redundancy * data + 0.5)
+    """Parity chunks of a message of `data` chunks at a redundancy, which is parity per data."""
+    return sum(len(blocks) * block_parity(redundancy, blocks[0]) for blocks in stretches_of(data))
 
 
-def blocks_of(data: int, parity: int) -> int:
-    """Number of blocks of a message: the least for which none has more than 255 chunks. Without parity it is 1."""
-    check_count("data", data)
-    check_count("parity", parity, least=0)
-    if parity == 0:
-        return 1
-    count = -(-(data + parity) // MOST_IN_BLOCK)
-    while -(-data // count) - (-parity // count) > MOST_IN_BLOCK:
-        count += 1
-    return count
-
-
-def residual_loss(p: float, data: int, parity: int, burst: float = 1.0) -> float:
+def residual_loss(p: float, data: int, redundancy: float, burst: float = 1.0) -> float:
     """Fraction of the data chunks of a message that stays lost although parity was sent with it.
 
     Exact for independent loss; derived here: in a block of k data and m parity chunks, a chunk stays lost if it is lost
     itself and fewer than k of the k + m - 1 others arrive. Bursts are those of a Gilbert-Elliott link; exact too, where
-    a message is sent from its first chunk to its last and its parity follows.
+    the blocks of a stretch are equally long.
 
     Args:
         p: Chance that a chunk is lost.
         data: Data chunks of the message.
-        parity: Parity chunks of the message.
+        redundancy: Parity chunks for each of them.
         burst: Mean number of chunks lost in a row; 1 is independent loss.
     """
     check_loss(p)
-    count = blocks_of(data, parity)
+    check(redundancy >= 0.0, "redundancy", "be at least 0", redundancy)
     check(burst == 1.0 or burst >= max(1.0, p / (1.0 - p)), "burst", "be 1 or at least p/(1-p)", burst)
-    if parity == 0:
-        return p
-    # A block sees every `count`-th chunk of the link, so the memory between two of its chunks fades as often.
-    memory = 0.0 if burst == 1.0 else (1.0 - 1.0 / (burst * (1.0 - p))) ** count
-    more_data, more_parity = data % count, parity % count
-    edges = sorted({0, more_data, more_parity, count})
     lost = 0.0
-    for first, last in pairwise(edges):
-        k, m = data // count + (first < more_data), parity // count + (first < more_parity)
-        if k:
-            lost += (last - first) * k * _block_loss(p, k, m, memory)
+    for blocks in stretches_of(data):
+        m = block_parity(redundancy, blocks[0])
+        # A block sees every n-th chunk of the link, so the memory between two of its chunks fades as often.
+        memory = 0.0 if burst == 1.0 else (1.0 - 1.0 / (burst * (1.0 - p))) ** len(blocks)
+        lost += sum(k * (_block_loss(p, k, m, memory) if m else p) for k in blocks)
     return lost / data
 
 
-def most_parity(data: int, narrower: float, share: float = SHARE) -> int:
-    """Parity chunks that a narrow wire pays for: with them, a message takes `share` of the bytes of float32.
+def most_redundancy(data: int, narrower: float, share: float = SHARE) -> float:
+    """Parity for each data chunk that a narrow wire pays for: with it, a message takes `share` of float32's bytes.
 
     Args:
         data: Data chunks of the message.
         narrower: Bytes of float32 over those of the wire.
         share: Bytes that may be sent, in those of float32.
     """
-    check_count("data", data)
-    return max(math.floor((share * narrower - 1.0) * data + 1e-9), 0)
+    allowed = max(share * narrower - 1.0, 0.0)
+    k = stretches_of(data)[0][0]
+    m = block_parity(math.floor(allowed * k + _HAIR) / k, k)
+    # Blocks that are shorter by a chunk have as much parity.
+    while m and parity_of(m / k, data) > allowed * data + _HAIR:
+        m -= 1
+    return m / k
 
 
 @functools.lru_cache(maxsize=4096)
-def least_parity(p: float, data: int, most: int, target: float = RESIDUAL) -> int:
-    """Least number of parity chunks that leaves a loss of at most `target`; `most`, if not even that many do.
+def least_redundancy(p: float, data: int, most: float, target: float = RESIDUAL) -> float:
+    """Least parity for each data chunk that leaves a loss of at most `target`; `most`, if not even that does.
 
-    For independent loss. Where more parity makes another block necessary, the loss may rise by a hair; the number found
-    is then one that suffices, though perhaps not the least.
+    For independent loss.
     """
-    check_count("most", most, least=0)
-    if p <= target or most == 0:
-        return 0
+    check(most >= 0.0, "most", "be at least 0", most)
+    if p <= target or most == 0.0:
+        return 0.0
     if residual_loss(p, data, most) > target:
         return most
-    too_few, enough = 0, most
+    k = stretches_of(data)[0][0]
+    too_few, enough = 0, math.ceil(most * k - _HAIR)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if residual_loss(p, data, middle) > target:
+        if residual_loss(p, data, middle / k) > target:
             too_few = middle
         else:
             enough = middle
-    return enough
+    return min(enough / k, most)
 
 
 @functools.lru_cache(maxsize=65536)
