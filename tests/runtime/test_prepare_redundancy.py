@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Parity on real ranks, on the simulated network: what it brings back, what "auto" learns, and what leads make of it."""
+"""Parity on real ranks, on the simulated network: what it brings back, what "auto" learns, and what leads do."""
 
 import functools
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Redundancy in theory: blocks as the engine cuts them, what stays lost against drawn losses, and what a wire pays for."""
+"""Redundancy in theory: blocks as in the engine, what stays lost against drawn losses, and what a wire pays for."""
 
 import random
 

@@ -106,7 +106,7 @@ class Policy:
         return mean
 
     def protect(self, loss: float, chunks: int, narrower: float) -> float:
-        """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; by default none.
+        """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; default: none.
 
         A stage whose `Reliability` has a number as its `redundancy` sends that many instead. On real ranks, only an
         `OwnerPolicy` is asked.

@@ -71,7 +71,7 @@ class Exchanges:
         return arrived_WC
 
     def changed(self, policy: Policy, *, up: bool) -> list[tuple[float, float]] | None:
-        """Returns what meters must `translate` before the next exchange of a stage, for each worker; None is nothing."""
+        """Returns what meters must `translate` before a stage's next exchange, for each worker; None is nothing."""
         stage = policy.up if up else policy.down
         return None if self._senders is None or stage.budget < 1.0 else self._senders.changed(policy, stage, up=up)
 

@@ -1,13 +1,14 @@
 """Redundancy: parity chunks beside the chunks of a message, and what is still lost where they are not enough.
 
-A message is cut as in the engine (`engine/coding.hpp`): into stretches of at most 512 chunks, and a stretch into at most
-four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little. The parity of a
-stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-separable code: any k
-of them give back the block, and if fewer arrive, those data chunks count that came themselves.
+A message is cut as in the engine (`engine/coding.hpp`): into stretches of at most 512 chunks, and a stretch into up to
+four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little. The parity of
+a stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-separable code:
+any k of them give back the block, and if fewer arrive, those data chunks count that came themselves.
 """
 
 import functools
 import math
+from itertools import pairwise
 
 from stormtorch.checks import check
 from stormtorch.theory.arguments import check_count, check_loss
@@ -31,7 +32,7 @@ def stretches_of(data: int) -> list[list[int]]:
     check_count("data", data)
     count = -(-data // (BLOCK_CHUNKS * STRETCH_BLOCKS))
     edges = [stretch * data // count for stretch in range(count + 1)]
-    sizes = [last - first for first, last in zip(edges, edges[1:], strict=False)]
+    sizes = [last - first for first, last in pairwise(edges)]
     several = [-(-size // BLOCK_CHUNKS) for size in sizes]
     return [[-(-(size - block) // n) for block in range(n)] for size, n in zip(sizes, several, strict=True)]
 
