@@ -1,6 +1,7 @@
 """Parity in simulations: what it brings back, what it costs, and what leads make of it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,10 @@ def test_int8_costs_a_quarter_of_the_bytes_and_rounds_to_its_grids_without_bias(
 
 
 def test_a_redundancy_where_all_is_sent_again_is_refused_by_name() -> None:
-    for wrong in ({"reliability": EXACT, "redundancy": 1.0}, {"redundancy": 5.0}, {"redundancy": "much"}):
+    wrongs: list[dict[str, Any]] = [{"reliability": EXACT, "redundancy": 1.0}, {"redundancy": 5.0}, {"redundancy": "x"}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="redundancy must"):
-            BoundedDrift(**wrong)  # type: ignore[arg-type]
+            BoundedDrift(**wrong)
 
 
 def test_leads_follow_what_parity_leaves() -> None:

@@ -102,7 +102,7 @@ class CodedMasks:
         owner_S = self._owner_S if owner_C is None else owner_C.cpu()[self._first_S]
         parity = 0
         for each, layout in kinds.items():
-            for part in torch.tensor(rows[each]).split(max(1, _PLACES_AT_ONCE // len(self._nth_P))):
+            for part in torch.split(torch.tensor(rows[each]), max(1, _PLACES_AT_ONCE // len(self._nth_P))):
                 there = part.to(self.device)
                 arrived_WC[there] = self._recovered(arrived_WP[there], layout)
             own = torch.bincount(owner_S, layout.parity_S, minlength=self.workers)
@@ -119,7 +119,7 @@ class CodedMasks:
         owner_P = self._relabelled(owner_C)
         arrived_WP = self._masks.down(owner_P, sent_WP)
         rows = max(1, _PLACES_AT_ONCE // len(self._nth_P))
-        arrived_WC = torch.cat([self._recovered(part, layout) for part in arrived_WP.split(rows)])
+        arrived_WC = torch.cat([self._recovered(part, layout) for part in torch.split(arrived_WP, rows)])
         parity = int(layout.parity_S.sum()) * (self.workers - 1)
         self._count(arrived_WP, arrived_WC, sent_WP, owner_P, parity, up=False)
         return arrived_WC
@@ -149,8 +149,11 @@ class CodedMasks:
         cut_S = [theory.stretches_of(size) for size in self._size_S]
         # Shard and size of the first block of each stretch, and how many blocks it has.
         self._stretches = [(s, blocks[0], len(blocks)) for s, cut in enumerate(cut_S) for blocks in cut]
-        parity_of_place, block_of_place, needed = [], [], []
-        places_T, places_S = [], [0] * len(cut_S)
+        parity_of_place: list[Tensor] = []
+        block_of_place: list[Tensor] = []
+        needed: list[int] = []
+        places_T: list[int] = []
+        places_S = [0] * len(cut_S)
         for shard, blocks in ((s, blocks) for s, cut in enumerate(cut_S) for blocks in cut):
             several = len(blocks)
             data, parity = torch.arange(sum(blocks)), torch.arange(several * theory.block_parity(most, blocks[0]))
