@@ -23,9 +23,7 @@ class Reliability:
             raise ValueError(f"budget must lie in [0, 1], got {self.budget}")
         if self.deadline_s is not None and not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s must be above 0 or None, got {self.deadline_s}")
-        if self.redundancy != "auto" and not (
-            isinstance(self.redundancy, int | float) and 0.0 <= self.redundancy <= 1.0
-        ):
+        if self.redundancy != "auto" and not 0.0 <= self.redundancy <= 1.0:
             raise ValueError(f'redundancy must lie in [0, 1] or be "auto", got {self.redundancy!r}')
 
     @property
