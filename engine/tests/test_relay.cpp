@@ -194,12 +194,13 @@ TEST(a_burst_that_lasts_some_time_ends_while_nobody_sends) {
         return net.link(0, 1).lost > before;
     };
     double soon = 0, late = 0, bursts = 0;
-    for (Nanos at = second; bursts < 2000; at += second) {
+    for (Nanos at = second; at <= 4000 * second; at += second) {
         if (!lost_at(at)) continue;
         ++bursts;
         soon += lost_at(at + 100 * microsecond);
         late += lost_at(at + 100 * millisecond);
     }
+    CHECK(std::abs(bursts / 4000 - 0.5) < 0.04);
     CHECK(std::abs(soon / bursts - 0.98) < 0.016);  // 0.5 + 0.5 e^(-0.1 / 2.5), five standard deviations
     CHECK(std::abs(late / bursts - 0.5) < 0.056);
 }
