@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from test_lab import TRAFFIC
 
+from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch.bench.sweep import SweepSettings, _fits
 from stormtorch.lab import BadCondition, Conditions, Lab
+from stormtorch.lab.fixtures import lab_or_skip
 from stormtorch.lab.measured import LinkCount, Measured
 from stormtorch.lab.per_link import read_per_link
 from stormtorch.network.loss import GilbertElliott, PerLink, TimedBursts
@@ -54,6 +56,18 @@ def test_a_burst_takes_neighbours_and_is_over_after_a_silence(lab: MakeLab) -> N
     assert measured.to_json()["burst"] == measured.burst
     network.set(loss=0.1, burst=4)  # the relay has both
     network.set(loss=0.1, burst="2ms")
+
+
+@pytest.mark.lab
+def test_a_benchmark_in_the_lab_meets_timed_bursts_and_tells_their_length() -> None:
+    lab_or_skip()
+    network = Conditions(rate="20mbit", loss=0.3, burst="5ms")
+    settings = AllReduceSettings(ranks=2, mb=(0.3,), iters=2, warmup=0, backends=("storm",), network=network)
+    conditions = run_allreduce(settings).conditions
+    assert conditions["requested"]["loss"] == {"p": 0.3, "burst_s": 0.005}
+    assert conditions["network"] == "lab: TUN relay"
+    # A full packet takes 0.6 ms at this rate.
+    assert 0.02 < conditions["measured"]["loss"] < 0.7 and 1.5 < conditions["measured"]["burst"] < 40
 
 
 @pytest.mark.lab

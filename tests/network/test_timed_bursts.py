@@ -118,7 +118,7 @@ def test_a_simulated_network_has_the_same_timed_bursts_for_the_same_seed() -> No
 
 
 def test_a_sender_that_waits_gets_out_of_a_timed_burst() -> None:
-    # Half of the links begin in a burst; were it one of many packets, the few probes of so small a sum would not end it.
+    # Half of the links begin in a burst; if it were one of many packets, few probes of a small sum would not end it.
 
     def ping(transport: Transport) -> None:
         all_reduce(Group(transport), torch.ones(1)).wait()

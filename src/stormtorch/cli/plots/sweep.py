@@ -19,7 +19,8 @@ def plot_sweep(report: "SweepReport", path: Path) -> None:
 
     rates = sorted({point.requested["rate_bits_per_s"] for point in report.points})
     trips = sorted({point.requested["round_trip_s"] for point in report.points})
-    figure = Figure(figsize=(1.4 + 2.9 * len(rates), 1.3 + 2.5 * len(trips)), layout="constrained")
+    width = max(2.9, 0.55 * len(report.points) / (len(rates) * len(trips)))  # room for the marks of all points
+    figure = Figure(figsize=(1.4 + width * len(rates), 1.3 + 2.5 * len(trips)), layout="constrained")
     panels = figure.subplots(len(trips), len(rates), squeeze=False, sharey=True)
     backends: list[str] = report.conditions["backends"]
     for row, trip in zip(panels, trips, strict=True):
