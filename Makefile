@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -90,6 +90,16 @@ bench-coding: build/bench-coding/build.ninja  ## measure the erasure code, besid
 	@cmake --build build/bench-coding --target bench_coding
 	@mkdir -p $(BENCH_OUT)
 	build/bench-coding/bench_coding $(BENCH_OUT)/coding.json
+
+# About half an hour on two cores. Bursts of packets and of time: a sender that waits leaves only the second.
+BURSTS ?= 8,20,64,5ms
+bench-bursts: setup  ## measure all-reduce under bursts of loss, exact and lossy, 4 and 6 hosts (BURSTS=8,20,5ms); writes build/bench/lab-bursts-*
+	@mkdir -p $(BENCH_OUT)
+	@set -e; for ranks in 4 6; do \
+		$(BIN)/stormtorch bench sweep --ranks $$ranks --rates 100mbit,400mbit --delays 0ms --losses 0.05,0.1,0.2 \
+			--bursts $(BURSTS) --backends storm,storm-lossy --ideal-s 0.4 --iters 11 --patience-s 10 \
+			--json $(BENCH_OUT)/lab-bursts-$$ranks.json --plot $(BENCH_OUT)/lab-bursts-$$ranks.png; \
+	done
 
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes build/bench/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)

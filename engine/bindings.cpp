@@ -97,6 +97,7 @@ LinkFaults to_link_faults(const nb::dict& from) {
     LinkFaults link;
     link.loss = nb::cast<double>(from["loss"]);
     link.burst = nb::cast<double>(from["burst"]);
+    link.burst_time = nb::cast<Nanos>(from["burst_ns"]);
     link.shared = nb::cast<double>(from["shared"]);
     link.duplicate = nb::cast<double>(from["duplicate"]);
     link.reorder = nb::cast<double>(from["reorder"]);

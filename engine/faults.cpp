@@ -11,6 +11,9 @@ namespace {
 
 // Settings such as loss 0.9 with burst 9 lie on the edge of what is feasible; rounding must not push them over it.
 constexpr double feasible = 1.0 + 1e-9;
+// After so many changes of state in one silence, a timed link has forgotten where it began: its state is drawn anew, so
+// that a long silence costs no more.
+constexpr int most_changes = 1000;
 
 [[noreturn]] void reject(std::string_view where, const std::string& why) {
     throw std::invalid_argument(std::string(where) + why);
@@ -67,6 +70,14 @@ void LinkFaults::validate(std::string_view where) const {
         reject(where, "burst must be finite and at least 1, got " + text(burst));
     for (const std::uint8_t bit : trace)
         if (bit > 1) reject(where, "trace must hold 0 (arrived) and 1 (lost), got " + text(+bit));
+    check_delay(where, "burst_time", burst_time);
+    if (burst_time > 0 && trace.empty()) {
+        if (burst != 1.0)
+            reject(where, "burst must be 1 beside burst_time: bursts have one mean length, in datagrams or in time");
+        if (loss >= 1.0)
+            reject(where,
+                   "burst_time must be 0 when loss is 1 (a dead link has no bursts), got " + text(burst_time) + " ns");
+    }
     if (burst > 1.0 && trace.empty()) {
         if (loss >= 1.0)
             reject(where, "burst must be 1 when loss is 1 (a dead link has no bursts), got " + text(burst));
@@ -84,6 +95,9 @@ FaultyLink::FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t s
     : faults_(std::move(faults)), seed_(seed), source_(source), target_(target) {
     std::uint64_t x = mix(mix(seed + golden_gamma) ^ ((std::uint64_t{source} << 16) | target));
     for (std::uint64_t& word : state_) word = mix(x += golden_gamma);
+
+    // The bit above is_lost_at_source's two keeps this apart from the other seeds.
+    timed_state_ = mix(mix(seed + golden_gamma) ^ (std::uint64_t{1} << 34 | std::uint64_t{source} << 16 | target));
 
     if (faults_->burst > 1.0 && faults_->loss < 1.0) {
         enter_burst_ = burst_entry(faults_->loss, faults_->burst);
@@ -111,12 +125,38 @@ std::uint64_t FaultyLink::draw() {
 
 double FaultyLink::uniform() { return fraction(draw()); }
 
-bool FaultyLink::next_is_lost(double u) {
+double FaultyLink::timed_uniform() { return fraction(mix(timed_state_ += golden_gamma)); }
+
+// An exponential time: `burst_time` on average in the bad state, and in the good one so long that the bad state covers the
+// fraction `loss` of time.
+Nanos FaultyLink::time_in_state() {
+    const double bad = static_cast<double>(faults_->burst_time), p = faults_->loss;
+    const double time = -std::log1p(-timed_uniform()) * (in_burst_ ? bad : bad * (1.0 - p) / p);
+    constexpr double century = 3.2e18;  // rare bursts must not overflow
+    return static_cast<Nanos>(std::ceil(std::min(time, century)));
+}
+
+bool FaultyLink::in_burst_at(Nanos now) {
+    if (faults_->loss <= 0.0) return false;
+    int changes = seen_ == 1 ? most_changes : 0;
+    for (; state_ends_ <= now && changes < most_changes; ++changes) {
+        in_burst_ = !in_burst_;
+        state_ends_ += time_in_state();
+    }
+    if (changes == most_changes) {
+        in_burst_ = timed_uniform() < faults_->loss;
+        state_ends_ = now + time_in_state();
+    }
+    return in_burst_;
+}
+
+bool FaultyLink::next_is_lost(double u, Nanos now) {
     if (!faults_->trace.empty()) {
         const bool lost = faults_->trace[trace_at_] != 0;
         if (++trace_at_ == faults_->trace.size()) trace_at_ = 0;
         return lost;
     }
+    if (faults_->burst_time > 0) return in_burst_at(now);
     if (faults_->burst == 1.0) return u < faults_->loss;
     const bool lost = in_burst_;
     in_burst_ = in_burst_ ? u >= leave_burst_ : u < enter_burst_;
@@ -139,14 +179,14 @@ bool FaultyLink::is_lost_at_source(const Header* header) const {
 }
 
 // Every fate takes the same seven draws, needed or not: adding duplicates to a setting must not change what is lost.
-Fate FaultyLink::next(const Header* header) {
+Fate FaultyLink::next(Nanos now, const Header* header) {
     const double loss = uniform(), duplicate = uniform(), reorder = uniform(), corrupt = uniform();
     const double depth = uniform(), jitter = uniform();
     const std::uint64_t bit = draw();
 
     ++seen_;
     const bool lost_at_source = shares() && is_lost_at_source(header);
-    if (next_is_lost(loss) || lost_at_source) {
+    if (next_is_lost(loss, now) || lost_at_source) {
         ++lost_;
         return Fate{.lost = true, .copies = 0};
     }
@@ -199,7 +239,7 @@ FaultPath::Link& FaultPath::link_from(std::uint16_t source) {
 void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver) {
     Link& link = link_from(source);
     const std::optional<Header> header = link.fates.shares() ? parse_header(datagram) : std::nullopt;
-    const Fate fate = link.fates.next(header ? &*header : nullptr);
+    const Fate fate = link.fates.next(now, header ? &*header : nullptr);
     ++counters_.seen;
     if (fate.lost) {
         ++counters_.lost;

@@ -31,6 +31,9 @@ struct LinkFaults {
     // Mean length of a loss burst in datagrams. Exactly 1 is independent loss (Bernoulli, whose runs have the mean length
     // 1 / (1 - loss)); more is Gilbert-Elliott.
     double burst{1.0};
+    // Mean duration of a loss burst; 0 leaves bursts to `burst`, which is 1 otherwise. The link is bad and loses everything,
+    // or good and loses nothing, for exponential times: time alone ends a burst, also for a sender that falls silent.
+    Nanos burst_time{};
     // Chance that a chunk is lost right at its source, and so for all its receivers; in addition to `loss`.
     double shared{};
     double duplicate{};
@@ -56,8 +59,8 @@ struct Fate {
     bool operator==(const Fate&) const = default;
 };
 
-// The sequence of fates on a directed link: a pure function of (seed, source, target, count). Shared loss alone depends on
-// the chunk instead, so that receivers in different processes agree on it.
+// The sequence of fates on a directed link: a pure function of (seed, source, target, count). Two losses are exceptions:
+// shared loss depends on the chunk, so that receivers in different processes agree on it, and timed bursts on the time.
 class FaultyLink {
 public:
     // Throws std::invalid_argument as LinkFaults::validate does.
@@ -65,9 +68,10 @@ public:
     // Shares faults that were validated before, so that a long trace is not copied for every link.
     FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t seed, std::uint16_t source,
                std::uint16_t target);
-    // Shared loss needs the header of a chunk's first sending. For anything else (no header, a repair, a control datagram)
-    // it is drawn for this link alone, anew at each attempt.
-    [[nodiscard]] Fate next(const Header* header = nullptr);
+    // The fate of a datagram that crosses the link at `now`; timed bursts begin with the first one. Shared loss needs the
+    // header of a chunk's first sending. For anything else (no header, a repair, a control datagram) it is drawn for this
+    // link alone, anew at each attempt.
+    [[nodiscard]] Fate next(Nanos now, const Header* header = nullptr);
     // Whether `next` needs headers.
     [[nodiscard]] bool shares() const { return faults_->shared > 0.0; }
     [[nodiscard]] std::uint64_t seen() const { return seen_; }
@@ -76,7 +80,10 @@ public:
 private:
     std::uint64_t draw();
     double uniform();  // in [0, 1)
-    bool next_is_lost(double u);
+    bool next_is_lost(double u, Nanos now);
+    bool in_burst_at(Nanos now);
+    double timed_uniform();  // in [0, 1)
+    Nanos time_in_state();
     [[nodiscard]] bool is_lost_at_source(const Header* header) const;
 
     std::shared_ptr<const LinkFaults> faults_;
@@ -86,6 +93,8 @@ private:
     std::uint64_t seen_{}, lost_{};
     double enter_burst_{}, leave_burst_{};  // Gilbert-Elliott: chances per datagram
     bool in_burst_{};
+    std::uint64_t timed_state_;  // random numbers of timed bursts, apart from those of every datagram
+    Nanos state_ends_{};         // of in_burst_, in timed bursts
     std::size_t trace_at_{};
 };
 

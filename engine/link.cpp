@@ -45,6 +45,8 @@ Nanos Outbound::dark_at() const {
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
+    // Numbers are running out: what is in flight must be given up, however often something else is sent meanwhile.
+    if (crowded()) return waiting_since_ + patience();
     // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
     // are sent, and one that counts time is over soon.
     const bool close = probes_ > 0 && lossy();

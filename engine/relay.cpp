@@ -244,13 +244,15 @@ void Relay::cross(Slot slot, Nanos now) {
         give_back(slot);
         return;
     }
-    const Fate fate = link.fates.next();
+    const Fate fate = link.fates.next(now);
     ++link.stats.seen;
     if (fate.lost) {
         ++link.stats.lost;
+        if (!std::exchange(link.losing, true)) ++link.stats.bursts;
         give_back(slot);
         return;
     }
+    link.losing = false;
     packet.due = std::max(now + fate.delay, link.last_due);
     if (packet.due <= now && link.line.empty()) {
         enter(hosts_[packet.to]->down, Stage::downlink, slot, now);

@@ -36,6 +36,7 @@ struct RelayHostStats {
 struct RelayLinkStats {
     std::uint16_t from{}, to{};
     std::uint64_t seen{}, lost{};
+    std::uint64_t bursts{};      // runs of lost packets
     std::uint64_t overflowed{};  // packets that found the delay line full
 };
 
@@ -52,7 +53,7 @@ struct RelayStats {
 };
 
 struct RelayLinkSettings {
-    LinkFaults faults{};  // only loss, burst, delay, jitter and trace are used; a relay keeps the order of a link
+    LinkFaults faults{};  // only loss, bursts, delay, jitter and trace are used; a relay keeps the order of a link
     std::uint64_t seed{};
 };
 
@@ -136,6 +137,7 @@ private:
         }
         RelayLinkSettings settings;
         bool cut{};
+        bool losing{};  // whether its latest packet was lost
         FaultyLink fates;
         Fifo line;  // in the order of `due`
         Nanos last_due{};

@@ -158,18 +158,21 @@ void RelayCommands::queue(const Words& words) {
 }
 
 void RelayCommands::link(const Words& words) {
-    constexpr std::string_view usage = "link FROM TO [loss P] [burst B] [delay_us D] [jitter_us J] [seed S]";
+    constexpr std::string_view usage =
+        "link FROM TO [loss P] [burst B] [burst_us T] [delay_us D] [jitter_us J] [seed S]";
     if (words.size() < 3) check_count(words, 3, usage);
     const auto [from, to] = known_link(words);
     RelayLinkSettings settings = relay_.link(from, to);
     for (std::size_t i = 3; i < words.size(); i += 2) {
         const std::string_view key = words[i];
-        if (key != "loss" && key != "burst" && key != "delay_us" && key != "jitter_us" && key != "seed")
+        if (key != "loss" && key != "burst" && key != "burst_us" && key != "delay_us" && key != "jitter_us" &&
+            key != "seed")
             reject("unexpected " + quoted(key) + ": " + std::string(usage));
         if (i + 1 == words.size()) reject("no value for " + quoted(key));
         const std::string_view value = words[i + 1];
         if (key == "loss") settings.faults.loss = number(key, value);
         if (key == "burst") settings.faults.burst = number(key, value);
+        if (key == "burst_us") settings.faults.burst_time = microseconds(key, value);
         if (key == "delay_us") settings.faults.delay = microseconds(key, value);
         if (key == "jitter_us") settings.faults.jitter = microseconds(key, value);
         if (key == "seed") settings.seed = whole_number(key, value, ~std::uint64_t{0});
@@ -226,7 +229,8 @@ std::string to_json(const RelayStats& stats) {
     out << "{\"links\":[";
     for (const RelayLinkStats& link : stats.links) {
         out << comma << "{\"from\":" << link.from << ",\"to\":" << link.to << ",\"seen\":" << link.seen
-            << ",\"lost\":" << link.lost << ",\"overflowed\":" << link.overflowed << '}';
+            << ",\"lost\":" << link.lost << ",\"bursts\":" << link.bursts << ",\"overflowed\":" << link.overflowed
+            << '}';
         comma = ",";
     }
     comma = "";

@@ -113,7 +113,7 @@ private:
 };
 
 void check_at_most(const Measured& measured, double times_ideal, double dropped = 0.01) {
-    CHECK(measured.dropped <= dropped);
+    if (measured.dropped > dropped) throw std::runtime_error("dropped " + std::to_string(measured.dropped));
     if (measured.times_ideal <= times_ideal) return;
     throw std::runtime_error("took " + std::to_string(measured.times_ideal) + " x ideal, more than " +
                              std::to_string(times_ideal));
@@ -170,7 +170,7 @@ TEST(all_to_one_overflows_shallow_queues_hardly_even_where_nothing_is_known_yet)
         Job job({.bytes_per_s = 400 * mbit, .delay = 100 * microsecond, .loss = 0, .world = 8, .queue_bytes = queue},
                 1);
         // Seven links have nine kilobytes each of the smallest queue, noise included.
-        const double dropped = queue < (128 << 10) ? 0.02 : 0.01;
+        const double dropped = queue < (128 << 10) ? 0.025 : 0.01;
         for (int i = 0; i < 3; ++i) check_at_most(job.incast(3'000'000), 1.15, dropped);
     }
 }

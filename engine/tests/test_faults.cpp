@@ -16,7 +16,7 @@ std::vector<bool> losses(const LinkFaults& faults, std::size_t count, std::uint6
                          std::uint16_t target = 1) {
     FaultyLink link(faults, seed, source, target);
     std::vector<bool> lost;
-    while (lost.size() < count) lost.push_back(link.next().lost);
+    while (lost.size() < count) lost.push_back(link.next(0).lost);
     return lost;
 }
 
@@ -98,7 +98,7 @@ TEST(shared_loss_takes_the_same_chunks_from_all_receivers) {
             Header header = chunk(at);
             header.flags = flags;
             header.kind = kind;
-            lost[at] = link.next(&header).lost;
+            lost[at] = link.next(0, &header).lost;
         }
         return lost;
     };
@@ -130,7 +130,7 @@ TEST(shared_loss_takes_the_same_chunks_from_all_receivers) {
     Header repair = chunk(7);
     repair.flags = flag_repair;
     std::vector<bool> attempts;
-    while (attempts.size() < n) attempts.push_back(same.next(&repair).lost);
+    while (attempts.size() < n) attempts.push_back(same.next(0, &repair).lost);
     CHECK(near(mean(attempts), 0.2, deviation(0.2, n)));
 
     // With loss of its own on each link, which is the same as without.
@@ -165,7 +165,7 @@ TEST(fates_are_a_function_of_seed_source_target_and_count) {
     const auto fates = [&f](std::uint64_t seed, std::uint16_t source, std::uint16_t target) {
         FaultyLink link(f, seed, source, target);
         std::vector<Fate> all;
-        for (int i = 0; i < 500; ++i) all.push_back(link.next());
+        for (int i = 0; i < 500; ++i) all.push_back(link.next(0));
         CHECK_EQUAL(link.seen(), 500U);
         CHECK(link.lost() > 0 && link.lost() < 500);
         return all;
@@ -191,8 +191,8 @@ TEST(each_fault_strikes_the_same_datagrams_whatever_else_is_set) {
         FaultyLink all(f, 9, 0, 1);
         FaultyLink lossless({.duplicate = .3, .reorder = .3, .corrupt = .3, .delay = 10, .jitter = 1000}, 9, 0, 1);
         for (const bool lost : plain) {
-            Fate a = some.next();
-            const Fate b = all.next(), c = lossless.next();
+            Fate a = some.next(0);
+            const Fate b = all.next(0), c = lossless.next(0);
             CHECK_EQUAL(a.lost, lost);
             CHECK(lost ? b == a && b.copies == 0 : b == c);
             a.delay = b.delay;
@@ -209,7 +209,7 @@ TEST(rates_of_the_other_faults_and_the_spread_of_their_sizes_are_right) {
     std::array<double, 10> jitter{};
     std::array<double, 16> bit{};
     for (std::size_t i = 0; i < n; ++i) {
-        const Fate fate = link.next();
+        const Fate fate = link.next(0);
         duplicate.push_back(fate.copies == 2);
         reorder.push_back(fate.behind > 0);
         corrupt.push_back(fate.corrupted);

@@ -120,7 +120,7 @@ TEST(a_datagram_is_overtaken_by_as_many_as_its_fate_says_and_lost_ones_do_not_co
         std::size_t arrived = 0;
         for (std::uint32_t i = 0; i < 2000; ++i) {
             receiver.receive(i, i);
-            const Fate fate = link.next();
+            const Fate fate = link.next(0);
             if (fate.lost) continue;
             ++arrived;
             if (fate.behind == 0) expected.insert(expected.end(), fate.copies, i);
@@ -164,7 +164,7 @@ TEST(each_datagram_is_released_when_its_own_delay_is_over_and_in_order_without_j
         std::vector<Nanos> due;
         for (std::uint32_t i = 0; i < 500; ++i) {
             receiver.receive(i, i / 10);
-            due.push_back(i / 10 + link.next().delay);
+            due.push_back(i / 10 + link.next(0).delay);
         }
         receiver.release(receiver.path.next_release_at() - 1);
         CHECK_EQUAL(receiver.got.size(), 0U);

@@ -175,8 +175,34 @@ TEST(loss_has_its_fraction_and_its_burst_length_on_its_link_only) {
             expected = arrival.number + 1;
         }
         CHECK(std::abs(lost / bursts / (burst > 1 ? 8.0 : 1 / 0.9) - 1) < 0.06);
+        // The receiver cannot see a burst that has not ended.
+        const double counted = static_cast<double>(net.link(0, 1).bursts);
+        CHECK(counted == bursts || counted == bursts + 1);
         CHECK(net.balanced(count + count / 100));
     }
+}
+
+// Packets cross the link when the uplink has sent them: here every millisecond, in bursts of five on average.
+TEST(a_burst_that_lasts_some_time_ends_while_nobody_sends) {
+    Network net;
+    net.tell("link 0 1 loss 0.5 burst_us 5000 seed 4");
+    std::uint32_t number = 0;
+    const auto lost_at = [&](Nanos at) {
+        const std::uint64_t before = net.link(0, 1).lost;
+        net.run_until(at);
+        net.send(0, 1, number++, 40);
+        return net.link(0, 1).lost > before;
+    };
+    double soon = 0, late = 0, bursts = 0;
+    for (Nanos at = second; at <= 4000 * second; at += second) {
+        if (!lost_at(at)) continue;
+        ++bursts;
+        soon += lost_at(at + 100 * microsecond);
+        late += lost_at(at + 100 * millisecond);
+    }
+    CHECK(std::abs(bursts / 4000 - 0.5) < 0.04);
+    CHECK(std::abs(soon / bursts - 0.98) < 0.016);  // 0.5 + 0.5 e^(-0.1 / 2.5), five standard deviations
+    CHECK(std::abs(late / bursts - 0.5) < 0.056);
 }
 
 TEST(the_same_seed_loses_the_same_packets) {

@@ -48,6 +48,10 @@ TEST(a_bad_command_names_the_bad_word_and_changes_nothing) {
         {"link 0 1 delay_us 1e99", "'1e99'"},
         {"link 0 1 jitter_us x", "'x'"},
         {"link 0 1 burst 0.5", "burst"},
+        {"link 0 1 burst_us 5000", "burst"},  // beside bursts of 2
+        {"link 0 1 burst 1 burst_us -1", "'-1'"},
+        {"link 0 1 burst 1 burst_us nan", "'nan'"},
+        {"link 0 1 loss 1 burst 1 burst_us 5000", "burst_time"},
         {"link 0 1 loss 0.9", "burst"},  // too much for bursts of 2
         {"link 0 1 seed -2", "'-2'"},
         {"trace 0 1 0120", "'0120'"},
@@ -79,6 +83,7 @@ TEST(a_bad_command_names_the_bad_word_and_changes_nothing) {
     const RelayLinkSettings& link = net.relay.link(0, 1);
     CHECK_EQUAL(link.faults.loss, 0.25);
     CHECK_EQUAL(link.faults.burst, 2.0);
+    CHECK_EQUAL(link.faults.burst_time, 0);
     CHECK_EQUAL(link.faults.delay, 7 * microsecond);
     CHECK_EQUAL(link.faults.jitter, 3 * microsecond);
     CHECK_EQUAL(link.seed, 9U);
@@ -88,12 +93,13 @@ TEST(a_bad_command_names_the_bad_word_and_changes_nothing) {
 
 TEST(a_link_keeps_what_is_not_named) {
     Network net;
-    net.tell("link 2 3 loss 0.5 delay_us 100");
+    net.tell("link 2 3 loss 0.5 burst_us 2.5 delay_us 100");
     net.tell("  link\t2 3   seed 18446744073709551615 ");
     net.tell("link 2 3");
     net.tell("link 2 3 loss 0");
     const RelayLinkSettings& link = net.relay.link(2, 3);
     CHECK_EQUAL(link.faults.loss, 0.0);
+    CHECK_EQUAL(link.faults.burst_time, 2500);
     CHECK_EQUAL(link.faults.delay, 100 * microsecond);
     CHECK_EQUAL(link.seed, ~std::uint64_t{0});
 }
@@ -106,8 +112,8 @@ TEST(statistics_are_one_line_of_json) {
     net.run_until(second);
     CHECK(net.opened[1].device == "st1");
     CHECK(net.ask("stats") ==
-          "{\"links\":[{\"from\":0,\"to\":1,\"seen\":1,\"lost\":0,\"overflowed\":0},"
-          "{\"from\":1,\"to\":0,\"seen\":0,\"lost\":0,\"overflowed\":0}],"
+          "{\"links\":[{\"from\":0,\"to\":1,\"seen\":1,\"lost\":0,\"bursts\":0,\"overflowed\":0},"
+          "{\"from\":1,\"to\":0,\"seen\":0,\"lost\":0,\"bursts\":0,\"overflowed\":0}],"
           "\"hosts\":[{\"host\":0,\"up\":{\"packets\":1,\"bytes\":1486,\"overflowed\":0,\"busy_s\":0.001},"
           "\"down\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0}},"
           "{\"host\":1,\"up\":{\"packets\":0,\"bytes\":0,\"overflowed\":0,\"busy_s\":0},"

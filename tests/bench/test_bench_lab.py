@@ -86,7 +86,7 @@ def test_a_sweep_is_a_table_of_conditions_and_backends(swept: SweepReport) -> No
     table = sweep_table(swept)
     text = text_of(table)
     assert table.row_count == 3
-    for cell in ("100 Mbit/s", "40 ms", "10 %", "1.25", "1.50", ">375.0", "failed"):
+    for cell in ("100 Mbit/s", "40 ms", "10 %", " 8 ", "1.25", "1.50", ">375.0", "failed"):
         assert cell in text
 
 
@@ -119,7 +119,9 @@ def test_the_points_of_a_sweep_are_all_combinations_those_of_one_lab_together() 
         ("rates", ("fast",)),
         ("delays", ("20",)),
         ("losses", (2.0,)),
-        ("burst", 0.5),
+        ("bursts", (0.5,)),
+        ("bursts", ("5",)),
+        ("bursts", ()),
         ("queue", "1b"),
         ("mb", 0.0),
         ("ideal_s", 0.0),

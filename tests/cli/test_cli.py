@@ -123,6 +123,7 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         ("--rate", "fast", "must be a rate such as 400mbit"),
         ("--loss", "1.5", "must lie in [0, 1], got 1.5"),
         ("--burst", "8", "needs a --loss that comes in bursts"),
+        ("--burst", "5ms", "needs a --loss that comes in bursts"),
         ("--delay", "20", "must be a time such as 20ms"),
         ("--jitter", "1ms", "needs a delay that it can vary"),
         ("--queue", "1b", "must lie in"),

@@ -77,6 +77,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--loss", "0.95"), "--loss", "must lie in [0, 0.9], got 0.95"),
         (("--loss", "0", "--burst", "4"), "--burst", "needs a --loss"),
         (("--loss", "0.9", "--burst", "2"), "--burst", "too short"),
+        (("--burst", "5ms"), "--burst", "must be a number of packets, got '5ms': virtual workers have no clock"),
         (("--trace", "FILE", "--per-link", "FILE"), "--per-link", "cannot stand beside --trace"),
         (("--trace", "FILE", "--burst", "4"), "--burst", "cannot stand beside --trace"),
         (("--trace", "FILE", "--loss", "0.1"), "--loss", "cannot stand beside --trace"),

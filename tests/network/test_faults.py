@@ -68,7 +68,7 @@ def test_faults_names_what_is_wrong(arguments: dict[str, Any], message: str) -> 
 def test_settings_are_what_the_engine_takes() -> None:
     made = faults(loss=0.1, burst=8, duplicate=0.01, delay_ms=1.5, jitter_ms=0.000001, seed=7).settings
     chances = {"loss": 0.0, "burst": 1.0, "shared": 0.0, "duplicate": 0.0, "reorder": 0.0, "corrupt": 0.0}
-    none = {**chances, "delay_ns": 0, "jitter_ns": 0, "trace": b""}
+    none = {**chances, "burst_ns": 0, "delay_ns": 0, "jitter_ns": 0, "trace": b""}
     expected = {**none, "loss": 0.1, "burst": 8.0, "duplicate": 0.01, "delay_ns": 1_500_000, "jitter_ns": 1}
     assert made == {"seed": 7, "default": expected, "links": {}}
     assert faults().settings == {"seed": 0, "default": none, "links": {}}

@@ -1,4 +1,4 @@
-"""All-reduce beside gloo at every combination of rate, round trip and loss, each in a lab.
+"""All-reduce beside gloo at every combination of rate, round trip, loss and length of bursts, each in a lab.
 
 report = SweepReport.begin(settings)
 for point in run_sweep(settings):
@@ -29,15 +29,15 @@ from stormtorch.results.text import condition_text
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """Settings of the benchmark: every rate with every delay and every loss."""
+    """Settings of the benchmark: every rate with every delay, and every loss in all its bursts."""
 
     ranks: int = 4
     rates: tuple[str, ...] = ("100mbit", "400mbit", "1gbit")
     delays: tuple[str, ...] = ("0ms", "20ms")
     """Delays one way: a round trip takes twice as long."""
     losses: tuple[float, ...] = (0.0, 0.01, 0.1)
-    burst: float = 1.0
-    """Mean length of a run of losses."""
+    bursts: tuple[float | str, ...] = (1.0,)
+    """Mean lengths of a run of losses, in packets or as a time such as "5ms"; 1 is independent loss."""
     queue: str | int = 512 << 10
     """Bytes that may wait at each end of a line."""
     mb: float | None = None
@@ -57,27 +57,33 @@ class SweepSettings:
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
         check_between("ideal_s", self.ideal_s, 1e-3, 1e3)
-        for name in ("rates", "delays", "losses"):
+        for name in ("rates", "delays", "losses", "bursts"):
             if not getattr(self, name):
                 raise BadSetting(name, "must name at least one")
         self.points()
 
     def points(self) -> list[AllReduceSettings]:
         """The settings of every point, those of one lab next to each other."""
-        return [self._point(rate, delay, loss) for rate in self.rates for delay in self.delays for loss in self.losses]
+        return [
+            self._point(rate, delay, loss, burst)
+            for rate in self.rates
+            for delay in self.delays
+            for loss in self.losses
+            for burst in (self.bursts if loss else (1.0,))  # without loss, all bursts are the same
+        ]
 
-    def _point(self, rate: str, delay: str, loss: float) -> AllReduceSettings:
+    def _point(self, rate: str, delay: str, loss: float, burst: float | str) -> AllReduceSettings:
         try:
             network = Conditions(
                 rate=rate,
                 delay=delay,
                 loss=loss,
-                burst=self.burst if loss else 1.0,
+                burst=burst,
                 queue=self.queue,
                 seed=self.seed,
             )
         except BadCondition as error:
-            several = {"rate": "rates", "delay": "delays", "loss": "losses"}
+            several = {"rate": "rates", "delay": "delays", "loss": "losses", "burst": "bursts"}
             raise BadCondition(several.get(error.name, error.name), error.problem) from error
         assert network.rate_bits is not None
         mb = self.mb
@@ -147,8 +153,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
             what = condition_text(requested)
             advance(what, index * settings.iters)
             try:
-                # Only the loss can change without another lab.
-                if lab is None or lab.conditions.changed(loss=0.0) != point.network.changed(loss=0.0):
+                if lab is None or not _fits(lab.conditions, point.network):
                     labs.close()
                     tcp = congestion_controls(settings.backends)
                     lab = labs.enter_context(open_lab(settings.ranks, point.network, tcp))
@@ -166,6 +171,11 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
                     mb=point.mb[0],
                     results=report.results,
                 )
+
+
+def _fits(running: Conditions, wanted: Conditions) -> bool:
+    """Only the loss can change without another lab, and only between bursts of packets or between those of time."""
+    return running.timed == wanted.timed and running.changed(loss=0.0) == wanted.changed(loss=0.0)
 
 
 def _behind(advance: Advance, what: str, done: int) -> Advance:

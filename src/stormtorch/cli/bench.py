@@ -9,7 +9,7 @@ from stormtorch.cli import bench_all, bench_steps
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
-from stormtorch.cli.networks import lab_network
+from stormtorch.cli.networks import lab_network, typed_burst
 from stormtorch.cli.options import (
     Backends,
     BackendsAnywhere,
@@ -91,6 +91,8 @@ def allreduce(
 
       stormtorch bench allreduce --ranks 4 --rate 100mbit --delay 20ms --mb 5 --loss 0.01 --burst 8
 
+      stormtorch bench allreduce --ranks 4 --rate 100mbit --mb 5 --loss 0.1 --burst 5ms
+
       stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
 
       stormtorch bench allreduce --cable 9000 --mb 25,100
@@ -151,7 +153,10 @@ def sweep(
         typer.Option(help="Delays from host to host, one way, separated by commas: a round trip takes twice as long."),
     ] = "0ms,20ms",
     losses: Annotated[str, typer.Option(help="Fractions of all packets to lose, separated by commas.")] = "0,0.01,0.1",
-    burst: LabBurst = None,
+    bursts: Annotated[
+        str,
+        typer.Option(help="Mean lengths of runs of losses, separated by commas, in packets or in time: 1,20,5ms."),
+    ] = "1",
     queue: Queue = None,
     mb: Annotated[float | None, typer.Option(help="Size of the tensor in MB, in place of --ideal-s.")] = None,
     ideal_s: Annotated[
@@ -166,7 +171,7 @@ def sweep(
     plot: Plot = None,
     timeout_s: Annotated[float, typer.Option(help="Give up a point after so many seconds.")] = 600.0,
 ) -> None:
-    """Time the all-reduce at every combination of rate, delay and loss, in labs.
+    """Time the all-reduce at every combination of rate, delay, loss and length of bursts, in labs.
 
     All backends meet the same loss and take turns within every round.
     A point that fails is recorded with its error; Ctrl-C keeps the points that were measured.
@@ -178,6 +183,8 @@ def sweep(
       stormtorch bench sweep --rates 400mbit --delays 0ms --losses 0,0.001,0.01,0.05,0.1,0.2 --mb 25
 
       stormtorch bench sweep --rates 100mbit --delays 10ms,20ms,50ms --patience-s 60
+
+      stormtorch bench sweep --losses 0.05,0.1,0.2 --bursts 8,20,64,5ms --backends storm,storm-lossy
     """
     with friendly_errors():
         from stormtorch.bench.sweep import SweepReport, SweepSettings, run_sweep
@@ -190,7 +197,7 @@ def sweep(
             rates=names(rates),
             delays=names(delays),
             losses=numbers("losses", losses),
-            burst=burst or 1.0,
+            bursts=tuple(typed_burst(burst) for burst in names(bursts)),
             queue=queue or "512kb",
             mb=mb,
             ideal_s=ideal_s,

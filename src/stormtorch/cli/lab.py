@@ -15,6 +15,7 @@ from rich.console import Console
 
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.networks import typed_burst
 from stormtorch.cli.options import (
     Cable,
     Delay,
@@ -79,6 +80,8 @@ def run(
       stormtorch lab run --hosts 4 --rate 400mbit --loss 0.1 -- python train.py
 
       stormtorch lab run --rate 100mbit --delay 20ms --burst 8 --loss 0.05 -- python train.py
+
+      stormtorch lab run --rate 100mbit --burst 5ms --loss 0.05 -- python train.py
 
       stormtorch lab run --hosts 2 --per-node 2 --loss 0.01 --tcp cubic -- python train.py
 
@@ -218,6 +221,8 @@ def _changes(**options: Any) -> dict[str, Any]:
     changes = {name: value for name, value in options.items() if value is not None}
     if changes.get("rate") == "unlimited":
         changes["rate"] = None
+    if "burst" in changes:
+        changes["burst"] = typed_burst(changes["burst"])
     if "trace" in changes:
         if "loss" in changes or "burst" in changes:
             raise BadCondition("trace", "takes the place of loss and burst; only one can hold")

@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 DEFAULT_LOSS = 0.1
 
 
+def typed_burst(text: str) -> float | str:
+    """Length of bursts as typed: a number of packets, or else the text of a time, which others check."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def burst_in_packets(text: str) -> float:
+    """Length of bursts as typed, where there is no clock; raises `BadSetting` for a time."""
+    length = typed_burst(text)
+    if isinstance(length, str):
+        raise BadSetting("burst", f"must be a number of packets, got {text!r}: virtual workers have no clock")
+    return length
+
+
 def lab_network(seed: int, **conditions: str | float | None) -> Conditions | None:
     """Conditions of a lab; None where no condition was given: that is loopback."""
     from stormtorch.lab.conditions import Conditions
@@ -24,6 +40,8 @@ def lab_network(seed: int, **conditions: str | float | None) -> Conditions | Non
         return None
     if "burst" in given and "loss" not in given:
         raise BadCondition("burst", "needs a --loss that comes in bursts")
+    if isinstance(burst := given.get("burst"), str):
+        given["burst"] = typed_burst(burst)
     if given.get("rate") == "unlimited":
         given["rate"] = None
     return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # it checks them all

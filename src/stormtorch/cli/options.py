@@ -149,8 +149,10 @@ LossBesideLinks = Annotated[
         rich_help_panel=_NETWORK,
     ),
 ]
-_BURST_HELP = "Mean length of a run of losses, in packets (Gilbert-Elliott)."
-Burst = Annotated[float, typer.Option(help=_BURST_HELP, rich_help_panel=_NETWORK)]
+_IN_PACKETS_HELP = "Mean length of a run of losses, in packets (Gilbert-Elliott)"
+BurstInPackets = Annotated[str, typer.Option("--burst", help=f"{_IN_PACKETS_HELP}.", rich_help_panel=_NETWORK)]
+_BURST_HELP = f"{_IN_PACKETS_HELP} or in time: 20, 5ms."
+Burst = Annotated[str, typer.Option(help=_BURST_HELP, rich_help_panel=_NETWORK)]
 PerLink = Annotated[
     Path | None,
     typer.Option(
@@ -213,7 +215,7 @@ LabLoss = Annotated[
         "--loss", help="Fraction of all packets to lose on every link, TCP's as well: 0 to 1.", rich_help_panel=_LAB
     ),
 ]
-LabBurst = Annotated[float | None, typer.Option("--burst", help=_BURST_HELP, rich_help_panel=_LAB)]
+LabBurst = Annotated[str | None, typer.Option("--burst", help=_BURST_HELP, rich_help_panel=_LAB)]
 Trace = Annotated[
     str | None,
     typer.Option(

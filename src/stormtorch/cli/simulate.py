@@ -10,11 +10,11 @@ import typer
 
 from stormtorch.cli.choices import SIMULATE_POLICIES, Device, How, Optimizer, Precision, Weights, Wire
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, names, save
-from stormtorch.cli.networks import SimulatedNetwork
+from stormtorch.cli.networks import SimulatedNetwork, burst_in_packets
 from stormtorch.cli.options import (
     AtOnce,
     Budget,
-    Burst,
+    BurstInPackets,
     Checkpoint,
     Data,
     Delivered,
@@ -75,7 +75,7 @@ def simulate(
     max_lag: MaxLag = None,
     every: Every = 1,
     loss: LossBesideLinks = None,
-    burst: Burst = 1.0,
+    burst: BurstInPackets = "1",
     per_link: PerLink = None,
     trace: TraceDrawn = None,
     shared: Shared = None,
@@ -127,11 +127,12 @@ def simulate(
         from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import SimSettings
 
+        length = burst_in_packets(burst)
         network = SimulatedNetwork(
             workers=workers,
             first_seed=first_seed,
             loss=loss,
-            burst=burst,
+            burst=length,
             per_link=per_link,
             trace=trace,
             shared=shared,
@@ -155,7 +156,7 @@ def simulate(
             every=every,
             given=given(command),
             loss=network.plain_loss,
-            burst=burst,
+            burst=length,
             model=model,
             data=data,
             batch=batch,

@@ -7,7 +7,7 @@ import typer
 
 from stormtorch.cli.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.networks import lab_network
+from stormtorch.cli.networks import lab_network, typed_burst
 from stormtorch.cli.options import (
     Batch,
     Budget,
@@ -74,7 +74,7 @@ def lm(
     layers: Layers = 2,
     width: Width = 64,
     loss: Loss = 0.1,
-    burst: Burst = 1.0,
+    burst: Burst = "1",
     lab: InLab = False,
     rate: Rate = None,
     delay: Delay = None,
@@ -97,6 +97,8 @@ def lm(
       stormtorch train lm --policy lossless,lead,my.py:MyPolicy
 
       stormtorch train lm --loss 0.1 --burst 8 --wire int8 --plot lm.png
+
+      stormtorch train lm --loss 0.1 --burst 5ms
 
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
@@ -127,7 +129,7 @@ def lm(
             layers=layers,
             width=width,
             loss=loss,
-            burst=burst,
+            burst=typed_burst(burst),
             network=_network(lab, loss, burst, rate, delay),
             timeout_s=timeout_s,
         )
@@ -158,7 +160,7 @@ def image(
     batch: Batch = 16,
     lr: Lr = 0.1,
     loss: Loss = 0.1,
-    burst: Burst = 1.0,
+    burst: Burst = "1",
     lab: InLab = False,
     rate: Rate = None,
     delay: Delay = None,
@@ -201,18 +203,18 @@ def image(
             batch=batch,
             lr=lr,
             loss=loss,
-            burst=burst,
+            burst=typed_burst(burst),
             network=_network(lab, loss, burst, rate, delay),
             timeout_s=timeout_s,
         )
         train(settings, json, plot)
 
 
-def _network(lab: bool, loss: float, burst: float, rate: str | None, delay: str | None) -> "Conditions | None":
+def _network(lab: bool, loss: float, burst: str, rate: str | None, delay: str | None) -> "Conditions | None":
     """Conditions of a lab, where one was asked for or is needed."""
     if not lab and rate is None and delay is None:
         return None
-    return lab_network(0, rate=rate, delay=delay, loss=loss, burst=burst if burst != 1.0 else None)
+    return lab_network(0, rate=rate, delay=delay, loss=loss, burst=burst if typed_burst(burst) != 1.0 else None)
 
 
 def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None = None) -> None:

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
-    """Makes the lab, for a `with` statement; it loses nothing until the ranks have checked their results.
+    """Makes the lab, for a `with` statement; `run_in_lab` begins without loss, until ranks have checked their results.
 
     Args:
         hosts: Number of hosts.
@@ -25,7 +25,8 @@ def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
     """
     for congestion_control in tcp:
         checked_tcp(congestion_control)
-    return Lab(hosts, network.changed(loss=0.0), management=True)
+    # With the loss, although it begins later: it has a say in what kind of network this is.
+    return Lab(hosts, network, management=True)
 
 
 def run_here(

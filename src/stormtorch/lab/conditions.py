@@ -2,6 +2,7 @@
 
 Conditions(rate="400mbit", loss=0.1)
 Conditions(rate="100mbit", loss=0.1, burst=8, delay="20ms", jitter="2ms", queue="64kb")
+Conditions(rate="100mbit", loss=0.1, burst="5ms")
 Conditions(loss=PerLink(links={(0, 1): Trace.from_file("links.jsonl", line=7)}))
 """
 
@@ -12,7 +13,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from stormtorch.checks import BadCondition
-from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, PerLink, Trace, loss_in_bursts
+from stormtorch.network.loss import (
+    Bernoulli,
+    GilbertElliott,
+    LinkModel,
+    PerLink,
+    TimedBursts,
+    Trace,
+    has_timed_bursts,
+    loss_in_bursts,
+)
 from stormtorch.network.units import parse_rate, parse_size, parse_time
 
 MOST_HOSTS = 64
@@ -48,8 +58,8 @@ class Conditions:
     """Bytes that may wait at each end of such a line; further packets are dropped and counted as overflow."""
     loss: float | LinkModel | PerLink = 0.0
     """Loss of packets from host to host: a probability, or a model of links from `stormtorch.network.loss`."""
-    burst: float = 1.0
-    """Mean length of a run of losses, if `loss` is a probability."""
+    burst: float | str = 1.0
+    """Mean length of a run of losses in packets, or a mean time such as "5ms", if `loss` is a probability."""
     delay: str | float = 0.0
     """Delay from host to host, one way: a round trip takes twice as long."""
     jitter: str | float = 0.0
@@ -143,6 +153,12 @@ class Conditions:
     def delayed(self) -> bool:
         """Whether any link has a delay."""
         return self.delay_s > 0 or any(self.delays.values())
+
+    @property
+    def timed(self) -> bool:
+        """Whether the bursts of any link last some time, whatever is sent."""
+        assert isinstance(self.loss, LinkModel | PerLink)
+        return has_timed_bursts(self.loss)
 
     def model(self, source: int, target: int) -> LinkModel:
         """Loss model of one link."""
@@ -304,12 +320,12 @@ def _as_condition(name: str) -> Iterator[None]:
 
 
 def link_model(loss: object, burst: object) -> LinkModel:
-    """Model of a link with this loss rate and mean length of bursts; a BadCondition names the one that is wrong."""
-    p, length = _finite("loss", loss), _finite("burst", burst)
+    """Model of a link with this loss rate and length of bursts; a BadCondition names the one that is wrong."""
+    p, length = _finite("loss", loss), burst if isinstance(burst, str) else _finite("burst", burst)
     if not 0.0 <= p <= 1.0:
         raise BadCondition("loss", f"must lie in [0, 1], got {p:g}")
     with _as_condition("burst"):
-        return loss_in_bursts(p, length)
+        return loss_in_bursts(p, length, name="loss")
 
 
 def _finite(name: str, value: object) -> float:
@@ -326,5 +342,7 @@ def _model_json(model: Any) -> Any:
         return {"trace": "".join("01"[bit] for bit in model.bits)}
     if isinstance(model, GilbertElliott):
         return {"p": model.p, "burst": model.burst}
+    if isinstance(model, TimedBursts):
+        return {"p": model.p, "burst_s": model.burst_s}
     assert isinstance(model, Bernoulli)
     return model.p

@@ -135,6 +135,8 @@ class Lab:
     def _kind_of_network(self) -> type[CableNetwork | KernelNetwork | RelayNetwork]:
         if self.conditions.cable is not None:
             return CableNetwork
+        if self.conditions.timed:  # nft counts packets: it cannot tell how long a burst lasts
+            return RelayNetwork
         uniform = not self.conditions.delays
         return KernelNetwork if not self.conditions.delayed or (uniform and has_netem()) else RelayNetwork
 
@@ -328,6 +330,10 @@ class Lab:
             if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
                 raise BadCondition(
                     "delay", "can change only in a lab that started with a delay: it needs another kind of network"
+                )
+            if conditions.timed and isinstance(network, KernelNetwork):
+                raise BadCondition(
+                    "burst", "can become a time only in a lab that started with one: it needs another kind of network"
                 )
             if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
                 self._set_tcp(checked_tcp(conditions.tcp))

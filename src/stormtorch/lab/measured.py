@@ -12,6 +12,8 @@ class LinkCount(NamedTuple):
     seen: int
     lost: int
     """Packets that the lab dropped on purpose."""
+    bursts: int | None = None
+    """Runs of such packets; None where the network does not count them."""
 
 
 class LineCount(NamedTuple):
@@ -44,6 +46,12 @@ class Measured:
         return sum(link.lost for link in self.links) / seen if seen else 0.0
 
     @property
+    def burst(self) -> float | None:
+        """Mean length of a run of such packets; None where nothing was lost or the network does not count runs."""
+        bursts = sum(link.bursts or 0 for link in self.links)
+        return sum(link.lost for link in self.links) / bursts if bursts else None
+
+    @property
     def overflow(self) -> float:
         """Fraction of all packets that found a queue full."""
         lost = sum(line.overflowed for line in self.lines)
@@ -66,6 +74,7 @@ class Measured:
         """Measurements as plain data, with units in the names."""
         return {
             "loss": self.loss,
+            **({} if self.burst is None else {"burst": self.burst}),
             "overflow": self.overflow,
             "rates_bits_per_s": [round(rate) for rate in self.rates_bits],
             "round_trips_s": [round(seconds, 6) for seconds in self.round_trips_s],
@@ -75,7 +84,10 @@ class Measured:
 
 
 def _less_link(now: LinkCount, before: LinkCount | None) -> LinkCount:
-    return now if before is None else now._replace(seen=now.seen - before.seen, lost=now.lost - before.lost)
+    if before is None:
+        return now
+    bursts = None if now.bursts is None else now.bursts - (before.bursts or 0)
+    return now._replace(seen=now.seen - before.seen, lost=now.lost - before.lost, bursts=bursts)
 
 
 def _less_line(now: LineCount, before: LineCount | None) -> LineCount:

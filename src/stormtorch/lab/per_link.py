@@ -1,6 +1,7 @@
 """Conditions that differ from link to link and from host to host, read from a file.
 
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
+           {"from": 1, "to": 0, "loss": 0.2, "burst": "5ms"},
            {"from": 2, "to": "*", "delay": "80ms"},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
  "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb", "mtu": 1200}]}

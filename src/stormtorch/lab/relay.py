@@ -1,4 +1,4 @@
-"""The lab's network in a process: a native relay, for delays where the kernel has no netem.
+"""The lab's network in a process: a native relay, for delays where the kernel has no netem, and for timed bursts.
 
 `stormtorch-relay` (engine/relay_main.cpp) owns a TUN device in each host and carries every packet from one host to
 another: through the sender's uplink, the link's loss and delay, and the receiver's downlink. It reads commands, one per
@@ -35,14 +35,12 @@ class RelayNetwork:
 
     def __init__(self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
         if not Path(_TUN).exists():
-            raise LabUnavailable(
-                f"delay needs {_TUN}, as this kernel has no netem: modprobe tun, or mknod {_TUN} c 10 200"
-            )
+            raise LabUnavailable(f"{_need(conditions)} {_TUN}: modprobe tun, or mknod {_TUN} c 10 200")
         self._hosts = len(hosts)
         self._lock = threading.Lock()
         self._before: dict[str, str] = {}
         self._process = subprocess.Popen(
-            [*switch.enter(), _executable()],
+            [*switch.enter(), _executable(conditions)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -84,13 +82,15 @@ class RelayNetwork:
         delay_us = 1e6 * conditions.link_delay_s(source, target)
         self._set(
             f"link {source} {target}",
-            f"loss {faults.loss!r} burst {faults.burst!r} delay_us {delay_us:.0f} "
+            f"loss {faults.loss!r} burst {faults.burst!r} burst_us {1e6 * faults.burst_s:.3f} delay_us {delay_us:.0f} "
             f"jitter_us {1e6 * conditions.jitter_s:.0f} seed {conditions.seed}",
         )
 
     def links(self) -> list[LinkCount]:
         """Packets of every link since the network was made."""
-        return [LinkCount(row["from"], row["to"], row["seen"], row["lost"]) for row in self._stats()["links"]]
+        return [
+            LinkCount(row["from"], row["to"], row["seen"], row["lost"], row["bursts"]) for row in self._stats()["links"]
+        ]
 
     def lines(self) -> list[LineCount]:
         """Packets of every line between a host and the switch since the network was made."""
@@ -138,9 +138,16 @@ class RelayNetwork:
         return answer
 
 
-def _executable() -> str:
+def _need(conditions: Conditions) -> str:
+    """Says why there must be a relay."""
+    return "burst by time needs" if conditions.timed else "delay, as this kernel has no netem, needs"
+
+
+def _executable(conditions: Conditions) -> str:
     name = "stormtorch-relay"
     path = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
     if path is None:
-        raise LabUnavailable(f"delay needs {name}, which is part of stormtorch's installation: pip install stormtorch")
+        raise LabUnavailable(
+            f"{_need(conditions)} {name}, which is part of stormtorch's installation: pip install stormtorch"
+        )
     return path

@@ -84,6 +84,8 @@ class KernelNetwork:
         before = self._conditions
         if conditions.delayed and not has_netem():
             raise RuntimeError("this kernel cannot delay packets: use the relay")
+        if conditions.timed:
+            raise RuntimeError("nft counts packets and no time: use the relay")
         for index, holder in enumerate(self._hosts):
             line = conditions.line(index)
             delay = (conditions.delay_s, conditions.jitter_s)
@@ -271,6 +273,7 @@ def _bits(model: LinkModel, seed: int) -> bytes:
     if isinstance(model, Bernoulli):
         lost = set(dice.sample(range(_PERIOD), round(model.p * _PERIOD)))
         return bytes(at in lost for at in range(_PERIOD))
+    assert isinstance(model, GilbertElliott)  # `apply` refuses bursts by time
     draws = [_chain(model, dice) for _ in range(_DRAWS)]
     return min(draws, key=lambda bits: abs(sum(bits) - model.p * _PERIOD))
 

@@ -6,6 +6,8 @@
         train_one_epoch()
     with faults(loss=0.1, burst=8, delay_ms=20):  # as many, in runs of 8 on average, and delay the others by 20 ms
         train_one_epoch()
+    with faults(loss=0.1, burst="5ms"):           # as many, in bursts that last 5 ms on average, however much is sent
+        train_one_epoch()
     with faults(loss=GilbertElliott(p=0.1, burst=8), links={(0, 1): 0.5, (1, 0): {"delay_ms": 100}}):
         train_one_epoch()                         # make one pair of ranks worse than the others
 
@@ -14,7 +16,8 @@ What to know before trusting a result:
 - Faults act where datagrams are **received**: the process of `target` applies those of the link (source, target). Run
   the same `faults(...)` on every rank to make the whole network bad, or on one rank to spoil only what it receives.
 - They apply to every transport of this process, existing and future ones.
-- They are reproducible: what happens to the n-th datagram of a link depends on `seed`, source, target and n alone. Each
+- They are reproducible: what happens to the n-th datagram of a link depends on `seed`, source, target and n alone (and
+  on the time since the first one, if bursts last some time). Each
   knob has random numbers of its own, so adding `duplicate` does not change which datagrams are lost. (How many are sent
   may still depend on timing.) Links are independent under one seed, except for what `Shared` takes from all receivers.
 - Blocks nest: the inner block replaces the outer one entirely. When it ends, the outer one applies again and starts its
@@ -30,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeAlias, TypedDict
 
+from stormtorch.network.checked import checked_chance, checked_link, checked_number
 from stormtorch.network.loss import (
     LinkFaults,
     LinkModel,
@@ -37,11 +41,9 @@ from stormtorch.network.loss import (
     PerLink,
     Shared,
     Stragglers,
+    TimedBursts,
     Trace,
-    checked_burst,
-    checked_chance,
-    checked_link,
-    checked_number,
+    loss_in_bursts,
 )
 
 __all__ = ["FaultSettings", "Faults", "LinkOptions", "LinkSettings", "faults"]
@@ -56,7 +58,7 @@ class LinkOptions(TypedDict, total=False):
     """Knobs of one link that differ from those of the others; see `faults`."""
 
     loss: float | LinkModel
-    burst: float
+    burst: float | str
     duplicate: float
     reorder: float
     corrupt: float
@@ -70,6 +72,7 @@ class LinkSettings(TypedDict):
 
     loss: float
     burst: float
+    burst_ns: int
     shared: float
     duplicate: float
     reorder: float
@@ -90,7 +93,7 @@ class FaultSettings(TypedDict):
 def faults(
     *,
     loss: float | LossModel = 0.0,
-    burst: float = 1.0,
+    burst: float | str = 1.0,
     duplicate: float = 0.0,
     reorder: float = 0.0,
     corrupt: float = 0.0,
@@ -104,7 +107,8 @@ def faults(
 
     Args:
         loss: Fraction of the datagrams that is lost, in [0, 1], or a loss model instead of `loss` and `burst`.
-        burst: Mean number of datagrams lost in a row. 1 is independent loss; more needs `burst >= loss / (1 - loss)`.
+        burst: Mean number of datagrams lost in a row, or the mean time that a burst lasts, such as "5ms". 1 is
+            independent loss; more needs `burst >= loss / (1 - loss)`.
         duplicate: Chance that a datagram arrives twice.
         reorder: Chance that a datagram is held back behind 1 to 8 later ones of its link, for at most 5 ms.
         corrupt: Chance that one bit of a datagram is flipped.
@@ -202,7 +206,16 @@ _active: list[Faults] = []
 _lock = threading.Lock()
 
 _NO_FAULTS = LinkSettings(
-    loss=0.0, burst=1.0, shared=0.0, duplicate=0.0, reorder=0.0, corrupt=0.0, delay_ns=0, jitter_ns=0, trace=b""
+    loss=0.0,
+    burst=1.0,
+    burst_ns=0,
+    shared=0.0,
+    duplicate=0.0,
+    reorder=0.0,
+    corrupt=0.0,
+    delay_ns=0,
+    jitter_ns=0,
+    trace=b"",
 )
 
 
@@ -247,6 +260,7 @@ def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
     return LinkSettings(
         loss=loss.loss,
         burst=loss.burst,
+        burst_ns=round(1e9 * loss.burst_s),
         shared=loss.shared,
         duplicate=checked_chance("duplicate", options.get("duplicate", base["duplicate"])),
         reorder=checked_chance("reorder", options.get("reorder", base["reorder"])),
@@ -284,7 +298,13 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
             raise ValueError("burst has no effect on shared loss: give a loss rate with it")
         return LinkFaults(loss=base["loss"], shared=base["shared"])
     chance = checked_chance("loss", loss)
-    return LinkFaults(loss=chance, burst=checked_burst("loss", chance, options.get("burst", base["burst"])))
+    if "burst" not in options and base["burst_ns"]:
+        # Another loss in the same bursts; a link without loss has none.
+        return TimedBursts(p=chance, burst_s=1e-9 * base["burst_ns"]).link_faults() if chance else LinkFaults()
+    burst = options.get("burst", base["burst"])
+    if not isinstance(burst, str):
+        burst = checked_number("burst", burst)
+    return loss_in_bursts(chance, burst, name="loss").link_faults()
 
 
 def _nanoseconds(knob: str, options: Mapping[str, object], otherwise_ns: int) -> int:

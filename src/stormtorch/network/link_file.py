@@ -1,7 +1,7 @@
 """Files that describe single links, for the lab, for faults and for virtual workers.
 
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
-           {"from": 2, "to": "*", "loss": 0.05},
+           {"from": 2, "to": "*", "loss": 0.05, "burst": "5ms"},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}]}
 
 A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
@@ -17,7 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace, checked_burst, checked_chance, loss_in_bursts
+from stormtorch.network.checked import checked_chance
+from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace, loss_in_bursts
 
 __all__ = ["LinkEntry", "entries", "link_entries", "ranks_of", "read_file", "read_links"]
 
@@ -112,8 +113,7 @@ def _model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
         return Trace.from_file(folder / trace["file"], line=trace.get("line", 0))
     if "loss" in entry:
         p = checked_chance("loss", entry["loss"])
-        burst = checked_burst("loss", p, entry.get("burst", 1.0))
-        return loss_in_bursts(p, burst)
+        return loss_in_bursts(p, entry.get("burst", 1.0), name="loss")
     if "burst" in entry:
         raise ValueError("has a burst without a loss")
     return None

@@ -5,6 +5,7 @@ parameters and a seed, and produce the same losses every time.
 
     Bernoulli(p=0.1)                     # lose each datagram with probability 0.1, whatever happened before
     GilbertElliott(p=0.1, burst=8)       # lose as many, but in runs of 8 on average, as on Wi-Fi or in a full queue
+    TimedBursts(p=0.1, burst_s=0.005)    # lose as many, but for 5 ms at a time on average, however much is sent
     Trace(bits="0001100000")             # replay what a real link did in a loop: 1 is lost
     PerLink(default=Bernoulli(p=0.01), links={(0, 1): GilbertElliott(p=0.2, burst=16)})
     Shared(p=0.1, share=0.5)             # lose half of it at the sender: the same chunks for all its receivers
@@ -20,13 +21,21 @@ two links, each with its own losses. Only `Shared` makes links depend on each ot
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from os import PathLike
 from typing import NamedTuple, TypeAlias
+
+from stormtorch.network.checked import (
+    burst_seconds,
+    checked_bits,
+    checked_burst,
+    checked_burst_s,
+    checked_chance,
+    checked_link,
+    checked_number,
+)
 
 __all__ = [
     "Bernoulli",
@@ -37,11 +46,9 @@ __all__ = [
     "PerLink",
     "Shared",
     "Stragglers",
+    "TimedBursts",
     "Trace",
 ]
-
-MAX_RANKS = 65_536
-"""Number of possible ranks: a rank has 16 bits on the wire."""
 
 
 class LinkFaults(NamedTuple):
@@ -55,6 +62,8 @@ class LinkFaults(NamedTuple):
     """One byte per datagram, 0 or 1, replayed in a loop; unless empty, it replaces `loss` and `burst`."""
     shared: float = 0.0
     """Fraction of the chunks that is lost at the source, for all receivers alike, in addition to the other losses."""
+    burst_s: float = 0.0
+    """Mean duration of a burst; unless 0, `burst` is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +104,29 @@ class GilbertElliott:
         return LinkFaults(loss=self.p, burst=self.burst)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedBursts:
+    """Loss in bursts that last some time: a link is good or bad, as in `GilbertElliott`, but time alone changes it.
+
+    The bad state lasts for exponential times with the mean `burst_s`, the good one with the mean
+    `burst_s * (1 - p) / p`. A sender that falls silent leaves a burst, and one that sends faster loses more in it. This
+    model is for transports and labs: virtual workers have no clock.
+    """
+
+    p: float
+    """Fraction of the time in which everything is lost, above 0 and below 1: what a link loses that sends evenly."""
+    burst_s: float
+    """Mean duration of a burst in seconds, 1 us to 1 h."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", checked_chance("p", self.p))
+        object.__setattr__(self, "burst_s", checked_burst_s("burst_s", "p", self.p, self.burst_s))
+
+    def link_faults(self) -> LinkFaults:
+        """The engine's parameters of this model."""
+        return LinkFaults(loss=self.p, burst_s=self.burst_s)
+
+
 @dataclass(frozen=True, init=False, slots=True)
 class Trace:
     """Recorded losses, replayed in a loop. Each link starts at an offset drawn from the seed."""
@@ -104,7 +136,7 @@ class Trace:
 
     def __init__(self, *, bits: str | bytes | Sequence[int]) -> None:
         """`bits` may be text ("0010"), bytes of value 0 and 1, or a sequence of the integers 0 and 1."""
-        object.__setattr__(self, "bits", _checked_bits(bits))
+        object.__setattr__(self, "bits", checked_bits(bits))
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], *, line: int = 0, field: str = "bits") -> Trace:
@@ -146,7 +178,7 @@ class Trace:
         return LinkFaults(trace=self.bits)
 
 
-LinkModel: TypeAlias = Bernoulli | GilbertElliott | Trace
+LinkModel: TypeAlias = Bernoulli | GilbertElliott | TimedBursts | Trace
 """The model of one link."""
 
 
@@ -161,13 +193,13 @@ class PerLink:
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, LinkModel):
-            raise ValueError(f"default must be a Bernoulli, GilbertElliott or Trace, got {self.default!r}")
+            raise ValueError(f"default must be a model of one link, got {self.default!r}")
         if not isinstance(self.links, Mapping):
             raise ValueError(f"links must map (source, target) to a model, got {self.links!r}")
         links = {checked_link("links", link): model for link, model in self.links.items()}
         for link, model in links.items():
             if not isinstance(model, LinkModel):
-                raise ValueError(f"links[{link}] must be a Bernoulli, GilbertElliott or Trace, got {model!r}")
+                raise ValueError(f"links[{link}] must be a model of one link, got {model!r}")
         object.__setattr__(self, "links", links)
 
     @classmethod
@@ -290,9 +322,21 @@ LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers
 """Any loss model. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
 
 
-def loss_in_bursts(p: float, burst: float) -> Bernoulli | GilbertElliott:
-    """Model of a link with this loss rate and mean length of bursts; a length of 1 is independent loss."""
-    return Bernoulli(p=p) if burst == 1.0 else GilbertElliott(p=p, burst=burst)
+def loss_in_bursts(p: float, burst: float | str, *, name: str = "p") -> Bernoulli | GilbertElliott | TimedBursts:
+    """Model of a link with this loss rate and these bursts: a mean number of packets, or a mean time such as "5ms".
+
+    A burst of 1 packet is independent loss. Errors call the loss rate `name`.
+    """
+    if isinstance(burst, str):
+        return TimedBursts(p=p, burst_s=checked_burst_s("burst", name, p, burst_seconds(burst)))
+    length = checked_burst(name, p, burst)
+    return Bernoulli(p=p) if length == 1.0 else GilbertElliott(p=p, burst=length)
+
+
+def has_timed_bursts(network: LinkModel | PerLink | Shared) -> bool:
+    """Whether the bursts of any link last some time, so that they need a clock."""
+    models = [network.default, *network.links.values()] if isinstance(network, PerLink) else [network]
+    return any(isinstance(model, TimedBursts) for model in models)
 
 
 def in_time(network: LossModel) -> LinkModel | PerLink | Shared:
@@ -304,57 +348,3 @@ def _check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
     for rank in ranks:
         if not 0 <= rank < world:
             raise ValueError(f"{name} must lie in 0 to {world - 1}, got {rank}")
-
-
-def checked_number(name: str, value: object) -> float:
-    """Convert a finite number to a float; a ValueError names any other value."""
-    # NumPy's scalars are Real, too. A bool is an int for Python, but hardly what a caller means here.
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
-
-
-def checked_chance(name: str, value: object) -> float:
-    """Convert a number in [0, 1] to a float; a ValueError names any other value."""
-    number = checked_number(name, value)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must lie in [0, 1], got {number}")
-    return number
-
-
-def checked_burst(loss_name: str, loss: float, burst: object) -> float:
-    """Convert a burst that is feasible with `loss` to a float; the rules are those of LinkFaults::validate in C++."""
-    number = checked_number("burst", burst)
-    if number < 1.0:
-        raise ValueError(f"burst must be at least 1, got {number}")
-    if number > 1.0 and loss == 1.0:
-        raise ValueError(f"burst must be 1 when {loss_name} is 1 (a dead link has no bursts), got {number}")
-    # The tolerance admits settings on the edge, such as 0.9 with a burst of 9, which rounding would push over it.
-    if number > 1.0 and loss / ((1.0 - loss) * number) > 1.0 + 1e-9:
-        least = loss / (1.0 - loss)
-        raise ValueError(f"burst {number} is too short for {loss_name} {loss}: it must be at least {least:.4g}, or 1")
-    return number
-
-
-def checked_link(name: str, link: object) -> tuple[int, int]:
-    """Return a pair of ranks; a ValueError names any other value."""
-    match link:
-        case (int(source), int(target)) if 0 <= source < MAX_RANKS and 0 <= target < MAX_RANKS:
-            return source, target
-    raise ValueError(f"{name} must have keys (source, target), two ranks in [0, {MAX_RANKS}), got {link!r}")
-
-
-def _checked_bits(bits: object) -> bytes:
-    if isinstance(bits, str):
-        values: Sequence[object] = [{"0": 0, "1": 1}.get(character, character) for character in bits]
-    elif isinstance(bits, Sequence):
-        values = bits
-    else:
-        raise ValueError(f"bits must be text, bytes or a sequence of 0 and 1, got {type(bits).__name__}")
-    if not values:
-        raise ValueError("bits must not be empty")
-    for at, value in enumerate(values):
-        # 1.0 and True equal 1, too, but only true integers are accepted.
-        if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1):
-            raise ValueError(f"bits must hold only 0 (arrived) and 1 (lost), got {value!r} at {at}")
-    return bytes(value for value in values if isinstance(value, int))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stormtorch.results.text import loss_of, network_text
+from stormtorch.results.text import bursts_of, loss_of, network_text
 
 _NAMES = {
     "gloo": "DDP on gloo",
@@ -38,14 +38,15 @@ def where_text(conditions: dict[str, Any]) -> str:
 
 
 def loss_words(conditions: dict[str, Any]) -> str:
-    """Loss that was asked for: "10 % loss"."""
+    """Loss that was asked for: "10 % loss", "10 % loss in bursts of 5 ms"."""
     requested = conditions.get("requested")
     if not isinstance(requested, dict):
         return f"{percent(conditions.get('faults') or 0.0)} loss"
     loss = requested.get("loss")
     if isinstance(loss, dict) and "p" not in loss:
         return "loss by link"
-    return f"{percent(loss_of(requested))} loss"
+    bursts = bursts_of(requested)
+    return f"{percent(loss_of(requested))} loss" + (f" in bursts of {bursts}" if bursts else "")
 
 
 def percent(fraction: float) -> str:

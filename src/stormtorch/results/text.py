@@ -59,14 +59,24 @@ def network_text(requested: dict[str, Any]) -> str:
 
 
 def condition_text(requested: dict[str, Any]) -> str:
-    """Conditions of a lab with the loss: "400 Mbit/s, round trip 40 ms, loss 10 %"."""
-    return f"{network_text(requested)}, loss {loss_of(requested) * 100:g} %"
+    """Conditions of a lab with the loss: "400 Mbit/s, round trip 40 ms, loss 10 % in bursts of 5 ms"."""
+    bursts = bursts_of(requested)
+    text = f"{network_text(requested)}, loss {loss_of(requested) * 100:g} %"
+    return f"{text} in bursts of {bursts}" if bursts else text
 
 
 def loss_of(requested: dict[str, Any]) -> float:
     """Loss rate in the conditions of a lab whose loss is one number, in bursts or not."""
     loss = requested["loss"]
     return float(loss["p"] if isinstance(loss, dict) else loss)
+
+
+def bursts_of(requested: dict[str, Any]) -> str:
+    """Mean length of the bursts of such a loss, in packets or in time: "20", "5 ms"; empty for independent loss."""
+    loss = requested["loss"]
+    if not isinstance(loss, dict):
+        return ""
+    return time_text(loss["burst_s"]) if "burst_s" in loss else f"{loss['burst']:g}"
 
 
 def crowding_text(ranks: int, cores: int) -> str:

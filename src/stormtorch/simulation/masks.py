@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormtorch.network.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, in_time
+from stormtorch.network.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, has_timed_bursts, in_time
 from stormtorch.simulation.loss_chains import Chains, Shards, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
@@ -48,6 +48,8 @@ class Masks:
         self._generator = torch.Generator(self.device).manual_seed(seed)
         self._late = network if isinstance(network, Stragglers) else None
         reached = in_time(network)
+        if has_timed_bursts(reached):
+            raise ValueError("network must have bursts of packets (GilbertElliott): virtual workers have no clock")
         self._chains, self._traces = self._links(reached)
         self._common_p = reached.common if isinstance(reached, Shared) else 0.0
         self._uplinks = self._common(reached) if isinstance(reached, Shared) else None

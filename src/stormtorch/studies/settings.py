@@ -11,7 +11,7 @@ import torch
 
 from stormtorch.checks import BadSetting, blaming, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
-from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Stragglers, Trace, in_time, loss_in_bursts
+from stormtorch.network.loss import LossModel, PerLink, Stragglers, Trace, has_timed_bursts, in_time, loss_in_bursts
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import PRESETS, WIRES, PolicySettings, make_policy
 from stormtorch.reliability import MOST_REDUNDANCY
@@ -45,8 +45,8 @@ class StudySettings(PolicySettings):
     """First of the seeds; the others follow."""
     loss: float = 0.1
     """Fraction of the datagrams that is lost on every link."""
-    burst: float = 1.0
-    """Mean length of a run of losses; 1 is independent loss."""
+    burst: float | str = 1.0
+    """Mean length of a run of losses in packets, or a mean time such as "5ms"; 1 is independent loss."""
 
     def __post_init__(self) -> None:
         check_between("steps", self.steps, 1, 10_000_000)
@@ -56,7 +56,7 @@ class StudySettings(PolicySettings):
         if self.burst != 1.0 and not self.loss:
             raise BadSetting("burst", "needs a --loss that comes in bursts")
         try:
-            GilbertElliott(p=self.loss, burst=self.burst)
+            loss_in_bursts(self.loss, self.burst)
         except ValueError as error:
             raise BadSetting("burst", str(error).removeprefix("burst ")) from error
         check_subset("wire", (self.wire,), tuple(WIRES))
@@ -275,6 +275,9 @@ class SimSettings(StudySettings):
             check_between("at_once", self.at_once, 1, self.workers)
         _check_device(self.device)
         reached = in_time(self.loss_model())
+        if has_timed_bursts(reached):
+            name = "burst" if self.network is None else "per_link"
+            raise BadSetting(name, "must count packets here, and not time: virtual workers have no clock")
         if isinstance(reached, PerLink) and reached.links:
             highest = max(max(link) for link in reached.links)
             if highest >= self.workers:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.cli.plots.bench import COLOURS
-from stormtorch.results.text import loss_of, network_text
+from stormtorch.results.text import bursts_of, loss_of, network_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.sweep import SweepPoint, SweepReport
@@ -19,7 +19,8 @@ def plot_sweep(report: "SweepReport", path: Path) -> None:
 
     rates = sorted({point.requested["rate_bits_per_s"] for point in report.points})
     trips = sorted({point.requested["round_trip_s"] for point in report.points})
-    figure = Figure(figsize=(1.4 + 2.9 * len(rates), 1.3 + 2.5 * len(trips)), layout="constrained")
+    width = max(2.9, 0.55 * len(report.points) / (len(rates) * len(trips)))  # room for the marks of all points
+    figure = Figure(figsize=(1.4 + width * len(rates), 1.3 + 2.5 * len(trips)), layout="constrained")
     panels = figure.subplots(len(trips), len(rates), squeeze=False, sharey=True)
     backends: list[str] = report.conditions["backends"]
     for row, trip in zip(panels, trips, strict=True):
@@ -33,8 +34,9 @@ def plot_sweep(report: "SweepReport", path: Path) -> None:
             if points:
                 _draw(panel, points, backends)
         row[0].set_ylabel("time / ideal")
+    in_bursts = any(bursts_of(point.requested) for point in report.points)
     for panel in panels[-1]:
-        panel.set_xlabel("packets lost")
+        panel.set_xlabel("packets lost × mean burst" if in_bursts else "packets lost")
     handles: list[Any] = [
         Line2D([], [], color=COLOURS[name], marker=_MARKERS[name], markersize=5, label=name) for name in backends
     ]
@@ -52,11 +54,16 @@ def _title(report: "SweepReport") -> str:
     return title
 
 
+def _mark(point: "SweepPoint") -> str:
+    loss, bursts = f"{100 * loss_of(point.requested):g} %", bursts_of(point.requested)
+    return f"{loss}\n× {bursts}" if bursts else loss
+
+
 def _draw(panel: Any, points: "list[SweepPoint]", backends: list[str]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     # Evenly spaced: a logarithmic axis has no place for the network that loses nothing.
-    points = sorted(points, key=lambda point: loss_of(point.requested))
+    points = sorted(points, key=lambda point: loss_of(point.requested))  # bursts keep their order
     panel.set_yscale("log")
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     for index, name in enumerate(backends):
@@ -74,7 +81,7 @@ def _draw(panel: Any, points: "list[SweepPoint]", backends: list[str]) -> None:
                 panel.annotate(
                     "↑", (x, worst), (0, 3), textcoords="offset points", ha="center", color=colour, fontsize=13
                 )
-    panel.set_xticks(range(len(points)), [f"{100 * loss_of(point.requested):g} %" for point in points])
+    panel.set_xticks(range(len(points)), [_mark(point) for point in points])
     panel.set_xlim(-0.4, len(points) - 0.6)
     panel.margins(y=0.12)
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

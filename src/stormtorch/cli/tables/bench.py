@@ -8,6 +8,7 @@ from stormtorch.bench.results import AllReduceReport, AllReduceResult
 from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.captions import drops_text, loss_sentence, round_text
 from stormtorch.results.text import (
+    bursts_of,
     crowding_text,
     loss_of,
     loss_text,
@@ -110,7 +111,7 @@ def sweep_table(report: "SweepReport") -> Table:
         f"brackets; > where a call did not end within {conditions['patience_s']:g} s."
     )
     table = new_table("all-reduce under real loss, x ideal", caption)
-    for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "size"):
+    for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "bursts", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in conditions["backends"]:
         table.add_column(name.replace("-", "\n"), justify="right", no_wrap=True)
@@ -125,6 +126,7 @@ def sweep_table(report: "SweepReport") -> Table:
             f"{1e3 * point.requested['round_trip_s']:.3g} ms",
             f"{loss_of(point.requested) * 100:g} %",
             "" if point.measured is None else loss_text(point.measured["loss"]),
+            bursts_of(point.requested),
             size_text(round(point.mb * 1e6)),
         ]
         by_name = {result.backend: result for result in point.results}

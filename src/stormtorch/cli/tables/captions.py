@@ -3,7 +3,7 @@
 from typing import Any
 
 from stormtorch.results.statistics import median
-from stormtorch.results.text import loss_text, time_text
+from stormtorch.results.text import bursts_of, loss_text, time_text
 
 
 def round_text(conditions: dict[str, Any]) -> str:
@@ -20,11 +20,12 @@ def loss_sentence(requested: dict[str, Any], measured: dict[str, Any]) -> str:
     text = "Loss of packets, the same for all backends"
     if isinstance(loss, float):
         text += f": {loss_text(loss)} asked, "
-    elif "burst" in loss:
-        text += f": {loss_text(loss['p'])} in bursts of {loss['burst']:g} asked, "
+    elif "p" in loss:
+        text += f": {loss_text(loss['p'])} in bursts of {bursts_of(requested)} asked, "
     else:
         text += " by a model: "
-    text += f"{loss_text(measured['loss'])} measured; {loss_text(measured['overflow'])} more found a queue full."
+    runs = f" in runs of {measured['burst']:.3g}" if measured.get("burst", 1.0) > 1.0 else ""
+    text += f"{loss_text(measured['loss'])}{runs} measured; {loss_text(measured['overflow'])} more found a queue full."
     if measured["round_trips_s"]:
         text += f" Round trip measured: {time_text(median(measured['round_trips_s']))}."
     return text

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.lab.measured import LinkCount, Measured
+from stormtorch.results.text import bursts_of
 
 if TYPE_CHECKING:
     from stormtorch.lab.lab import Lab
@@ -109,7 +110,7 @@ def _loss_text(loss: Any) -> str:
         if "trace" in loss:
             share = loss["trace"].count("1") / len(loss["trace"])
             return f"{share:.2%} loss by a trace of {len(loss['trace'])} packets"
-        return f"{100 * loss['p']:g} % loss in bursts of {loss['burst']:g}"
+        return f"{100 * loss['p']:g} % loss in bursts of {bursts_of({'loss': loss})}"
     return f"{100 * loss:g} % loss" if loss else "no loss"
 
 

@@ -159,11 +159,15 @@ def against_text(report: StudyReport[Any, Any], against: Sequence[float]) -> str
 def where_text(report: TrainReport) -> str:
     """Describes the network: "10 % loss injected on loopback", "400 Mbit/s, 10 % loss"."""
     settings = report.settings
-    bursts = f" in bursts of {settings.burst:g}" if settings.burst > 1 else ""
+    bursts = "" if settings.burst == 1.0 else f" in bursts of {_burst_text(settings.burst)}"
     loss = f"{100 * settings.loss:g} % loss{bursts}"
     if settings.network is None:
         return f"{loss} injected on loopback"
     return f"{network_text(report.measured['requested'])}, {loss}"
+
+
+def _burst_text(burst: float | str) -> str:
+    return burst if isinstance(burst, str) else f"{burst:g}"
 
 
 def spread_text(values: Sequence[float], form: str, unit: str = "") -> str:
