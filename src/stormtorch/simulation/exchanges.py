@@ -77,7 +77,7 @@ class Exchanges:
 
     def first_pass_down(self, policy: Policy) -> Tensor:
         """Draws what a broadcast that is repaired would lose otherwise."""
-        if isinstance(self._masks, Masks) or self._senders is None:
+        if self._senders is None or not isinstance(self._masks, CodedMasks):
             return self._masks.down()
         return self._masks.down(redundancy_W=self._senders.redundancy(policy, policy.down))
 
