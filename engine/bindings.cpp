@@ -293,6 +293,7 @@ NB_MODULE(_engine, m) {
         .def_ro("second_stage", &Arrival::second_stage)
         .def_ro("chunks", &Arrival::chunks)
         .def_ro("arrived", &Arrival::arrived)
+        .def_ro("recovered", &Arrival::recovered)
         .def_ro("total_bytes", &Arrival::bytes)
         .def_ro("missing_bytes", &Arrival::missing_bytes)
         .def_prop_ro("mask", [](const Arrival& a) {

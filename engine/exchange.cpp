@@ -104,6 +104,7 @@ void Exchange::conclude(Status status, Nanos now) {
                                     .second_stage = message.second_stage,
                                     .chunks = message.cut.chunks,
                                     .arrived = message.arrived_count,
+                                    .recovered = message.recovered,
                                     .bytes = message.cut.bytes,
                                     .missing_bytes = message.missing_bytes(),
                                     .mask = message.arrived.words()});

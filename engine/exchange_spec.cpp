@@ -43,8 +43,9 @@ void validate(const ExchangeSpec& spec, std::uint16_t rank, std::uint16_t world)
     }
     for (const StageSpec& stage : spec.stages) {
         if (!(stage.budget >= 0.0 && stage.budget <= 1.0)) throw std::invalid_argument("budget must lie in [0, 1]");
-        if (stage.redundancy != StageSpec::automatic && !(stage.redundancy >= 0.0 && stage.redundancy <= 1.0))
-            throw std::invalid_argument("redundancy must lie in [0, 1] or be automatic");
+        if (stage.redundancy != StageSpec::automatic &&
+            !(stage.redundancy >= 0.0 && stage.redundancy <= StageSpec::most))
+            throw std::invalid_argument("redundancy must lie in [0, 4] or be automatic");
     }
     if (spec.reduction && spec.reduction->mode == Reduce::copy) {
         // What we pass on cannot be more complete than what we got.

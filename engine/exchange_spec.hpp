@@ -35,7 +35,7 @@ struct StageSpec {
     double budget{};        // 0 is exact, 1 never repairs
     Nanos deadline{never};  // absolute
     // Parity per chunk of data: 0 is none; `automatic` is what the model of the link says pays (coding_model.hpp).
-    static constexpr double automatic = -1.0;
+    static constexpr double automatic = -1.0, most = 4.0;
     double redundancy{};
 };
 
@@ -57,6 +57,7 @@ struct Arrival {
     std::uint16_t peer{};
     bool second_stage{};
     std::uint32_t chunks{}, arrived{};
+    std::uint32_t recovered{};  // of those that arrived: decoded from parity
     std::uint64_t bytes{}, missing_bytes{};
     std::vector<std::uint64_t> mask;  // bit c: chunk c arrived
 };

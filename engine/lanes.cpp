@@ -105,6 +105,7 @@ void join(Outcome& whole, Outcome&& part) {
         append(found->mask, found->chunks, more.mask, more.chunks);
         found->chunks += more.chunks;
         found->arrived += more.arrived;
+        found->recovered += more.recovered;
         found->bytes += more.bytes;
         found->missing_bytes += more.missing_bytes;
     }

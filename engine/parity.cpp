@@ -34,7 +34,8 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     if (peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1) {
         // Pieces of a chunk are told apart by its number, which parity does not have.
     } else if (redundancy > 0.0) {
-        parity = static_cast<std::size_t>(std::ceil(redundancy * shape.block_size(stretch, 0)));
+        // A number that a division has left a hair above a whole one means that one. Blocks bound it: see `decide`.
+        parity = static_cast<std::size_t>(std::ceil(redundancy * shape.block_size(stretch, 0) - 1e-9));
     } else {
         const double rate = shared_pacer_ ? config_.bytes_per_s : peer.rate.bytes_per_s();
         const double bytes = static_cast<double>(shape.parity_bytes + header_bytes + seal_.overhead_bytes());

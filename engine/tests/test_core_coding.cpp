@@ -121,6 +121,31 @@ TEST(parity_gives_back_what_a_message_that_is_never_repaired_lost) {
     }
 }
 
+TEST(more_parity_than_data_gives_back_most_of_what_a_bad_link_lost) {
+    // 300'000 bytes have blocks of about 110 chunks, 100'000 have one of 73: 255 chunks in all bound the first.
+    for (const std::size_t bytes : {std::size_t{10'000}, std::size_t{100'000}, std::size_t{300'000}}) {
+        Sim sim(links(2, 0.4, 1.0, 11));
+        Watch watch(sim, 2);
+        double all = 0, here = 0, came = 0;
+        for (std::uint32_t seq = 0; seq < 20; ++seq) {
+            const StageSpec stage{.budget = 1.0, .redundancy = 1.5};
+            AllToAll job(2, 9, [&](auto, auto) { return bytes; });
+            std::vector<std::uint64_t> ids;
+            for (std::uint16_t rank = 0; rank < 2; ++rank) ids.push_back(sim.post(rank, job.spec(rank, seq, stage)));
+            watch.wait_all(ids);
+            for (std::uint16_t rank = 0; rank < 2; ++rank) {
+                for (const Arrival& arrival : watch.outcome(rank, ids[rank])->arrivals) {
+                    all += arrival.chunks;
+                    here += arrival.arrived;
+                    came += arrival.arrived - arrival.recovered;
+                }
+            }
+        }
+        CHECK(here / all > 0.93);
+        CHECK(std::abs(came / all - 0.6) < 0.06);
+    }
+}
+
 TEST(automatic_parity_shortens_exact_messages_on_a_long_lossy_link) {
     std::vector<double> took;
     for (const double redundancy : {0.0, StageSpec::automatic}) {

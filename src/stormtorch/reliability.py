@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+MOST_REDUNDANCY = 4.0
+"""Most parity chunks for each data chunk."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reliability:
@@ -23,8 +26,9 @@ class Reliability:
             raise ValueError(f"budget must lie in [0, 1], got {self.budget}")
         if self.deadline_s is not None and not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s must be above 0 or None, got {self.deadline_s}")
-        if self.redundancy != "auto" and not 0.0 <= self.redundancy <= 1.0:
-            raise ValueError(f'redundancy must lie in [0, 1] or be "auto", got {self.redundancy!r}')
+        given: object = self.redundancy  # callers without types pass anything
+        if given != "auto" and not (isinstance(given, int | float) and 0.0 <= given <= MOST_REDUNDANCY):
+            raise ValueError(f'redundancy must lie in [0, {MOST_REDUNDANCY:g}] or be "auto", got {given!r}')
 
     @property
     def exact(self) -> bool:

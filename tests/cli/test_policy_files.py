@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from commands import call, ranks_left
-from stormtorch.checks import BadSetting
+from stormtorch import BoundedDrift
 from stormtorch.studies.settings import LmSettings, SimSettings
 
 pytestmark = pytest.mark.pure
@@ -113,8 +113,9 @@ def test_settings_that_no_policy_takes_are_refused_also_beside_files(file: Path)
     assert "belongs to model-averaging, and --policy has Halfway" in text
 
 
-def test_a_wire_that_the_simulator_lacks_is_told_by_the_option() -> None:
-    with pytest.raises(BadSetting, match="cannot be int8 in a simulation") as caught:
-        SimSettings(wire="int8")
-    assert caught.value.name == "wire"
-    assert LmSettings(wire="int8").policy_of("lead").wire.itemsize == 1
+def test_wires_and_redundancies_reach_the_policy() -> None:
+    for settings in (SimSettings(wire="int8", redundancy="auto"), LmSettings(wire="int8", redundancy="auto")):
+        policy = settings.policy_of("lead")
+        assert isinstance(policy, BoundedDrift)
+        assert policy.wire.itemsize == 1
+        assert policy.redundancy == "auto"

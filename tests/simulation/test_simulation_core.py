@@ -324,7 +324,7 @@ def test_a_policy_may_change_from_step_to_step() -> None:
         ("clip", {"clip": 0.0}),
         ("at_once", {"at_once": 0}),
         ("evaluate_every", {"evaluate_every": 0}),
-        ("wire", {"policy": BoundedDrift(wire=torch.int8)}),
+        ("redundancy", {"policy": lambda step: BoundedDrift(redundancy=1.0 if step else 0.5)}),
         ("wire", {"policy": lambda step: BoundedDrift(wire=torch.bfloat16 if step else torch.float32)}),
         ("policy", {"policy": lambda step: ModelAveraging() if step else BoundedDrift()}),
     ],

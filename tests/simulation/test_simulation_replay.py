@@ -16,7 +16,7 @@ from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options,
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.presets import PolicySettings, make_policy
 from stormtorch.runtime.arrivals import Links
-from stormtorch.simulation import replicated, sharded
+from stormtorch.simulation import exchanges
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.transport.exchange import Arrival
 from training import WORLD, MakeOptimizer, Optimizer, Rank, on_ranks, sgd
@@ -124,8 +124,7 @@ def replay(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What owners have in the end, and what each worker has."""
     made = keep_trainings(monkeypatch)
-    for module in (sharded, replicated):
-        monkeypatch.setattr(module, "Masks", functools.partial(Replayed, seen))
+    monkeypatch.setattr(exchanges, "Masks", functools.partial(Replayed, seen))
     task: dict[str, Any] = {"objective": distance, "data": targets, "policy": policy, "at_once": 3}
     _, judged = outcome(Distance(), make, STEPS, network=0.5, **task)
     (training,) = made

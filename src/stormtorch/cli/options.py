@@ -118,6 +118,16 @@ WeightsName = Annotated[
         rich_help_panel=_POLICY,
     ),
 ]
+RedundancyText = Annotated[
+    str,
+    typer.Option(
+        "--redundancy",
+        help="plain and lead: parity chunks for each data chunk, which bring lost ones back; auto: as much as the "
+        "loss calls for and a narrow --wire pays for.",
+        autocompletion=offer("auto,0.25,0.5,1"),
+        rich_help_panel=_POLICY,
+    ),
+]
 _MAX_LAG = typer.Option(
     help="plain and lead: steps that a parameter may be out of date before it is fetched exactly.",
     show_default="no bound",

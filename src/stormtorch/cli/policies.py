@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -19,6 +19,20 @@ def given(command: typer.Context) -> frozenset[str]:
 
     sources = {each.name: command.get_parameter_source(each.name) for each in fields(PolicySettings)}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def redundancy_of(text: str) -> float | Literal["auto"]:
+    """Reads `--redundancy`: a number, or "auto".
+
+    Raises:
+        BadSetting: It is neither.
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadSetting("redundancy", f"must be a number or auto, got {text!r}") from error
 
 
 def check_taken(settings: StudySettings) -> None:

@@ -40,6 +40,7 @@ from stormtorch.cli.options import (
     Plot,
     PolicyNames,
     PrecisionName,
+    RedundancyText,
     Seeds,
     Shared,
     Steps,
@@ -70,6 +71,7 @@ def simulate(
     gradient_budget: GradientBudget = None,
     lead: Lead = 1.0,
     weights: WeightsName = Weights.mean,
+    redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
     loss: LossBesideLinks = None,
@@ -122,7 +124,7 @@ def simulate(
 
         import torch
 
-        from stormtorch.cli.policies import given
+        from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import SimSettings
 
         length = burst_in_packets(burst)
@@ -149,6 +151,7 @@ def simulate(
             gradient_budget=gradient_budget,
             lead=lead,
             weights=weights.value,
+            redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
             given=given(command),

@@ -29,6 +29,7 @@ from stormtorch.cli.options import (
     PolicyNames,
     Ranks,
     Rate,
+    RedundancyText,
     Seeds,
     ShardsName,
     Steps,
@@ -62,6 +63,7 @@ def lm(
     gradient_budget: GradientBudget = None,
     lead: Lead = 1.0,
     weights: WeightsName = Weights.mean,
+    redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
     shards: ShardsName = Shards.equal,
@@ -101,7 +103,7 @@ def lm(
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given
+        from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import LmSettings
 
         settings = LmSettings(
@@ -115,6 +117,7 @@ def lm(
             gradient_budget=gradient_budget,
             lead=lead,
             weights=weights.value,
+            redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
             shards=shards.value,
@@ -149,6 +152,7 @@ def image(
     gradient_budget: GradientBudget = None,
     lead: Lead = 1.0,
     weights: WeightsName = Weights.mean,
+    redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
     shards: ShardsName = Shards.equal,
@@ -176,7 +180,7 @@ def image(
       stormtorch train image --data ~/data/cifar-10-batches-py --batch 32 --steps 2000 --json image.json
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given
+        from stormtorch.cli.policies import given, redundancy_of
         from stormtorch.studies.settings import ImageSettings
 
         settings = ImageSettings(
@@ -190,6 +194,7 @@ def image(
             gradient_budget=gradient_budget,
             lead=lead,
             weights=weights.value,
+            redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
             shards=shards.value,

@@ -8,6 +8,7 @@ import torch
 from stormtorch.checks import check
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Numbers, OwnerPolicy
+from stormtorch.reliability import Reliability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,20 @@ class BoundedDrift(OwnerPolicy):
     """How gradients that arrived are weighed. "mean" is their mean, in which the owner's own counts for more where
     others are lost. "horvitz-thompson" divides each by its link's chance to arrive, which is unbiased also where ranks
     have different data or links, and costs more noise and one copy of the gradients."""
+    redundancy: float | Literal["auto"] = 0.0
+    """Parity chunks sent with each data chunk, in those stages that send nothing again: what is lost comes back as long
+    as enough of both arrive. "auto" sends the least that leaves a loss of 5 % at the measured loss of a rank's links,
+    within what a narrow `wire` pays for: all bytes together are at most 0.55 of those of float32, which itself gets
+    none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(0.0 <= self.lead <= 10.0, "lead", "lie in [0, 10]", self.lead)
         check(self.weights in ("mean", "horvitz-thompson"), "weights", 'be "mean" or "horvitz-thompson"', self.weights)
+        if self.redundancy:
+            lossy = max(self.up.budget, self.down.budget)
+            check(lossy == 1.0, "redundancy", "be 0 where all that is lost is sent again", self.redundancy)
+            Reliability(budget=1.0, redundancy=self.redundancy)  # refuses what is no redundancy
 
     @property
     def weighs(self) -> bool:
@@ -49,3 +59,7 @@ class BoundedDrift(OwnerPolicy):
     def ahead(self, loss: float) -> float:
         """Returns the lead that makes replicas unbiased at this loss."""
         return rules.lead_for(self.lead, loss, self.max_lag)
+
+    def protect(self, loss: float, chunks: int, narrower: float) -> float:
+        """Returns `redundancy`, or what "auto" finds for this loss."""
+        return rules.parity_for(loss, chunks, narrower) if self.redundancy == "auto" else self.redundancy

@@ -67,8 +67,17 @@ class LossMeter(Generic[Value]):
         self._lost = self._lost - fade * self._lost + lost
         self._sent = self._sent - fade * self._sent + sent
 
+    def translate(self, factor: Value, most: Value) -> None:
+        """Makes what was counted tell of messages with another redundancy; see `rules.carried_over`.
 
-def _at_most(value: Any, most: float) -> Any:
+        Args:
+            factor: Loss with the redundancy to come over that with the redundancy so far.
+            most: Loss without any, which parity never raises.
+        """
+        self._lost = _at_most(self._lost * factor, most * self._sent)
+
+
+def _at_most(value: Any, most: Any) -> Any:
     return value.clamp(max=most) if isinstance(value, torch.Tensor) else min(value, most)
 
 

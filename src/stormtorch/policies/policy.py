@@ -105,6 +105,25 @@ class Policy:
         """
         return mean
 
+    def protect(self, loss: float, chunks: int, narrower: float) -> float:
+        """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; default: none.
+
+        A stage whose `Reliability` has a number as its `redundancy` sends that many instead. On real ranks, only an
+        `OwnerPolicy` is asked.
+
+        Args:
+            loss: Measured fraction of this rank's datagrams that was lost lately, before parity brought any back.
+            chunks: Data chunks of its largest message.
+            narrower: Bytes of float32 over those of the wire: 1 for float32, about 4 for int8.
+        """
+        return 0.0
+
+    def redundancy_of(self, stage: Reliability, loss: float, chunks: int, narrower: float) -> float:
+        """Returns the parity chunks that a rank sends with each data chunk of a stage; for the others see `protect`."""
+        if stage.budget < 1.0:
+            return 0.0  # what is lost is sent again
+        return self.protect(loss, chunks, narrower) if stage.redundancy == "auto" else stage.redundancy
+
     def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         """Returns what a rank continues with; by default what came, and its own where that was lost.
 
@@ -288,7 +307,7 @@ def applied(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Ten
 
 
 _OWNERS_ONLY, _RANKS_ONLY = ("ahead", "publish"), ("update", "order", "sends")
-_FUNCTIONS = ("send", "combine", "accept", *_OWNERS_ONLY, *_RANKS_ONLY)
+_FUNCTIONS = ("send", "combine", "accept", "protect", *_OWNERS_ONLY, *_RANKS_ONLY)
 
 
 def _check_class(policy: Policy) -> None:

@@ -33,6 +33,8 @@ class PolicySettings:
     """How far ahead "lead" sends parameters, in multiples of their mean lag p/(1-p)."""
     weights: Literal["mean", "horvitz-thompson"] = "mean"
     """How gradients that arrived are weighed."""
+    redundancy: float | Literal["auto"] = 0.0
+    """Parity chunks for each data chunk in messages that may lose everything; "auto" by loss and wire."""
     max_lag: int | None = None
     """Steps that a parameter may be out of date before it is fetched exactly; None sets no bound."""
     guard: float | None = 0.5
@@ -78,6 +80,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
         gradients=None if settings.gradient_budget is None else Reliability(budget=settings.gradient_budget),
         lead=settings.lead if name == "lead" else 0.0,
         weights=settings.weights,
+        redundancy=settings.redundancy,
         max_lag=settings.max_lag,
         guard=settings.guard,
         wire=wire,

@@ -39,6 +39,38 @@ def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
     return factor * theory.lead(min(loss, MOST_LOSS), max_lag)
 
 
+def parity_for(loss: float, chunks: int, narrower: float) -> float:
+    """Parity chunks for each data chunk: the least that leave little loss, within what a narrow wire pays for.
+
+    Args:
+        loss: Fraction of a rank's datagrams that was lost lately, before parity brought any back.
+        chunks: Data chunks of its largest message.
+        narrower: Bytes of float32 over those of the wire.
+    """
+    most = theory.most_redundancy(chunks, narrower)
+    # In whole per cents: measured losses waver by that much anyway, and the same numbers are computed only once.
+    return theory.least_redundancy(round(min(loss, MOST_LOSS), 2), chunks, most)
+
+
+def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
+    """Factor by which the loss that remains changes where a rank sends another redundancy.
+
+    Without it, leads and weights would be those of the redundancy before for as long as meters remember: a training
+    that begins on a lossy network learns in its first steps to send parity, and would then lead far too much.
+
+    Args:
+        loss: Fraction of the rank's datagrams that was lost lately, before parity brought any back.
+        chunks: Data chunks of its largest message.
+        before: Parity chunks for each data chunk, so far.
+        now: Those to come.
+    """
+    p = round(min(loss, MOST_LOSS), 2)
+    if before == now or p == 0.0:
+        return 1.0
+    left = [theory.residual_loss(p, chunks, each) for each in (before, now)]
+    return left[1] / left[0]
+
+
 def grow_older(ages: torch.Tensor, arrived: torch.Tensor) -> None:
     """Adds a step to the ages of copies whose update was lost, and makes those that arrived new; in place."""
     ages.add_(1).masked_fill_(arrived, 0)

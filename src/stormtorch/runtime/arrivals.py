@@ -12,11 +12,13 @@ class Links:
     def __init__(self, size: int) -> None:
         self._chunks = [0] * size
         self._arrived = [0] * size
+        self._recovered = [0] * size
 
     def clear(self) -> None:
         """Resets all counts."""
         self._chunks = [0] * len(self._chunks)
         self._arrived = [0] * len(self._arrived)
+        self._recovered = [0] * len(self._recovered)
 
     def add(self, group: Group, arrival: Arrival, *, stage: int = 0) -> None:
         """Counts an exchange of a group that has the same ranks."""
@@ -24,10 +26,17 @@ class Links:
             peer = group.ranks.index(rank)
             self._chunks[peer] += chunks
             self._arrived[peer] += arrived
+        for rank, recovered in arrival.recovered(stage=stage).items():
+            self._recovered[group.ranks.index(rank)] += recovered
 
     def fraction(self, peer: int) -> float | None:
         """Returns the fraction of a peer's chunks that arrived; None if there were none."""
         return self._arrived[peer] / self._chunks[peer] if self._chunks[peer] else None
+
+    def unaided(self, peer: int) -> tuple[int, int]:
+        """Returns the chunks of a peer that were lost, also where parity brought them back, and all of them."""
+        chunks = self._chunks[peer]
+        return chunks - self._arrived[peer] + self._recovered[peer], chunks
 
     def fractions(self) -> dict[int, float]:
         """Returns the fraction that arrived from every peer that was to send something."""

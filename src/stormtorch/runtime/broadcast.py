@@ -57,12 +57,13 @@ class Broadcast:
         self._order = order
         self._size, self._rank = groups[0].size, groups[0].rank
         wire, chunk_bytes = policy.wire, groups[0].transport.chunk_bytes
-        self._wires = [
+        self.wires = [
             Wire(wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes) for bucket in buckets
         ]
+        """Number format of each bucket."""
         self.ages = [
             [
-                torch.zeros(self._wires[bucket.index].chunks(count), dtype=torch.int32, device="cpu")
+                torch.zeros(self.wires[bucket.index].chunks(count), dtype=torch.int32, device="cpu")
                 for _, count in bucket.layout.spans
             ]
             for bucket in buckets
@@ -72,7 +73,7 @@ class Broadcast:
         self._rooms: dict[int, list[torch.Tensor]] = {}
         self._fetches: dict[int, list[Fetch]] = {}
         self._serves: dict[int, list[Pending]] = {}
-        self._forwarding = None if islands is None else Forwarding(islands, self._wires, relays)
+        self._forwarding = None if islands is None else Forwarding(islands, self.wires, relays)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class Broadcast:
         serve: Sequence[torch.Tensor | None],
         fetch: Sequence[torch.Tensor | None],
     ) -> Future[Sequence[Pending]] | Sequence[Pending]:
-        wire = self._wires[bucket.index]
+        wire = self.wires[bucket.index]
         ahead = self._published(bucket, lead)
         bucket.settle()
         moments = []
@@ -150,7 +151,7 @@ class Broadcast:
         before = bucket.previous
         if before is None or (lead == 0.0 and not self._publishes):
             return bucket.masters
-        per_chunk = self._wires[bucket.index].per_chunk
+        per_chunk = self.wires[bucket.index].per_chunk
         return chunked(self._policy.publish, per_chunk, [before, bucket.masters], [lead])
 
     def looks_back(self, lead: float) -> bool:
@@ -158,7 +159,7 @@ class Broadcast:
         return lead != 0.0 or self._publishes
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype)
+        return shown(what, bucket.index, bucket.layout.elements, self.wires[bucket.index].dtype)
 
     def _begin_exact(
         self,
@@ -169,7 +170,7 @@ class Broadcast:
         reliability: Reliability,
     ) -> list[Fetch]:
         """Begins to send chunks that others want exactly, and to fetch those that this rank wants."""
-        group, wire = self.groups[bucket.index], self._wires[bucket.index]
+        group, wire = self.groups[bucket.index], self.wires[bucket.index]
         # The deadline matters where only one side knows of the request, because a report was lost with its rank.
         silence_s = getattr(group.transport, "silence_s", None)
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
@@ -206,7 +207,7 @@ class Broadcast:
                 self.links.add(self.groups[bucket.index], arrival)
                 self._place(bucket, rooms, arrival)
             for fetch in self._fetches.pop(bucket.index):
-                chunks_C = fetch.place(bucket, self._wires[bucket.index].per_chunk)
+                chunks_C = fetch.place(bucket, self.wires[bucket.index].per_chunk)
                 if chunks_C is not None:
                     self.ages[bucket.index][fetch.owner][chunks_C] = 0
                     self.fetched += chunks_C.numel()
@@ -230,7 +231,7 @@ class Broadcast:
         self.fetched += came.fetched
 
     def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:
-        group, wire = self.groups[bucket.index], self._wires[bucket.index]
+        group, wire = self.groups[bucket.index], self.wires[bucket.index]
         links = arrival.links()
         for owner in range(self._size):
             if owner == self._rank:

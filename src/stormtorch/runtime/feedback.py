@@ -13,6 +13,7 @@ from stormtorch.policies.guard import Guard
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.broadcast import Broadcast
+from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
@@ -30,12 +31,20 @@ class Feedback:
         rounds: Measures losses and drift.
         reduction: Knows what arrived of gradients; is told the losses of this rank's own.
         broadcast: Knows what arrived of parameters, and how old copies are.
+        protection: Decides how much parity this rank sends.
         rank: This rank.
         ranks: Number of ranks.
     """
 
     def __init__(
-        self, policy: OwnerPolicy, rounds: Rounds, reduction: Reduction, broadcast: Broadcast, rank: int, ranks: int
+        self,
+        policy: OwnerPolicy,
+        rounds: Rounds,
+        reduction: Reduction,
+        broadcast: Broadcast,
+        protection: Protection,
+        rank: int,
+        ranks: int,
     ) -> None:
         self.guarded = False
         """Whether the broadcast is exact because a rank's guard demands it."""
@@ -45,6 +54,8 @@ class Feedback:
         self._rounds = rounds
         self._reduction = reduction
         self._broadcast = broadcast
+        self._protection = protection
+        reduction.reliability = protection.up
         self._rank, self._ranks = rank, ranks
         self.speed: tuple[float, ...] = Speed()
         """Measured speed of this rank, for its reports."""
@@ -93,7 +104,16 @@ class Feedback:
             touched,
             self.speed,
             *self.lateness(),
+            self._unaided(peer, broadcast=not nothing),
         )
+
+    def _unaided(self, peer: int, *, broadcast: bool) -> float:
+        """Returns what was lost of a peer's chunks before parity brought any back; repaired stages do not tell."""
+        links = [self._reduction.links] if self._policy.up.budget == 1.0 else []
+        if broadcast and self._policy.down.budget == 1.0:
+            links.append(self._broadcast.links)
+        lost, chunks = (sum(each) for each in zip((0, 0), *(each.unaided(peer) for each in links), strict=True))
+        return lost / chunks if chunks else -1.0
 
     def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:
         """Learns from the reports of a step what was lost of this rank's messages, and how far apart replicas are.
@@ -108,6 +128,8 @@ class Feedback:
         policy, drift, losses = self._policy, self._rounds.drift, self._rounds.losses
         resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
         losses.hear(reports, guarded=self.guarded, resent=resent)
+        self._protection.choose()
+        self._reduction.reliability = self._protection.up
         self._reduction.losses = [each.value for each in losses.gradients]
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
         if guarded != self.guarded:

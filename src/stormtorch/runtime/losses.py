@@ -25,6 +25,9 @@ class Losses:
         """Loss of this rank's parameters, over all receivers."""
         self.gradients = [LossMeter(0.0) for _ in chunks]
         """Loss of this rank's gradients at each owner."""
+        self.raw = LossMeter(0.0)
+        """Loss of all that is not sent again, before parity brought any back."""
+        self._late = 1.0
         self._policy = policy
         self._rank = rank
         self._chunks = chunks
@@ -32,7 +35,7 @@ class Losses:
 
     def inherit(self, before: Losses) -> None:
         """Goes on from what was measured in an earlier view. Links may be others now; the broadcast is the same."""
-        self.broadcast, self._told = before.broadcast, before._told
+        self.broadcast, self._told, self.raw = before.broadcast, before._told, before.raw
 
     @property
     def at_most(self) -> float:
@@ -44,6 +47,23 @@ class Losses:
         _, counted = self._told.state
         above = value + 2.0 * math.sqrt(value * (1.0 - value) / sent)
         return min(self._told.value if counted else 0.0, above, rules.MOST_LOSS)
+
+    def translate(self, *, gradients: float, broadcast: float) -> None:
+        """Makes what was counted tell of messages with another redundancy; see `LossMeter.translate`.
+
+        Args:
+            gradients: Factor by which the redundancy to come changes the loss of gradients, and
+            broadcast: that of parameters.
+        """
+        most = self.raw.value
+        if gradients != 1.0:
+            for meter in self.gradients:
+                meter.translate(gradients, most)
+        if broadcast != 1.0:
+            for meter in (self.broadcast, self._told):
+                meter.translate(broadcast, most)
+        # The gradients of this step are told with the next, and went with the redundancy so far.
+        self._late = gradients
 
     def _count(self, lost: float, sent: float) -> None:
         self.broadcast.add(lost, sent)
@@ -60,7 +80,12 @@ class Losses:
         for peer, report in reports.items():
             if report.gradients_missing >= 0.0:
                 chunks = self._chunks[peer]
-                self.gradients[peer].add(report.gradients_missing * chunks, chunks)
+                missing = min(report.gradients_missing * self._late, 1.0)
+                self.gradients[peer].add(missing * chunks, chunks)
+            if report.unaided >= 0.0:
+                chunks = self._chunks[peer] + self._chunks[self._rank]
+                self.raw.add(report.unaided * chunks, chunks)
+        self._late = 1.0
         if guarded:
             self._first_pass(reports, resent)
             return

@@ -51,6 +51,8 @@ class Reduction:
         """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
         self.offered: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
         """Returns what this rank gives of a bucket's gradients: by default all of them, as they are."""
+        self.reliability = policy.up
+        """Reliability of the next exchange, with the parity that this rank sends."""
         self.groups = groups
         self._policy = policy
         self._buckets = buckets
@@ -61,9 +63,10 @@ class Reduction:
 
     def start(self, bucket: Bucket) -> None:
         """Begins to send a bucket's gradients."""
+        reliability = self.reliability
         with self._shown("reduce_scatter", bucket):
             moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
-            begun = self._order.begin(lambda: [self._reduce(bucket, self._policy.up)], moments)
+            begun = self._order.begin(lambda: [self._reduce(bucket, reliability)], moments)
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:

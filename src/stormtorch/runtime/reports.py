@@ -10,7 +10,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
-_HEADER = 11
+_HEADER = 12
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
@@ -45,6 +45,9 @@ class Report:
     """Fraction of its buckets of which the sender gives gradients in this step; less than 1 if it is late."""
     took_s: float = 0.0
     """Seconds that the sender needed for its last gradients, from having parameters on, or needs so far if longer."""
+    unaided: float = -1.0
+    """Fraction of the receiver's last chunks that were lost before parity brought any back, of stages that send nothing
+    again; negative if there were none."""
 
 
 class Reports:
@@ -96,7 +99,7 @@ class Reports:
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
             *(samples_S, used_P, wanted_C, int(header[5]), bool(flags & 4)),
             tuple(header[6:9]),
-            *(min(max(header[9], 0.0), 1.0), max(header[10], 0.0)),
+            *(min(max(header[9], 0.0), 1.0), max(header[10], 0.0), min(header[11], 1.0)),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -106,7 +109,7 @@ class Reports:
     def _write(self, report: Report, message: torch.Tensor) -> None:
         flags = float(report.not_finite + 2 * report.alarm + 4 * report.touched)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
-        numbers += [report.settings, *report.speed, report.given, report.took_s]
+        numbers += [report.settings, *report.speed, report.given, report.took_s, report.unaided]
         message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)

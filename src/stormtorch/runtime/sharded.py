@@ -33,6 +33,7 @@ from stormtorch.runtime.moves import Cut
 from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
 from stormtorch.runtime.prepared import Prepared
+from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
 from stormtorch.runtime.reports import Report
@@ -123,7 +124,11 @@ class ShardedSession(Session):
         self._broadcast = Broadcast(down, policy, buckets, self._order, self._relays, self._layout(down))
         chunks = [self._broadcast.chunks_of(owner) for owner in range(here.size)]
         rounds.open(chunks, chunks if policy.max_lag else [0] * here.size)
-        self._feedback = Feedback(policy, rounds, self._reduction, self._broadcast, here.rank, here.size)
+        wires, chunk_bytes = self._broadcast.wires, here.transport.chunk_bytes
+        self._protection = Protection(policy, rounds.losses, buckets, wires, chunk_bytes)
+        self._feedback = Feedback(
+            policy, rounds, self._reduction, self._broadcast, self._protection, here.rank, here.size
+        )
         self._norms.begin_view(self.channel("norms"))
         self._owned = Owned(here, self.optimizer, buckets, self._shards, self._broadcast, self._buffers)
         self._standby = None
@@ -332,7 +337,7 @@ class ShardedSession(Session):
         if self._standby is not None and not self._standby.told:
             self._standby.before_step(self._used, refill=False)  # a closure has computed the gradients within the step
         row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
-        reliability = REPAIRED if guarded and not self.policy.down.exact else self.policy.down
+        reliability = REPAIRED if guarded and not self.policy.down.exact else self._protection.down
         self._feedback.broadcast_begins(exact=guarded or reliability.exact)
         broadcast.clear()
         serve, fetch = self._feedback.requests()

@@ -39,6 +39,17 @@ class LinkLosses:
         self._told_WN = missing_WN
         return loss_WN[:, owner_C]
 
+    def translate(self, changed_W: list[tuple[float, float]]) -> None:
+        """Makes what was counted tell of messages with another redundancy; see `LossMeter.translate`.
+
+        Args:
+            changed_W: Factor and bound of each worker.
+        """
+        factor_W1, most_W1 = torch.tensor(changed_W, device=self._device).T.unsqueeze(-1)
+        self._loss_WN.translate(factor_W1, most_W1)
+        if self._told_WN is not None:
+            self._told_WN = self._told_WN * factor_W1  # told late: counted with the redundancy so far
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
         return {"loss": self._loss_WN.state, "told": self._told_WN}

@@ -65,16 +65,20 @@ class Masks:
         """Owner of each chunk, on the device."""
         return self._owner_C
 
-    def up(self, owner_C: Tensor | None = None) -> Tensor:
+    def up(self, owner_C: Tensor | None = None, sent_WC: Tensor | None = None) -> Tensor:
         """Draws stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
 
-        An `owner_C` given here holds for this exchange only: the same shards with other, distinct owners.
+        An `owner_C` given here holds for this exchange only: the same shards with other, distinct owners. Where not all
+        chunks travel, `sent_WC` says which do; what is drawn for the others means nothing.
         """
-        return self._exchange(owner_C, True, None)
+        return self._exchange(owner_C, True, sent_WC)
 
-    def down(self, owner_C: Tensor | None = None) -> Tensor:
-        """Draws stage 2, bool (W, C): whether chunk c has reached worker w from its owner; for `owner_C` see `up`."""
-        return self._exchange(owner_C, False, None)
+    def down(self, owner_C: Tensor | None = None, sent_WC: Tensor | None = None) -> Tensor:
+        """Draws stage 2, bool (W, C): whether chunk c has reached worker w from its owner; for the rest see `up`.
+
+        All workers are sent the same chunks.
+        """
+        return self._exchange(owner_C, False, sent_WC)
 
     def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
         """Draws a repair, which sends missing chunks again on the same links: returns those that arrive by it.
@@ -84,7 +88,7 @@ class Masks:
         expected = (self.workers, self._owner_C.numel())
         if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
             raise ValueError(f"missing_WC must be bool {expected}, got {missing_WC.dtype} {tuple(missing_WC.shape)}")
-        return self._exchange(owner_C, up, missing_WC).logical_and_(missing_WC)
+        return self._exchange(owner_C, up, missing_WC, again=True).logical_and_(missing_WC)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later masks depend on."""
@@ -148,7 +152,7 @@ class Masks:
         replay = Traces(list(traces), which.to(self.device), self._generator) if bool((which >= 0).any()) else None
         return chains, replay
 
-    def _exchange(self, owner_C: Tensor | None, up: bool, missing_WC: Tensor | None) -> Tensor:
+    def _exchange(self, owner_C: Tensor | None, up: bool, sent_WC: Tensor | None, *, again: bool = False) -> Tensor:
         owner_C = self._owner_C if owner_C is None else self._checked_owners(owner_C)
         shards, chunks = self._shards, owner_C.numel()
         if chunks != self._owner_C.numel():
@@ -169,19 +173,19 @@ class Masks:
                 bits_BC = random_bits(tuple(into_BC.shape), self._generator)
                 torch.ge(bits_BC, threshold(self._chains.only_p), out=into_BC)
             else:
-                sent_BC = missing_WC[rows] if missing_WC is not None else None
-                if sent_BC is not None and chunk_at_C is not None:
-                    sent_BC = sent_BC.index_select(1, chunk_at_C)
+                sent_BC = _in_order(sent_WC, rows, chunk_at_C)
                 into_BC.copy_(_by_chunk(self._lost(rows, owner_S, up, sent_BC), place_C).logical_not_())
             if self._uplinks is not None:
-                if missing_WC is not None:
+                if again:
                     into_BC &= random_bits(tuple(into_BC.shape), self._generator) >= threshold(self._common_p)
                 elif up:
-                    out_BC = self._uplinks.lost(rows, self._column, self._row, up=True, sent_BC=None)
+                    sent_BC = _in_order(sent_WC, rows, chunk_at_C)
+                    out_BC = self._uplinks.lost(rows, self._column, self._row, up=True, sent_BC=sent_BC)
                     into_BC &= _by_chunk(out_BC, place_C).logical_not_()
-        if missing_WC is None:
+        if not again:
             if self._uplinks is not None and not up:
-                out_1C = self._uplinks.lost(slice(0, 1), owner_S, shards, up=False, sent_BC=None)
+                sent_1C = _in_order(sent_WC, slice(0, 1), chunk_at_C)
+                out_1C = self._uplinks.lost(slice(0, 1), owner_S, shards, up=False, sent_BC=sent_1C)
                 arrived_WC &= _by_chunk(out_1C, place_C).logical_not_()
             if self._late is not None and place_C is not None:
                 self._cut_late(self._late, arrived_WC, place_C, owner_S, up)
@@ -229,6 +233,13 @@ class Masks:
         same = bool((owner_S[self._shards.shard_C] == owner_C).all())
         if not same or bool((owner_S.bincount() > 1).any()):
             raise ValueError("owner_C must give the shards of the constructor other owners, each its own")
+
+
+def _in_order(sent_WC: Tensor | None, rows: slice, chunk_at_C: Tensor | None) -> Tensor | None:
+    """Returns which chunks of a block of workers are sent, in the order of sending; None sends all."""
+    if sent_WC is None:
+        return None
+    return sent_WC[rows] if chunk_at_C is None else sent_WC[rows].index_select(1, chunk_at_C)
 
 
 def _by_chunk(sent_BC: Tensor, place_C: Tensor | None) -> Tensor:

@@ -1,16 +1,26 @@
 """Repairs messages of virtual workers until at most their budget is missing."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from stormtorch.reliability import Reliability
+from stormtorch.simulation.coded import CodedMasks
 from stormtorch.simulation.masks import Masks
 
 # Rounds without any arrival after which a link counts as dead.
 _PATIENCE = 10_000
 
 
-def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+def arrived(
+    masks: Masks | CodedMasks,
+    reliability: Reliability,
+    *,
+    up: bool,
+    owner_C: Tensor | None = None,
+    redundancy_W: Sequence[float] | None = None,
+) -> Tensor:
     """Returns which chunks (W, C) have arrived once at most the budget of each message is missing.
 
     Args:
@@ -18,6 +28,7 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
         reliability: Reliability of this exchange; an exact one draws nothing.
         up: Whether chunks go to their owners; otherwise they come from them.
         owner_C: Owner of each chunk in this exchange only; None is that of the masks.
+        redundancy_W: Parity chunks that each worker sends for each data chunk; None sends none.
 
     Raises:
         ValueError: A link loses everything, so that no budget can be met.
@@ -25,7 +36,10 @@ def arrived(masks: Masks, reliability: Reliability, *, up: bool, owner_C: Tensor
     n, at_C = masks.workers, masks.owner_C if owner_C is None else owner_C.to(masks.device)
     if reliability.exact:
         return torch.ones(n, len(at_C), dtype=torch.bool, device=masks.device)
-    arrived_WC = masks.up(owner_C) if up else masks.down(owner_C)
+    if isinstance(masks, CodedMasks):
+        arrived_WC = masks.up(owner_C, redundancy_W) if up else masks.down(owner_C, redundancy_W)
+    else:
+        arrived_WC = masks.up(owner_C) if up else masks.down(owner_C)
     if reliability.budget >= 1.0:
         return arrived_WC
     # In float64, as the engine counts: float32 would allow one chunk less at some budgets.

@@ -11,9 +11,8 @@ from torch import nn
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import RankPolicy, applied, overrides
+from stormtorch.simulation.exchanges import Exchanges
 from stormtorch.simulation.links import LinkLosses
-from stormtorch.simulation.masks import Masks
-from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 from stormtorch.simulation.workers import Workers
 
@@ -51,7 +50,7 @@ class Replicated(Workers):
         self._own = [self._parameters(worker) for worker in range(own)]
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
         self.optimizers = [optimizer(each) for each in self._own]
-        self._masks = Masks(setting.network, n, chunks.owner_C, setting.seed, device)
+        self._exchanges = Exchanges(setting, policy)
         self._order = torch.Generator().manual_seed(policy.seed)
         self._link_losses = LinkLosses(n if policy.weighs else 0, device)
         self._memory: dict[str, torch.Tensor] = {}
@@ -119,8 +118,12 @@ class Replicated(Workers):
         """Sends vectors to the owners of their chunks, and the owners' results back to all workers."""
         setting, policy, n = self.setting, self.policy, self.setting.workers
         owner_C = torch.tensor(policy.order(n, self._order))[setting.chunks.owner_C]
-        up_WC = arrived(self._masks, policy.up, up=True, owner_C=owner_C)
-        down_WC = arrived(self._masks, policy.down, up=False, owner_C=owner_C)
+        changed_W = self._exchanges.changed(policy, up=True)
+        if changed_W is not None and policy.weighs:
+            self._link_losses.translate(changed_W)
+        up_WC = self._exchanges.draw(policy, row, up=True, owner_C=owner_C)
+        down_WC = self._exchanges.draw(policy, row, up=False, owner_C=owner_C)
+        self._exchanges.end_step()
         loss_WC: torch.Tensor | None = None
         if policy.weighs:
             owner_dev_C = owner_C.to(setting.device)
@@ -131,18 +134,19 @@ class Replicated(Workers):
             sent_CE = (
                 own_CE if loss_WC is None else applied(policy.send, own_CE, loss_WC[self.first + worker].unsqueeze(-1))
             )
-            sums_CE.add_(setting.rounded(sent_CE).masked_fill(~came_C.unsqueeze(-1), 0.0))
+            rounded_CE = setting.rounded(sent_CE, step=row.step, sender=self.first + worker)
+            sums_CE.add_(rounded_CE.masked_fill(~came_C.unsqueeze(-1), 0.0))
         setting.processes.add_up(sums_CE)
         count_C = up_WC.sum(0)
         combined_CE = applied(policy.combine, rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
-        result_CE = setting.rounded(applied(policy.update, self._memory, combined_CE))
+        result_CE = setting.rounded(applied(policy.update, self._memory, combined_CE), step=row.step, sender=n)
         accepts = overrides(policy, "accept")
-        keeps = policy.sends == "parameters" and setting.wire != torch.float32
+        keeps = policy.sends == "parameters" and setting.wire in (torch.bfloat16, torch.float16)
         for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
             # A policy of its own gets a copy, in which what was lost is no number: using it shows at once.
             came_CE = result_CE.masked_fill(~came_C.unsqueeze(-1), torch.nan) if accepts else result_CE
             if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
-                came_CE = came_CE + (own_CE - setting.rounded(own_CE))
+                came_CE = came_CE + (own_CE - own_CE.to(setting.wire))
             own_CE.copy_(applied(policy.accept, own_CE, came_CE, came_C.unsqueeze(-1)))
         # Fractions of what travels: a worker's own chunks do not.
         others_W = (setting.chunks.count - torch.bincount(owner_C, minlength=n)).clamp(min=1)
@@ -205,7 +209,7 @@ class Replicated(Workers):
         return {
             "models": self._models,
             "optimizers": [each.state_dict() for each in self.optimizers],
-            "masks": self._masks.state_dict(),
+            "masks": self._exchanges.state_dict(),
             "buffers": self._gradients.buffers,
             "order": self._order.get_state(),
             "samples": self._samples.get_state(),
@@ -219,7 +223,7 @@ class Replicated(Workers):
         self._models.copy_(state["models"])
         for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
             own.load_state_dict(saved)
-        self._masks.load_state_dict(state["masks"])
+        self._exchanges.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
         self._order.set_state(state["order"])
         self._samples.set_state(state["samples"])

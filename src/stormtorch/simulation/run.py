@@ -141,7 +141,6 @@ def simulate(
     check(clip is None or clip > 0, "clip", "be above 0", clip)
     check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
     wire = first_policy.wire
-    check(wire != torch.int8, "wire", "be float32, bfloat16 or float16 in a simulation", wire)
     check(evaluate_every is None or evaluate_every >= 1, "evaluate_every", "be at least 1", evaluate_every)
     device = torch.device(device)
     if precision == "tf32":
@@ -150,8 +149,8 @@ def simulate(
     check(workers >= processes.world, "workers", f"be at least the {processes.world} processes", workers)
     exact = copy.deepcopy(model).to(device)
     trained = _trained(exact)
-    per_chunk = Wire(wire, _engine.chunk_bytes(DATAGRAM_BYTES, False)).per_chunk
-    chunks = Chunks.of(trained, workers, per_chunk)
+    chunk_bytes = _engine.chunk_bytes(DATAGRAM_BYTES, False)
+    chunks = Chunks.of(trained, workers, Wire(wire, chunk_bytes).per_chunk)
     first, last = processes.part(workers)
     setting = Setting(
         workers=workers,
@@ -163,6 +162,8 @@ def simulate(
         loss=loss,
         clip=clip,
         wire=wire,
+        float32_per_chunk=Wire(torch.float32, chunk_bytes).per_chunk,
+        datagram_bytes=DATAGRAM_BYTES,
         at_once=1,
         how=how,
         precision=torch.bfloat16 if precision == "bfloat16" else torch.float32,
@@ -243,7 +244,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _next_policy(first: Policy, policy: Policy) -> Any:
     """Checks that the policy of a later step may follow the first one, and returns it."""
     check(type(policy) is type(first), "policy", f"be {type(first).__name__} in all steps", policy)
-    for knob in ("wire", "guard", "weights", "max_lag"):
+    for knob in ("wire", "guard", "weights", "max_lag", "redundancy"):
         given = getattr(policy, knob, None)
         check(given == getattr(first, knob, None), knob, "be the same in all steps", given)
     return policy

@@ -12,6 +12,7 @@ from stormtorch.network.loss import LossModel
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.gradients import Gradients, How, Loss
 from stormtorch.simulation.processes import Processes
+from stormtorch.simulation.rounding import round_to_grids_
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for some parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."""
@@ -39,6 +40,9 @@ class Setting:
     loss: Loss
     clip: float | None
     wire: torch.dtype
+    float32_per_chunk: int
+    """Number of elements that a chunk would have in float32."""
+    datagram_bytes: int
     at_once: int
     how: How
     precision: torch.dtype
@@ -77,11 +81,28 @@ class Setting:
         """Returns the same setting for one worker and a single step."""
         return replace(self, at_once=1, capture=False, fuse=False, reuse=None)
 
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values rounded to the wire's number format; the same tensor if that is float32."""
-        return values if self.wire == torch.float32 else values.to(self.wire).float()
+    def rounded(self, values: torch.Tensor, *, step: int, sender: int) -> torch.Tensor:
+        """Returns values rounded to the wire's number format; the same tensor if that is float32. See `round_`."""
+        if self.wire == torch.float32:
+            return values
+        found = values.clone()
+        self.round_(found, step=step, sender=sender)
+        return found
 
-    def round_(self, values: torch.Tensor) -> None:
-        """Rounds values to the wire's number format, in place."""
-        if self.wire != torch.float32:
+    def round_(self, values: torch.Tensor, *, step: int, sender: int) -> None:
+        """Rounds values to the wire's number format, in place.
+
+        Args:
+            values: Values (C, E) of one sender, or (W, C, E) of several.
+            step: Number of the step, and
+            sender: first worker who sends them, the number of workers for what owners send: both choose int8's grids.
+        """
+        if self.wire == torch.int8:
+            round_to_grids_(values, seed=(self.seed, step), sender=sender)
+        elif self.wire != torch.float32:
             values.copy_(values.to(self.wire))
+
+    @property
+    def narrower(self) -> float:
+        """Bytes of float32 over those of the wire, for as many elements."""
+        return self.chunks.per_chunk / self.float32_per_chunk

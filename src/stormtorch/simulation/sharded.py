@@ -13,9 +13,8 @@ from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides
+from stormtorch.simulation.exchanges import Exchanges
 from stormtorch.simulation.links import LinkLosses
-from stormtorch.simulation.masks import Masks
-from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 from stormtorch.simulation.workers import Workers
@@ -52,7 +51,7 @@ class Sharded(Workers):
         self._gradients = setting.gradients(model, self.last - self.first)
         self._grads = chunks.empty(device=device)
         self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
-        self._masks = Masks(setting.network, n, chunks.owner_C, setting.seed, device)
+        self._exchanges = Exchanges(setting, policy)
         self._owner_C = chunks.owner_C.to(device)
         self._chunks_of_W = torch.bincount(chunks.owner_C, minlength=n).to(device)
         # Some workers own nothing of a small model, so they broadcast nothing that could be lost.
@@ -82,18 +81,22 @@ class Sharded(Workers):
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
         """Makes one step of all workers; see `Workers.step`."""
         row = Row(number)
-        losses = self._stage_one(batches)
+        losses = self._stage_one(batches, row)
         chunk_S, element_S = self._choose()
         before_S = self._replicas.owned[chunk_S, element_S]
         self._stage_two(row)
         self._measure(row, chunk_S, element_S, before_S)
+        self._exchanges.end_step()
         return losses, row
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
-    def _stage_one(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
+    def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
         setting, policy, n = self.setting, self.policy, self.setting.workers
-        arrived_WC = arrived(self._masks, policy.up, up=True)
+        changed_W = self._exchanges.changed(policy, up=True)
+        if changed_W is not None and policy.weighs:
+            self._link_losses.translate(changed_W)
+        arrived_WC = self._exchanges.draw(policy, row, up=True)
         lost_WC = ~arrived_WC
         loss_WC = self._link_losses.next(lost_WC, self._owner_C, self._chunks_of_W) if policy.weighs else None
         self._grads.zero_()
@@ -106,7 +109,7 @@ class Sharded(Workers):
                 losses.append(self._gradients.compute(batches(first, last), first - self.first, last - first))
             self._used_P |= self._gradients.used[: last - first].any(0)
             grads_WCE = self._gradients.grads[: last - first]
-            setting.round_(grads_WCE)
+            setting.round_(grads_WCE, step=row.step, sender=first)
             if loss_WC is not None:
                 grads_WCE = applied(policy.send, grads_WCE, loss_WC[first:last].unsqueeze(-1))
             # Filled, not multiplied by zero: a gradient that is lost does no harm even if it is infinite.
@@ -132,6 +135,8 @@ class Sharded(Workers):
             self._bind()
         self._show_gradients()
         exact = self._guarded or policy.down.exact
+        for meter, (factor, most) in zip(self._losses, self._exchanges.changed(policy, up=False) or (), strict=False):
+            meter.translate(factor, most)
         leads = [0.0 if exact else policy.ahead(each.value) for each in self._losses]
         room = replicas.next_room()
         room.copy_(replicas.owned)
@@ -143,14 +148,12 @@ class Sharded(Workers):
                 room.copy_(published_CE)
         else:
             room.copy_(replicas.owned)
-        self.setting.round_(room)
+        self.setting.round_(room, step=row.step, sender=self.setting.workers)
+        arrived_WC = self._exchanges.draw(policy, row, up=False, exact=self._guarded)
+        self._tried = None
         if self._guarded:
-            arrived_WC = torch.ones_like(self._arrived_up)
             # What it would have lost shows in the gradients, or in a first pass of its own if gradients are repaired.
-            self._tried = self._arrived_up if policy.up.budget == 1.0 else self._masks.down()
-        else:
-            self._tried = None
-            arrived_WC = arrived(self._masks, policy.down, up=False)
+            self._tried = self._arrived_up if policy.up.budget == 1.0 else self._exchanges.first_pass_down(policy)
         # Without the chunks that are fetched below: they say nothing about the network.
         self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
@@ -284,7 +287,7 @@ class Sharded(Workers):
         return {
             "replicas": self._replicas.state_dict(),
             "optimizer": self.optimizers[0].state_dict(),
-            "masks": self._masks.state_dict(),
+            "masks": self._exchanges.state_dict(),
             "buffers": self._gradients.buffers,
             "losses": [each.state for each in self._losses],
             "links": self._link_losses.state_dict(),
@@ -299,7 +302,7 @@ class Sharded(Workers):
         self._replicas.load_state_dict(state["replicas"])
         self._bind()
         self.optimizers[0].load_state_dict(state["optimizer"])
-        self._masks.load_state_dict(state["masks"])
+        self._exchanges.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
         for meter, saved in zip(self._losses, state["losses"], strict=True):
             meter.restore(*saved)

@@ -130,6 +130,9 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
         at_once=done.at_once,
         peak_bytes=done.peak_bytes,
         guarded=sum(row.guarded for row in rows),
+        bytes_sent=mean([row.bytes_sent for row in rows]) if rows else 0.0,
+        parity_bytes=mean([row.parity_bytes for row in rows]) if rows else 0.0,
+        recovered=mean([row.recovered for row in rows]) if rows else 0.0,
     )
 
 

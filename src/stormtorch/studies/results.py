@@ -62,6 +62,12 @@ class SimResult(TrainResult):
     """Most memory of the GPU that was in use; None on the CPU."""
     guarded: int = 0
     """Steps in which the guard had the broadcast repaired."""
+    bytes_sent: float = 0.0
+    """Bytes that a worker sends at a step, mean over workers and steps; what is sent again is not counted."""
+    parity_bytes: float = 0.0
+    """Those of them that are parity."""
+    recovered: float = 0.0
+    """Chunks of all workers that came back by parity at a step, mean over steps."""
 
     @property
     def mean_lag(self) -> float | None:

@@ -14,6 +14,7 @@ from stormtorch.lab.conditions import Conditions
 from stormtorch.network.loss import LossModel, PerLink, Stragglers, Trace, has_timed_bursts, in_time, loss_in_bursts
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import PRESETS, WIRES, PolicySettings, make_policy
+from stormtorch.reliability import MOST_REDUNDANCY
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.data.images import open_images
 from stormtorch.tasks.kinds import TASKS
@@ -21,8 +22,6 @@ from stormtorch.tasks.language import Text
 from stormtorch.tasks.pictures import Pictures
 from stormtorch.tasks.task import Task, cosine
 
-SIMULATED_WIRES = ("float32", "bfloat16", "float16")
-"""Wires that the simulator has: it does not round to eight bits."""
 MOST_WORKERS = 8192
 """Largest number of workers: networks are drawn link by link, and there are as many links as its square."""
 # Few enough that ten validations take little of a short training.
@@ -65,6 +64,8 @@ class StudySettings(PolicySettings):
         if self.gradient_budget is not None:
             check_between("gradient_budget", self.gradient_budget, 0.0, 1.0)
         check_between("lead", self.lead, 0.0, 10.0)
+        if self.redundancy != "auto":
+            check_between("redundancy", self.redundancy, 0.0, MOST_REDUNDANCY)
         check_subset("weights", (self.weights,), ("mean", "horvitz-thompson"))
         if self.max_lag is not None:
             check_between("max_lag", self.max_lag, 1, 1_000_000)
@@ -267,8 +268,6 @@ class SimSettings(StudySettings):
         check_subset("model", (self.model,), TASKS)
         check_between("workers", self.workers, 2, MOST_WORKERS)
         super().__post_init__()
-        if self.wire not in SIMULATED_WIRES:
-            raise BadSetting("wire", f"cannot be {self.wire} in a simulation: {', '.join(SIMULATED_WIRES)} can")
         check_subset("optimizer", (self.optimizer,), ("task", "adamw", "nadam", "momentum", "sgd"))
         check_subset("precision", (self.precision,), PRECISIONS)
         check_subset("how", (self.how,), ("auto", "batched", "loop"))

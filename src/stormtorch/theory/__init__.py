@@ -23,6 +23,14 @@ from stormtorch.theory.gradients import (
 )
 from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
 from stormtorch.theory.prediction import KINDS, Kind, Prediction, predict
+from stormtorch.theory.redundancy import (
+    block_parity,
+    least_redundancy,
+    most_redundancy,
+    parity_of,
+    residual_loss,
+    stretches_of,
+)
 
 __all__ = [
     "KINDS",
@@ -32,6 +40,7 @@ __all__ = [
     "averaging_steps",
     "best_deadline",
     "best_lead",
+    "block_parity",
     "common_drift",
     "deadline_cost",
     "fetched",
@@ -42,18 +51,23 @@ __all__ = [
     "lateness_inflation",
     "lead",
     "lead_steps",
+    "least_redundancy",
     "mean_inverse_count",
     "mean_lag",
     "mixing",
+    "most_redundancy",
     "owner_drift",
     "owner_overweight",
     "pair_bound",
     "pair_drift",
     "pair_drift_published",
+    "parity_of",
     "plain_steps",
     "predict",
     "rate_factor",
+    "residual_loss",
     "step_seconds",
     "steps_covered",
+    "stretches_of",
     "variance_inflation",
 ]

@@ -181,6 +181,10 @@ class Arrival:
             each.peer: (each.chunks, each.arrived) for each in self._outcome.arrivals if int(each.second_stage) == stage
         }
 
+    def recovered(self, *, stage: int = 0) -> dict[int, int]:
+        """Number of chunks in the message of each peer that were lost and came back by parity."""
+        return {each.peer: each.recovered for each in self._outcome.arrivals if int(each.second_stage) == stage}
+
     def mask(self, peer: int, *, stage: int = 0) -> torch.Tensor:
         """Booleans that say which chunks of a peer's message arrived."""
         for each in self._outcome.arrivals:

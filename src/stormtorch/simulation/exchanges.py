@@ -1,0 +1,154 @@
+"""Exchanges of virtual workers: what arrives in each, with repair or parity, and how many bytes they took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stormtorch.policies import rules
+from stormtorch.policies.guard import LossMeter
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import Policy
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch.simulation.coded import CodedMasks, Counts
+from stormtorch.simulation.masks import Masks
+from stormtorch.simulation.repair import arrived
+from stormtorch.simulation.setting import Setting
+
+
+class Exchanges:
+    """Draws what arrives in all exchanges of a training.
+
+    Args:
+        setting: Setting of the simulation.
+        policy: The user's policy: messages have room for the most parity that it may want.
+    """
+
+    def __init__(self, setting: Setting, policy: Policy) -> None:
+        self._setting = setting
+        n, owner_C, seed, device = setting.workers, setting.chunks.owner_C, setting.seed, setting.device
+        self._masks: Masks | CodedMasks
+        self._senders: Senders | None = None
+        longest = int(torch.bincount(owner_C).max())
+        most = max(
+            policy.redundancy_of(stage, loss / 100, longest, setting.narrower)
+            for stage in (policy.up, policy.down)
+            for loss in range(101)
+        )
+        if most:
+            self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
+            self._senders = Senders(longest, setting.narrower, n)
+        else:
+            self._masks = Masks(setting.network, n, owner_C, seed, device)
+
+    def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
+        """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
+
+        Every chunk and its parity count once, as the mean over workers; what is sent again is not counted.
+
+        Args:
+            policy: Policy of the step.
+            row: Row of the step.
+            up: Whether chunks go to their owners; otherwise they come from them.
+            owner_C: Owner of each chunk in this exchange only.
+            exact: Whether the stage is exact, whatever the policy says.
+        """
+        setting, senders = self._setting, self._senders
+        reliability = EXACT if exact else policy.up if up else policy.down
+        each = setting.datagram_bytes / setting.workers
+        row.bytes_sent += round(setting.chunks.count * (setting.workers - 1) * each)
+        redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
+        arrived_WC = arrived(self._masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
+            counts = self._masks.counts
+            assert counts is not None
+            senders.count(counts)
+            row.bytes_sent += round(counts.parity * each)
+            row.parity_bytes += round(counts.parity * each)
+            row.recovered += int(counts.recovered)
+        return arrived_WC
+
+    def changed(self, policy: Policy, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns what meters must `translate` before a stage's next exchange, for each worker; None is nothing."""
+        stage = policy.up if up else policy.down
+        return None if self._senders is None or stage.budget < 1.0 else self._senders.changed(policy, stage, up=up)
+
+    def first_pass_down(self, policy: Policy) -> Tensor:
+        """Draws what a broadcast that is repaired would lose otherwise."""
+        if self._senders is None or not isinstance(self._masks, CodedMasks):
+            return self._masks.down()
+        return self._masks.down(redundancy_W=self._senders.redundancy(policy, policy.down))
+
+    def end_step(self) -> None:
+        """Called after every step: senders learn what was lost."""
+        if self._senders is not None:
+            self._senders.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        state = self._masks.state_dict()
+        return state if self._senders is None else {"masks": state, "senders": self._senders.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from the state of a checkpoint."""
+        self._masks.load_state_dict(state if self._senders is None else state["masks"])
+        if self._senders is not None:
+            self._senders.load_state_dict(state["senders"])
+
+
+class Senders:
+    """Decides how much parity each worker sends, from what was lost of its datagrams.
+
+    Args:
+        chunks: Data chunks of the largest message.
+        narrower: Bytes of float32 over those of the wire.
+        workers: Number of workers, W.
+    """
+
+    def __init__(self, chunks: int, narrower: float, workers: int) -> None:
+        self._chunks, self._narrower = chunks, narrower
+        self._loss_W = LossMeter(torch.zeros(workers, dtype=torch.float64))
+        self._told: list[tuple[Tensor, Tensor]] = []
+        self._latest: list[tuple[Tensor, Tensor]] = []
+        # Redundancy of each worker in the last exchange of a stage that may lose, by whether that was the first.
+        self._last = {up: [0.0] * workers for up in (True, False)}
+
+    def redundancy(self, policy: Policy, stage: Reliability) -> list[float]:
+        """Returns the parity chunks that each worker sends for each data chunk."""
+        losses = self._loss_W.value.tolist()
+        return [policy.redundancy_of(stage, loss, self._chunks, self._narrower) for loss in losses]
+
+    def changed(self, policy: Policy, stage: Reliability, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns the factor by which the redundancy to come changes each worker's loss, and its loss without any."""
+        losses, before, now = self._loss_W.value.tolist(), self._last[up], self.redundancy(policy, stage)
+        if before == now:
+            return None
+        self._last[up] = now
+        each_W = zip(losses, before, now, strict=True)
+        return [
+            (rules.carried_over(loss, self._chunks, was, will), 1.0 if was == will else loss)
+            for loss, was, will in each_W
+        ]
+
+    def count(self, counts: Counts) -> None:
+        """Counts an exchange of the present step."""
+        self._latest.append((counts.lost_W.cpu(), counts.sent_W.cpu()))
+
+    def end_step(self) -> None:
+        """Learns from the exchanges of the step before: reports of an exchange travel with the next."""
+        if self._told:
+            lost_W, sent_W = (sum(each, torch.zeros(())) for each in zip(*self._told, strict=True))
+            self._loss_W.add(lost_W, sent_W)
+        self._told, self._latest = self._latest, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"loss": self._loss_W.state, "told": self._told, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from the state of a checkpoint."""
+        self._loss_W.restore(*(each.cpu() for each in state["loss"]))
+        self._told = [(lost.cpu(), sent.cpu()) for lost, sent in state["told"]]
+        self._latest, self._last = [], state["last"]
