@@ -190,7 +190,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (repair) {
             again.pop_front();
             flags |= flag_repair;
-            ++message->repaired;
+            if (!echo) ++message->repaired;  // a measure of loss, of which copies say nothing
             ++counters_.repaired;
         } else {
             ++message->cursor;

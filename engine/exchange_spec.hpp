@@ -68,7 +68,7 @@ struct Outcome {
     Blame blame{};                                      // whose fault it was: that peer's, or whoever that peer blames
     std::uint64_t missing_bytes{};                      // bytes that the peer had not sent, or not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
-    std::uint32_t repaired{};                           // chunks that we sent again
+    std::uint32_t repaired{};  // chunks of ours that were lost and sent again, or that parity made up for
     Nanos started{}, ended{};
     std::vector<Arrival> arrivals{};
     std::vector<std::uint16_t> counts{};  // the reduction's copies per chunk

@@ -1,6 +1,7 @@
 // How messages are coded, and what parity that came in changes.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "batch.hpp"
 #include "coding_model.hpp"
@@ -14,13 +15,24 @@ namespace {
 // Below this loss, parity by itself costs more than all repairs.
 constexpr double least_loss = 0.002;
 
+// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. Some of it may
+// then be overwritten before its parity is computed.
+bool lies_where_results_come(const Outgoing& message) {
+    const std::byte* end = message.data + message.cut.bytes;
+    const std::less<> before;
+    return std::any_of(message.exchange->receives.begin(), message.exchange->receives.end(), [&](const Incoming& each) {
+        return each.into != nullptr && before(each.into, end) && before(message.data, each.into + each.cut.bytes);
+    });
+}
+
 }  // namespace
 
 // Whether it is worth looking, stretch by stretch, how much parity a message gets.
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
-    return redundancy > 0.0 || (!message.never_repaired() && peer.out.loss() > least_loss);
+    if (redundancy < 0.0 && (message.never_repaired() || peer.out.loss() <= least_loss)) return false;
+    return !lies_where_results_come(message);
 }
 
 // A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
@@ -81,6 +93,7 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
     const std::vector<std::uint32_t> again =
         parity ? message.encoding->on_parity_lost(flight.chunk) : message.encoding->on_lost(flight.chunk);
     count_blocks(message);
+    if (!parity && again.empty()) ++message.repaired;  // by parity, as far as we know
     for (const std::uint32_t chunk : again) {
         if (message.wanted) send_again(peer, message, chunk, now);
     }

@@ -63,7 +63,7 @@ class Trained:
 
 
 def test_slow_rank_keeps_nobody_waiting_and_counts_as_much_as_the_others() -> None:
-    steps = 60
+    steps = 160
     found = local_world(RANKS, lambda transport: Trained(transport, steps))
     assert [each.backwards for each in found[:SLOW]] == [steps] * SLOW
     assert steps / 10 < found[SLOW].backwards < 0.9 * steps

@@ -54,8 +54,9 @@ def test_the_loss_is_measured_while_the_guard_repairs(gradients: Reliability) ->
         guarded = [row for row in found[10:] if row.guarded]
         assert len(guarded) == 50
         assert len({row.loss for row in guarded}) > 25
-        # Where gradients are repaired, what is sent again tells, and reports that were lost make it too much.
-        assert 0.25 < guarded[-1].loss < (0.35 if gradients is LOSSY else 0.5)
+        # Where gradients are repaired, what is sent again tells. Reports that were lost make it too much, and further
+        # copies of the last chunks, which are not counted, too little.
+        assert (0.25 if gradients is LOSSY else 0.2) < guarded[-1].loss < (0.35 if gradients is LOSSY else 0.5)
 
 
 def test_several_backwards_of_a_step_count_its_broadcast_once() -> None:

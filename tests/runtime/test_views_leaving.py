@@ -44,7 +44,7 @@ def together(after_s: float) -> tuple[list[Any], set[str]]:
     return [values for values, _ in found], {event for _, events in found for event in events}
 
 
-@pytest.mark.parametrize(("after_s", "at_once"), [(0.0, True), (0.3, False)])
+@pytest.mark.parametrize(("after_s", "at_once"), [(-0.2, True), (0.3, False)])
 def test_a_newcomer_gets_all_where_the_lowest_rank_leaves(after_s: float, at_once: bool) -> None:
     values, events = together(after_s)
     assert len(values) == WORLD - 1
