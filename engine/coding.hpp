@@ -69,7 +69,7 @@ public:
     Encoding(const Cut& cut, std::uint32_t sent, bool exact);
 
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
-    // Whether it is still open how much parity a chunk's stretch gets. It must be decided before the chunk is sent.
+    // Whether nobody has decided yet how much parity the stretch of this chunk gets: `decide` comes before the chunk is sent.
     [[nodiscard]] bool undecided(std::uint32_t chunk) const;
     void decide(std::uint32_t chunk, std::size_t parity_per_block);
     [[nodiscard]] bool coded(std::uint32_t chunk) const;
@@ -163,7 +163,7 @@ private:
     std::vector<std::size_t> used_;
 };
 
-// What is kept of one incoming message until its blocks are complete.
+// The receiver of a coded message: keeps parity, and copies of chunks where needed, until each block is complete.
 class Decoding {
 public:
     // `placed`: where chunks lie that arrived; null if they are summed up, so that copies must be kept.

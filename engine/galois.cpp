@@ -45,7 +45,8 @@ constexpr Logarithms logarithms = [] {
     return made;
 }();
 
-// Of each factor, its products with the 16 low and the 16 high halves of a byte: the product of a byte is the sum of two.
+// For each factor, its products with the 16 values of a byte's low half and with those of its high half. The product with
+// a whole byte is the sum of one entry of each.
 struct Nibbles {
     alignas(32) std::array<std::array<std::uint8_t, 32>, 256> of{};
 };

@@ -27,7 +27,7 @@ bool lies_where_results_come(const Outgoing& message) {
 
 }  // namespace
 
-// Whether it is worth looking, stretch by stretch, how much parity a message gets.
+// Whether a message may get parity at all. How much each of its stretches gets, if any, `plan_parity` decides.
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;

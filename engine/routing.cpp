@@ -40,7 +40,7 @@ Replies Core::take_replies(std::uint16_t rank) { return std::exchange(peers_.att
 void Core::reroute(std::uint16_t rank, Nanos now) {
     Peer& peer = peers_[rank];
     ++counters_.reroutes;
-    // What is in flight went to an address that does not answer.
+    // Datagrams in flight went to the old address, which no longer answers: they count as lost, and the new path is unknown.
     peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
     peer.rate = make_rate(now);
     peer.path = make_path();

@@ -34,7 +34,7 @@ double deviation(double p, std::size_t n, double memory = 0) {
     return std::sqrt(p * (1 - p) / static_cast<double>(n) * (1 + memory) / (1 - memory));
 }
 
-// What is left of a link's state after `time`.
+// Correlation of a link's state, losing or not, with its state `time` earlier.
 double memory(const LinkFaults& f, Nanos time) {
     return std::exp(-static_cast<double>(time) / (static_cast<double>(f.burst_time) * (1 - f.loss)));
 }

@@ -30,9 +30,9 @@ class Counts:
     sent_W: Tensor
     """Datagrams that each worker sent, parity included."""
     lost_W: Tensor
-    """Those of them that were lost."""
+    """Datagrams of each worker that were lost, parity included."""
     parity: int
-    """Those of all workers that carried parity."""
+    """Datagrams with parity that all workers sent together."""
     recovered: Tensor
     """Data chunks that were lost and came back."""
 
