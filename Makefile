@@ -188,7 +188,7 @@ address-test: build/address/build.ninja
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
 	$(ADDRESS_TESTS) test_driver
-	$(FIXED_ADDRESSES) build/thread/engine_tests
+	$(FIXED_ADDRESSES) build/thread/engine_tests test_driver
 
 thread-build: build/thread/build.ninja
 	@cmake --build build/thread --target engine_tests

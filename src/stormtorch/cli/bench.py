@@ -9,7 +9,7 @@ from stormtorch.cli import bench_all, bench_steps
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
-from stormtorch.cli.networks import lab_network, typed_burst
+from stormtorch.cli.networks import lab_network, typed_burst, with_links
 from stormtorch.cli.options import (
     Backends,
     BackendsAnywhere,
@@ -21,6 +21,7 @@ from stormtorch.cli.options import (
     LabBurst,
     LabLoss,
     Patience,
+    PerLink,
     Plot,
     Queue,
     Ranks,
@@ -67,6 +68,7 @@ def allreduce(
     jitter: Jitter = None,
     queue: Queue = None,
     tcp: Tcp = None,
+    per_link: PerLink = None,
     cable: Cable = None,
     patience_s: Patience = 30.0,
     ranks_per_host: Annotated[
@@ -93,6 +95,8 @@ def allreduce(
 
       stormtorch bench allreduce --ranks 4 --rate 100mbit --mb 5 --loss 0.1 --burst 5ms
 
+      stormtorch bench allreduce --rate 50mbit --mb 5 --per-link links.json
+
       stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
 
       stormtorch bench allreduce --cable 9000 --mb 25,100
@@ -118,6 +122,7 @@ def allreduce(
             tcp=tcp,
             cable=cable,
         )
+        network = with_links(network, per_link, ranks // max(ranks_per_host, 1))
         lossless = network is None or cable is not None
         settings = AllReduceSettings(
             ranks=ranks,

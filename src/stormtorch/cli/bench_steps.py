@@ -17,7 +17,7 @@ from stormtorch.cli.choices import (
 )
 from stormtorch.cli.completion import offer
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.networks import lab_network
+from stormtorch.cli.networks import lab_network, with_links
 from stormtorch.cli.options import (
     BackendsAnywhere,
     Batch,
@@ -121,11 +121,7 @@ def ddp(
         from stormtorch.cli.tables.steps import ddp_table
 
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
-        if per_link is not None:
-            from stormtorch.lab.conditions import Conditions
-            from stormtorch.lab.per_link import read_per_link
-
-            network = read_per_link(per_link, network or Conditions(), ranks // max(ranks_per_host, 1))
+        network = with_links(network, per_link, ranks // max(ranks_per_host, 1))
         settings = DdpSettings(
             ranks=ranks,
             ranks_per_host=ranks_per_host,

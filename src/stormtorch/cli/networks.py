@@ -47,6 +47,16 @@ def lab_network(seed: int, **conditions: str | float | None) -> Conditions | Non
     return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # it checks them all
 
 
+def with_links(network: Conditions | None, per_link: Path | None, hosts: int) -> Conditions | None:
+    """Conditions of a lab with what a file says about single links and hosts; a file alone makes a lab, too."""
+    if per_link is None:
+        return network
+    from stormtorch.lab.conditions import Conditions
+    from stormtorch.lab.per_link import read_per_link
+
+    return read_per_link(per_link, network or Conditions(), hosts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedNetwork:
     """Options of a simulated network that mean something only together; the fields have the names of the options.

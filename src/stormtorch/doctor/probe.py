@@ -36,6 +36,7 @@ _ETHERNET_BYTES = 14
 _LOSS_PER_S, _BLIND_PER_S = 1000.0, 300.0
 _LOSS_BYTES, _BLIND_BYTES = 1200, 256
 _LOSS_RATE_SHARE = 0.3
+_FEWEST_STEADY = 400  # datagrams: fewer say little about loss
 _TALLY_WAIT_S, _TALLY_TRIES = 0.25, 6
 _TCP_WAIT_S = 3.5
 
@@ -221,7 +222,10 @@ class Prober:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def _send_steadily(self, target: tuple[object, ...], peer: Peer, seconds: float, asked: Asked) -> None:
-        """Sends a train that the line can surely take; if nothing is known about the line, a slow one."""
+        """Sends a train that the line can surely take; if nothing is known about the line, a slow one.
+
+        A busy machine may hold the sender up, and so gets up to twice the time.
+        """
         if asked.rate_bits:
             per_s, size = _LOSS_PER_S, _LOSS_BYTES
             if asked.path_bytes:
@@ -235,7 +239,10 @@ class Prober:
         asked.train = train = self._next_train()
         begin = time.monotonic()
         number, end_at = 0, begin + seconds
-        while (now := time.monotonic()) < end_at and number < MOST_IN_TRAIN:
+        fewest = min(_FEWEST_STEADY, int(seconds * per_s))
+        while (now := time.monotonic()) < end_at or (number < fewest and now < end_at + seconds):
+            if number >= MOST_IN_TRAIN:
+                break
             # After a pause on a busy machine, catch up by a few at a time: a burst would fill queues.
             for _ in range(4):
                 if number / per_s > now - begin:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch.jobs.failed import RankFailed
@@ -301,13 +301,16 @@ def run_one(
             rank, world, store, lambda what: line.send(_Told(what)), ask, site.interface, site.control_interface
         )
         message = _Done(work(member, *args))
-        store.add(_LEFT, 1)
+        # Whoever serves the store may end as soon as it has counted everybody, before its answer has left.
+        with contextlib.suppress(DistNetworkError):
+            store.add(_LEFT, 1)
     except Exception as error:
         message = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
     line.send(message)
     if serving and isinstance(message, _Done):
         while store.add(_LEFT, 0) < world:  # the others still need the store
             time.sleep(0.01)
+        time.sleep(0.1)  # and its last answers
     line.close()
     if site.served_inside:
         # Skip interpreter shutdown: abandoned TCP connections would block it, and hold the host's ports.
