@@ -206,7 +206,7 @@ def test_worst_status_and_measured_conditions_are_kept(home: Path) -> None:
     assert data["requested"]["loss"] == 0.1
     # Whether the lines could be filled is the machine's affair, see test_lab.py.
     rates = data["measured"]["rates_bits_per_s"]
-    assert len(rates) == 2 and 10e6 < min(rates) <= max(rates) < 115e6
+    assert len(rates) == 2 and 0 < min(rates) <= max(rates) < 115e6
     assert data["statuses"] == [0, 3]
 
 

@@ -68,7 +68,8 @@ def test_lossy_sums_lose_what_the_network_loses(lab: MakeLab) -> None:
     assert sum(arrived) / len(arrived) == pytest.approx(1 - network.measured().loss, abs=0.02)
 
 
-@pytest.mark.parametrize("queue", [pytest.param("512kb", marks=pytest.mark.slow), "128kb"])
+@pytest.mark.slow
+@pytest.mark.parametrize("queue", ["512kb", "128kb"])
 def test_unknown_line_is_filled_and_its_queue_is_not(lab: MakeLab, queue: str) -> None:
     network = lab(4, rate="100mbit", queue=queue, management=True, probe=False)
     elements = 1_000_000
@@ -124,6 +125,7 @@ def test_host_that_is_cut_off_for_a_while_delays_but_breaks_nothing(lab: MakeLab
     assert all(result == wanted for _, _, results in logs for result in results)
 
 
+@pytest.mark.slow
 def test_time_between_exchanges_is_not_lost(lab: MakeLab) -> None:
     """What was learned of the line is kept over a pause: the exchange after it is as fast as the one before."""
     network = lab(2, rate="100mbit", management=True, probe=False)

@@ -133,6 +133,7 @@ def test_ranks_reach_a_public_one_through_a_symmetric_router_at_loss(lab: MakeLa
     assert [log["learned"] for log in logs] == [[1], []]
 
 
+@pytest.mark.slow
 def test_two_symmetric_routers_are_an_error_that_names_both_ranks(lab: MakeLab) -> None:
     network = lab(3, management=True, probe=False, nat={1: "symmetric", 2: "symmetric"})
     options = Options(interface="eth0", silence_s=3.0)

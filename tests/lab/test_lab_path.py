@@ -89,6 +89,7 @@ def test_path_that_becomes_wide_again_is_used_so_and_lossy_sums_lose_nothing_on_
     assert logs[0][-1]["arrived"] == 1.0
 
 
+@pytest.mark.slow
 def test_host_that_answers_but_gets_no_data_is_named(lab: MakeLab) -> None:
     network = lab(2, rate="200mbit", management=True, probe=False)
 
@@ -122,6 +123,7 @@ def train_on(member: Member, steps: int) -> tuple[list[float], float]:
         return times, min(optimizer.ledger.rows[-1].broadcast.values())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_training_goes_on_within_seconds_when_a_hosts_mtu_falls(lab: MakeLab) -> None:
     network = lab(3, rate="200mbit", management=True, probe=False)
 

@@ -146,6 +146,7 @@ def test_ranks_that_share_machines_are_killed_and_started_again(job: Job, overla
     assert in_order(told[0]["events"], ["rank 3 is gone", "rank 3 is new"])
 
 
+@pytest.mark.slow
 def test_rank_that_was_stopped_comes_back_when_it_continues(job: Job) -> None:
     steps = 250
     for rank in range(WORLD):
@@ -172,6 +173,7 @@ def test_rank_that_is_told_to_end_hands_over_and_exits_with_success(job: Job) ->
     assert not any("lost" in event or "no standby" in event for event in told[0]["events"])
 
 
+@pytest.mark.slow
 def test_process_that_joins_trains_with_the_others_and_one_leaves_by_wish(job: Job) -> None:
     steps = 160
     for rank in range(WORLD):

@@ -93,6 +93,7 @@ def test_a_deadline_that_is_not_needed_does_not_delay() -> None:
         assert arrival.elapsed_s < 1.0
 
 
+@pytest.mark.slow
 def test_a_lossy_exchange_takes_no_longer_for_its_losses() -> None:
     def elapsed(loss: float) -> float:
         def work(transport: Transport) -> float:

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from conftest import OPTIONS, STORM, local_world
 
@@ -24,6 +25,7 @@ def plan() -> list[tuple[int, torch.dtype, Op]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_thousand_all_reduces_through_a_storm_equal_the_lossless_results_bit_for_bit() -> None:
     cases = plan()
 

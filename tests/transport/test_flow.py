@@ -76,6 +76,7 @@ def test_one_flooding_peer_leaves_the_others_their_share_of_the_pool() -> None:
     assert results[2][0] < 0.1
 
 
+@pytest.mark.slow
 def test_sixty_four_endpoints_exchange_a_megabyte_each_exactly_under_loss() -> None:
     n, part = 64, 4_096  # elements to each: 1 MiB per endpoint
 

@@ -48,6 +48,7 @@ def near_collectives(transport: UdpTransport) -> tuple[list[bytes], list[int]]:
     return collectives(transport), transport.lane_bytes_sent()
 
 
+@pytest.mark.slow
 def test_results_have_the_same_bits_with_any_number_of_lanes() -> None:
     expected = local_world(3, collectives, options=with_lanes(1))
     for options in (with_lanes(2), with_lanes(3, datagram_bytes=1472), with_lanes(4, key=KEY)):
