@@ -219,8 +219,8 @@ void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     message->ended = true;
     if (message->missing() > message->allowed || message->close_at != never) return;
     // Chunks that the end overtook get a moment more, and those on a slower path the time that it takes longer.
-    message->close_at = now + peer.links.spread() +
-                        std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
+    message->close_at =
+        now + peer.links.spread() + std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
     exchanges_.hasten(exchange, exchange.timer_of(*message), message->close_at);
 }
 

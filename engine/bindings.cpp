@@ -386,8 +386,7 @@ NB_MODULE(_engine, m) {
                 const nb::gil_scoped_release released;
                 d.readmit(peer, addresses, incarnation, opening, further);
             },
-            nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"),
-            nb::arg("more") = PyAddresses{})
+            nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"), nb::arg("more") = PyAddresses{})
         .def(
             "offer_passage",
             [](Endpoint& d, std::uint16_t peer, std::size_t neighbours) {
@@ -470,7 +469,8 @@ NB_MODULE(_engine, m) {
             "paths",
             [](Endpoint& d, std::uint16_t peer) {
                 std::vector<std::tuple<bool, double, double, double, std::uint64_t, std::uint64_t, std::uint32_t>> all;
-                for (const PathHealth& each : d.links({peer}).front().paths)
+                const std::vector<Driver::LinkHealth> links = d.links({peer});
+                for (const PathHealth& each : links.front().paths)
                     all.emplace_back(each.up, static_cast<double>(each.round_trip) * 1e-9, each.loss, each.bytes_per_s,
                                      each.bytes_sent, each.bytes_received, each.outages);
                 return all;

@@ -43,14 +43,14 @@ struct Record;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
-    std::uint16_t lane{};                 // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
-    std::uint8_t paths{1};                // interfaces: see paths.hpp
+    std::uint16_t lane{};                    // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
+    std::uint8_t paths{1};                   // interfaces: see paths.hpp
     std::vector<std::uint8_t> peer_paths{};  // by rank: how many it has; empty if all have as many as we
-    std::size_t datagram_bytes{1472};     // the same on every rank of a job; a path that carries less gets pieces
-    std::size_t least_path_bytes{512};    // a path that does not even carry datagrams of this size is of no use
-    std::size_t receive_buffer{1 << 20};  // what the socket holds; all peers together get credit for less
-    std::size_t pool_bytes{64 << 20};     // room for chunks of exchanges not posted yet, of all peers together
-    std::size_t eager_bytes{256 << 10};   // bytes of a message that leave before its receiver says that it has posted
+    std::size_t datagram_bytes{1472};        // the same on every rank of a job; a path that carries less gets pieces
+    std::size_t least_path_bytes{512};       // a path that does not even carry datagrams of this size is of no use
+    std::size_t receive_buffer{1 << 20};     // what the socket holds; all peers together get credit for less
+    std::size_t pool_bytes{64 << 20};        // room for chunks of exchanges not posted yet, of all peers together
+    std::size_t eager_bytes{256 << 10};  // bytes of a message that leave before its receiver says that it has posted
     RateMode rate_mode{RateMode::unlimited};
     double bytes_per_s{};        // RateMode::fixed: the rate of all links of a path together
     Nanos silence{10 * second};  // a peer that is not heard for so long is taken for lost

@@ -226,8 +226,7 @@ void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, 
     attempt([&] {
         const std::size_t paths = common_paths(addresses);
         core_->readmit(peer, incarnation, key, clock_now(), paths);
-        for (std::size_t path = 0; path < paths; ++path)
-            outlets_[path]->routes.assign(peer, addresses[path]);
+        for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
         near_.erase(peer);
         pass_some();
         flush(clock_now());
@@ -586,9 +585,7 @@ void Driver::collect() {
     if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
 }
 
-Nanos Driver::next_timer() const {
-    return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()});
-}
+Nanos Driver::next_timer() const { return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()}); }
 
 void Driver::arm() {
     // A full socket is tried again soon rather than watched: it drains in microseconds.

@@ -220,7 +220,7 @@ private:
     std::shared_ptr<const FaultSettings> fault_settings_;
     std::vector<std::unique_ptr<Batch>> batches_;  // `burst` for each path
     std::vector<Batch*> free_;                     // those that are not unsent
-    Batch reply_;  // for addresses that are in question
+    Batch reply_;                                  // for addresses that are in question
     std::unordered_map<std::uint64_t, Outcome> ended_;
     // By peer: memory that is not used yet, and the bell to ring.
     struct Near {

@@ -130,8 +130,7 @@ void Core::tick(Nanos now) {
     std::sort(forsaken_.begin(), forsaken_.end());
     for (const std::uint16_t rank : std::exchange(forsaken_, {})) {
         Peer& peer = peers_[rank];
-        for (Link& link : peer.links)
-            link.out.abandon([&](const Flight& flight) { on_lost(peer, link, flight, now); });
+        for (Link& link : peer.links) link.out.abandon([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     }
     if (blocked_.empty()) return;
     if (config_.lane != 0) {

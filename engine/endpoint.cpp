@@ -281,8 +281,7 @@ void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses
     for (std::size_t lane = lanes_.size(); lane-- > 0;) {
         std::vector<Address> paths{addresses[lane]};
         if (lane == 0) paths.insert(paths.end(), more.begin(), more.end());
-        lanes_[lane]->readmit(peer, paths, incarnation,
-                              keys.empty() ? std::nullopt : std::optional(keys[lane]));
+        lanes_[lane]->readmit(peer, paths, incarnation, keys.empty() ? std::nullopt : std::optional(keys[lane]));
     }
 }
 

@@ -156,7 +156,8 @@ Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, 
     const std::uint64_t reach = whole ? bits : std::min<std::uint64_t>(largest_ - fourth + 64, bits);
     fourth = largest_;
     report.words = static_cast<std::uint32_t>((std::min(reach, largest_) + 63) / 64);
-    report.words = std::clamp<std::uint32_t>(report.words, 1, static_cast<std::uint32_t>(std::min(most_words_, most_words)));
+    report.words =
+        std::clamp<std::uint32_t>(report.words, 1, static_cast<std::uint32_t>(std::min(most_words_, most_words)));
     for (std::uint64_t i = 0; i < std::uint64_t{report.words} * 64 && i < largest_; ++i) {
         const std::uint64_t number = largest_ - i;
         if ((window_[number % bits / 64] >> (number % 64) & 1) != 0) report.arrived[i / 64] |= 1ULL << (i % 64);

@@ -163,9 +163,8 @@ Nanos Links::spread() const {
 }
 
 bool Links::cuts(std::size_t chunk_bytes, std::size_t seal_bytes) const {
-    return std::any_of(all_.begin(), all_.end(), [&](const Link& link) {
-        return !link.down && link.cut(chunk_bytes, seal_bytes).count > 1;
-    });
+    return std::any_of(all_.begin(), all_.end(),
+                       [&](const Link& link) { return !link.down && link.cut(chunk_bytes, seal_bytes).count > 1; });
 }
 
 std::vector<PathHealth> Links::health() const {

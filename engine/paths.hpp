@@ -64,10 +64,10 @@ struct Link {
     Pieces pieces;    // chunks that are not complete
     Replies replies;  // since the driver last took them
     bool down{};
-    bool asks{};              // a ping is to be sent over this very path
-    Nanos ask_at{never};      // when to ask again, while it is down
-    Nanos ask_every{};        // and how long after that
-    Nanos answered_at{};      // when the latest answer came
+    bool asks{};          // a ping is to be sent over this very path
+    Nanos ask_at{never};  // when to ask again, while it is down
+    Nanos ask_every{};    // and how long after that
+    Nanos answered_at{};  // when the latest answer came
     std::uint64_t bytes_sent{}, bytes_received{};
     std::uint32_t outages{};  // how often it fell
 };
@@ -109,7 +109,8 @@ public:
     // Whether another path has answered since this one's answers are overdue.
     [[nodiscard]] bool survives(const Link& link) const;
     // Whether so many bytes that wait would be there sooner if none of them took this path, but those before it in `order`.
-    [[nodiscard]] bool better_without(const Link& link, const Order& order, std::uint64_t waiting_bytes, Nanos now) const;
+    [[nodiscard]] bool better_without(const Link& link, const Order& order, std::uint64_t waiting_bytes,
+                                      Nanos now) const;
 
     // Reports are due at once, on paths where there is something to tell and on the one that was heard last.
     void report_news();

@@ -38,7 +38,7 @@ public:
     [[nodiscard]] bool asks() const;
 
     // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
-    void hear(Nanos now);             // through shared memory
+    void hear(Nanos now);              // through shared memory
     void hear(Nanos now, Link& link);  // over this path
     void fall_silent() { silent_ = true; }
     [[nodiscard]] bool silent() const { return silent_; }

@@ -228,7 +228,8 @@ void Seal::encrypt(std::span<std::byte, header_bytes> header, Bytes payload, std
     if (aead_ == nullptr) throw std::logic_error("Seal::encrypt needs a job key; without one use Seal::protect");
     header[flags_offset] |= std::byte{flag_sealed};
     write_check(header, 0);
-    if (!aead_->encrypt(secrets_.own, make_nonce(peer, source_in(header), number, incarnation(peer)), header, payload, out))
+    if (!aead_->encrypt(secrets_.own, make_nonce(peer, source_in(header), number, incarnation(peer)), header, payload,
+                        out))
         throw std::runtime_error("rank " + std::to_string(rank_) + ": libcrypto did not encrypt " +
                                  std::to_string(payload.size()) + " bytes for peer " + std::to_string(peer) + " into " +
                                  std::to_string(out.size()));
@@ -252,9 +253,8 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
     if (sender >= secrets_.peers.size()) return std::nullopt;
     // The header as it came is the associated data: a check that is not zero fails like any other change.
     const auto plain = body.first(body.size() - tag_bytes);
-    const bool genuine =
-        aead_->decrypt(secrets_.peers[sender], make_nonce(rank_, header.source, number, incarnation(rank_)),
-                       written, body, plain);
+    const bool genuine = aead_->decrypt(
+        secrets_.peers[sender], make_nonce(rank_, header.source, number, incarnation(rank_)), written, body, plain);
     return genuine ? std::optional(plain) : std::nullopt;
 }
 

@@ -54,8 +54,8 @@ class Lab:
         conditions: Conditions of the network between them.
         management: Whether to add a second network without loss or limits, for control traffic that should not be
             measured; MASTER_ADDR is then an address in it.
-        paths: Number of paths between the hosts, 1 to 4: each host has interfaces eth0, eth1 and so on, each on a switch
-            of its own. `set` changes all paths, `set_path` one. Counters and probes are those of the first.
+        paths: Number of paths between the hosts, 1 to 4: each host has interfaces eth0, eth1 and so on, each on a
+            switch of its own. `set` changes all paths, `set_path` one. Counters and probes are those of the first.
         probe: Whether to measure rate and round trip when the lab opens, which takes about a second.
         changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
 

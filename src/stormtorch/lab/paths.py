@@ -31,7 +31,9 @@ def _check(conditions: Conditions) -> None:
     if conditions.timed:
         raise BadCondition("burst", "must count packets where there are several paths")
     if conditions.delayed and (conditions.delays or not has_netem()):
-        raise BadCondition("delay", "needs netem in the kernel, and the same for all links, where there are several paths")
+        raise BadCondition(
+            "delay", "needs netem in the kernel, and the same for all links, where there are several paths"
+        )
 
 
 class FurtherPaths:
@@ -40,9 +42,7 @@ class FurtherPaths:
     def __init__(self, count: int, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
         self._conditions = [conditions] * count
         self._hosts = len(hosts)
-        self._networks = [
-            KernelNetwork(switch, hosts, conditions, Wiring(path)) for path in range(1, 1 + count)
-        ]
+        self._networks = [KernelNetwork(switch, hosts, conditions, Wiring(path)) for path in range(1, 1 + count)]
 
     def conditions_of(self, path: int) -> Conditions:
         """Conditions of one path."""

@@ -176,7 +176,9 @@ class KernelNetwork:
         if self._conditions is None:
             return
         verb = "reset" if reset else "list"
-        listed = json.loads(self._switch.run([tool("nft"), "-j", verb, "counters", "table", "bridge", self._wiring.table]))
+        listed = json.loads(
+            self._switch.run([tool("nft"), "-j", verb, "counters", "table", "bridge", self._wiring.table])
+        )
         for item in listed["nftables"]:
             if "counter" not in item:
                 continue

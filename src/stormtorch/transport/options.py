@@ -40,8 +40,8 @@ class Options:
     one network. One rank that says True decides for all."""
     rate: str | float = "auto"
     """Sending rate. "auto" finds the bottleneck; "low" also yields to all other traffic; a rate such as "400mbit", or a
-    number of bits per second, is fixed, for each of the `interfaces`; "unlimited" is bounded by the receivers' credit alone. On loopback, "auto" is
-    unlimited."""
+    number of bits per second, is fixed, for each of the `interfaces`; "unlimited" is bounded by the receivers' credit
+    alone. On loopback, "auto" is unlimited."""
     datagram_bytes: int | None = None
     """UDP payload of a datagram; None follows the interface's MTU. All ranks use the smallest of their values."""
     key: bytes | None = field(default=None, repr=False)
@@ -124,7 +124,9 @@ class Options:
         if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
             raise ValueError(f'interfaces must be a tuple of names such as ("eth0", "wlan0"), got {names!r}')
         if names and self.interface is not None:
-            raise ValueError(f"give either interface or interfaces, got {self.interface!r} and {names!r}")
+            raise ValueError(
+                f"interfaces must not be given together with interface, got {names!r} and {self.interface!r}"
+            )
         if len(names) > MOST_PATHS or len(set(names)) < len(names):
             raise ValueError(f"interfaces must name at most {MOST_PATHS} different ones, got {names!r}")
         if len(names) > 1 and (self.lanes or 1) > 1:

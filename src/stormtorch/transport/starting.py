@@ -53,8 +53,8 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         if not options.port:
             raise
         raise RuntimeError(
-            f"{error}, at {', '.join(hosts)}: does another rank run here? Set another `port` in Options, or 0 to take any; "
-            "each of the `lanes` needs a port"
+            f"{error}, at {', '.join(hosts)}: does another rank run here? Set another `port` in Options, or 0 to take "
+            "any; each of the `lanes` needs a port"
         ) from error
     largest = min(_engine.datagram_bytes(each, _engine.interface_mtu(each) or 1500) for each in hosts)
     port, *more_ports = endpoint.ports

@@ -337,7 +337,9 @@ class UdpTransport(EndpointMembership):
         with self._lock:
             try:
                 keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
-                self.endpoint.readmit(peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key], card.more_paths())
+                self.endpoint.readmit(
+                    peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key], card.more_paths()
+                )
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
