@@ -294,6 +294,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     drain(peer, now);
     // Its last reports, one for each path, say what it received before it left; everything else in flight to it is lost.
     for (Link& link : peer.links) {
+        if (link.index > 0 && body.empty()) break;
         const bool last = link.index + 1U == peer.links.size();
         const std::span<const std::byte> own = last ? body : body.first(std::min(report_bytes(body), body.size()));
         take_report(peer, link, own, now);

@@ -23,6 +23,7 @@ Sim::~Sim() = default;
 std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
     CoreConfig own = config_.core;
     own.rank = rank;
+    if (!own.peer_paths.empty()) own.paths = own.peer_paths.at(rank);
     if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
     // A vacant slot has a core too, so that a process can come into it; it knows of nobody.
     own.late = std::erase(own.vacant, rank) > 0 || incarnations_[rank] > 0;

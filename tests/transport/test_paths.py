@@ -16,7 +16,8 @@ from stormtorch.transport.starting import bind
 from stormtorch.transport.udp import Path, UdpTransport
 
 KEY = bytes(range(32))
-TWO = replace(OPTIONS, interfaces=("127.0.0.1", "127.0.0.2"))
+# Without a rate, loopback carries more than one path gets to send.
+TWO = replace(OPTIONS, interfaces=("127.0.0.1", "127.0.0.2"), rate="200mbit")
 LARGE = 1_000_001
 
 
@@ -34,7 +35,7 @@ def reduced(transport: UdpTransport) -> tuple[list[bytes], dict[int, list[Path]]
     return [each.view(torch.uint8).numpy().tobytes() for each in results], paths
 
 
-@pytest.mark.parametrize("changes", [{}, {"key": KEY}, {"datagram_bytes": 1472, "rate": "800mbit"}, {"port": 0}])
+@pytest.mark.parametrize("changes", [{}, {"key": KEY}, {"datagram_bytes": 1472}])
 def test_results_have_the_same_bits_over_several_paths_and_both_are_used(changes: dict[str, Any]) -> None:
     expected = [results for results, _ in local_world(2, reduced)]
     for (results, paths), alone in zip(local_world(2, reduced, options=replace(TWO, **changes)), expected, strict=True):
