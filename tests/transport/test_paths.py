@@ -113,6 +113,8 @@ def test_card_tells_of_all_paths_and_nonsense_is_no_card() -> None:
     assert card.lanes == [] and [host for host, _ in card.more_paths()] == ["127.0.0.2"]
     assert unpack(pack(card)) == card
     good = json.loads(pack(card))
-    for paths in ([["127.0.0.2", 0]], [["nowhere", 1]], [[1, 2]], [["127.0.0.2"]], ["x"], [["127.0.0.2", 1]] * 4, [[]]):
+    good_path, wrong = ["127.0.0.2", 1], [["127.0.0.2", 0], ["nowhere", 1], [1, 2], ["127.0.0.2"], "x", []]
+    nonsense: list[list[Any]] = [[each] for each in wrong]
+    for paths in [*nonsense, [good_path] * 4]:
         with pytest.raises(ValueError, match=r".*"):
             unpack(json.dumps([*good[:-1], paths]).encode())

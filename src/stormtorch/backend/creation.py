@@ -114,10 +114,9 @@ def _checked(options: Any, timeout_s: float) -> Options:
     if not isinstance(options, Options):
         raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
     key = os.environ.get(KEY_VARIABLE)
-    if options.interface is None and not options.interfaces:
-        options = _with_interfaces(options)
+    with_interfaces = options if options.interface or options.interfaces else _with_interfaces(options)
     return dataclasses.replace(
-        options,
+        with_interfaces,
         key=key.encode() if key and options.key is None else options.key,
         rejoin=_rejoin(options),
         timeout_s=min(options.timeout_s, timeout_s),

@@ -120,7 +120,7 @@ class Options:
             raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
 
     def _check_interfaces(self) -> None:
-        names = self.interfaces
+        names: object = self.interfaces  # callers without type checks give a text, or a list
         if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
             raise ValueError(f'interfaces must be a tuple of names such as ("eth0", "wlan0"), got {names!r}')
         if names and self.interface is not None:
