@@ -66,10 +66,12 @@ bool operator==(const Address& one, const Address& other) {
            std::memcmp(&first->sin6_addr, &second->sin6_addr, sizeof(in6_addr)) == 0;
 }
 
-std::size_t interface_mtu(const std::string& host) {
-    const Address wanted(host, 0);
+namespace {
+
+// Empty when no interface has the address.
+std::string interface_of(const Address& wanted) {
     ifaddrs* all = nullptr;
-    if (getifaddrs(&all) != 0) return 0;
+    if (getifaddrs(&all) != 0) return {};
     const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(all, freeifaddrs);
     const auto* wanted4 = reinterpret_cast<const sockaddr_in*>(wanted.get());
     for (const ifaddrs* each = all; each != nullptr; each = each->ifa_next) {
@@ -85,15 +87,26 @@ std::size_t interface_mtu(const std::string& host) {
             same = std::memcmp(&six->sin6_addr, &reinterpret_cast<const sockaddr_in6*>(wanted.get())->sin6_addr,
                                sizeof(in6_addr)) == 0;
         }
-        if (!same) continue;
-        const Descriptor any(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-        if (any.get() < 0) return 0;
-        ifreq request{};
-        std::strncpy(request.ifr_name, each->ifa_name, IFNAMSIZ - 1);
-        const bool known = ioctl(any.get(), SIOCGIFMTU, &request) == 0;
-        return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
+        if (same) return each->ifa_name;
     }
-    return 0;
+    return {};
+}
+
+}  // namespace
+
+std::size_t interface_mtu(const std::string& host) {
+    const std::string name = interface_of(Address(host, 0));
+    const Descriptor any(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (name.empty() || any.get() < 0) return 0;
+    ifreq request{};
+    std::strncpy(request.ifr_name, name.c_str(), IFNAMSIZ - 1);
+    const bool known = ioctl(any.get(), SIOCGIFMTU, &request) == 0;
+    return known ? static_cast<std::size_t>(request.ifr_mtu) : 0;
+}
+
+unsigned interface_index(const Address& address) {
+    const std::string name = interface_of(address);
+    return name.empty() ? 0 : if_nametoindex(name.c_str());
 }
 
 std::size_t datagram_bytes_for(std::size_t mtu, int family) {

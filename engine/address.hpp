@@ -32,6 +32,8 @@ private:
 
 // The MTU of the interface that owns a numeric address; 0 when no interface does.
 [[nodiscard]] std::size_t interface_mtu(const std::string& host);
+// The number of the interface that owns an address; 0 when none does.
+[[nodiscard]] unsigned interface_index(const Address& address);
 // The largest UDP payload of an interface with this MTU.
 [[nodiscard]] std::size_t datagram_bytes_for(std::size_t mtu, int family);
 

@@ -26,22 +26,25 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     heard_.reset();
     ++counters_.datagrams_received;
     counters_.bytes_received += datagram.size();
-    const std::optional<Header> header = parse_header(datagram);
+    std::optional<Header> header = parse_header(datagram);
     if (!header) {
         ++counters_.malformed;
         return;
     }
-    if (header->cookie != seal_.visible_cookie() || header->source >= config_.world || header->source == config_.rank) {
+    const auto rank = static_cast<std::uint16_t>(header->source % config_.world);
+    const std::size_t path = header->source / config_.world;
+    if (header->cookie != seal_.visible_cookie() || rank == config_.rank) {
         ++counters_.foreign;
         return;
     }
-    const Peer& sender = peers_.look(header->source);
-    if (sender.vacant) {
+    const Peer& sender = peers_.look(rank);
+    if (sender.vacant || path >= sender.links.size()) {
         ++counters_.foreign;
         return;
     }
-    const std::uint64_t number = widen_number(header->number, sender.in.largest() + 1);
-    if (sender.in.seen(number) || sender.pieces.holds(number)) {
+    const Link& from = sender.links[path];
+    const std::uint64_t number = widen_number(header->number, from.in.largest() + 1);
+    if (from.in.seen(number) || from.pieces.holds(number)) {
         ++counters_.duplicates;
         return;
     }
@@ -52,23 +55,26 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     }
     ++counters_.authenticated;
     peaks_.received(datagram.size(), now);
-    heard_ = {.rank = header->source, .newest = number > sender.in.largest()};
-    Peer& peer = peers_[header->source];
+    heard_ = {.rank = rank, .path = static_cast<std::uint8_t>(path), .newest = number > from.in.largest()};
+    header->source = rank;  // nothing below depends on the path
+    Peer& peer = peers_[rank];
+    Link& link = peer.links[path];
+    link.bytes_received += datagram.size();
     // Data that was lost before an outage does not make the path a blocked one after it.
     if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
-    peer.hear(now);
+    peer.hear(now, link);
     if (views_) views_->hear(peer.rank, now);
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
             if (header->has(flag_piece)) {
-                take_piece(peer, *header, number, *payload, now, arrived_at);
+                take_piece(peer, link, *header, number, *payload, now, arrived_at);
                 return;
             }
-            if (header->has(flag_last)) peer.in.report_now();
+            if (header->has(flag_last)) peer.links.report_news();
             taken = take_data(peer, *header, *payload, now);
             break;
-        case Kind::report: take_report(peer, *payload, now); break;
+        case Kind::report: take_report(peer, link, *payload, now); break;
         case Kind::end:
             if (header->has(flag_repair)) drain(peer, now);
             taken = take_end(peer, *header, now);
@@ -76,7 +82,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
         case Kind::ready:
         case Kind::wait:
         case Kind::done: take_control(peer, *header, now); break;
-        case Kind::ping: peer.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
+        case Kind::ping: link.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
         case Kind::bye: take_bye(peer, *header, *payload, now); break;
         case Kind::failed:
             drain(peer, now);
@@ -86,27 +92,27 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
     const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
-    if (taken) peer.in.arrive(number, datagram.size(), elicits, now, arrived_at);
+    if (taken) link.in.arrive(number, datagram.size(), elicits, now, arrived_at);
 }
 
 // A piece is reported when its chunk is complete, with all others of that chunk.
-void Core::take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now,
-                      Nanos arrived_at) {
-    switch (peer.pieces.take(header, number, payload)) {
+void Core::take_piece(Peer& peer, Link& link, Header header, std::uint64_t number, std::span<const std::byte> payload,
+                      Nanos now, Nanos arrived_at) {
+    switch (link.pieces.take(header, number, payload)) {
         case Pieces::Taken::malformed:
             ++counters_.malformed;
-            peer.in.arrive(number, payload.size(), true, now);  // or it would come again
+            link.in.arrive(number, payload.size(), true, now);  // or it would come again
             return;
         case Pieces::Taken::kept: return;
         case Pieces::Taken::complete: break;
     }
-    if (header.has(flag_last)) peer.in.report_now();
+    if (header.has(flag_last)) peer.links.report_news();
     header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
-    const std::span<const std::byte> whole = peer.pieces.whole();
+    const std::span<const std::byte> whole = link.pieces.whole();
     if (!take_data(peer, header, whole, now)) return;
-    const std::span<const std::uint64_t> numbers = peer.pieces.numbers();
+    const std::span<const std::uint64_t> numbers = link.pieces.numbers();
     for (const std::uint64_t each : numbers) {
-        if (!peer.in.seen(each)) peer.in.arrive(each, whole.size() / numbers.size(), true, now, arrived_at);
+        if (!link.in.seen(each)) link.in.arrive(each, whole.size() / numbers.size(), true, now, arrived_at);
     }
 }
 
@@ -182,7 +188,7 @@ void Core::heed_progress(Exchange& exchange, Peer& peer, Incoming& message, cons
         credit_.close(peer.rank);
         message.decoding.reset();
         // The sender waits to hear that its message is complete.
-        if (way == Way::datagram) peer.in.report_now();
+        if (way == Way::datagram) peer.links.report_news();
         // What was decoded is in no report.
         if (message.recovered > 0)
             peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
@@ -212,26 +218,27 @@ void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     if (message == nullptr || message->closed || message->allowed == 0) return;
     message->ended = true;
     if (message->missing() > message->allowed || message->close_at != never) return;
-    // Chunks that the end overtook get a moment more.
-    message->close_at = now + std::clamp<Nanos>(peer.out.smooth_rtt() / 4, 20 * microsecond, 5 * millisecond);
+    // Chunks that the end overtook get a moment more, and those on a slower path the time that it takes longer.
+    message->close_at =
+        now + peer.links.spread() + std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
     exchanges_.hasten(exchange, exchange.timer_of(*message), message->close_at);
 }
 
-void Core::take_report(Peer& peer, std::span<const std::byte> body, Nanos now) {
+void Core::take_report(Peer& peer, Link& link, std::span<const std::byte> body, Nanos now) {
     const std::optional<Report> report = parse_report(body);
     if (!report) {
         ++counters_.malformed;
         return;
     }
-    peer.out.settle(
-        *report, now, [&](const Flight& flight) { on_acked(peer, flight, now); },
-        [&](const Flight& flight) { on_lost(peer, flight, now); });
-    Delivery delivery = peer.out.last_delivery();
+    link.out.settle(
+        *report, now, [&](const Flight& flight) { on_acked(peer, link, flight, now); },
+        [&](const Flight& flight) { on_lost(peer, link, flight, now); });
+    Delivery delivery = link.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
-        delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now);
+        delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now, link.index);
         peaks_.delivered(delivery.delivered_bytes, now);
         if (line_.due(now)) share_line(now);
-        peer.rate.on_delivery(delivery);
+        link.rate.on_delivery(delivery);
     }
 }
 
@@ -285,9 +292,15 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         return;
     }
     drain(peer, now);
-    // Its last report says what it received before it left; everything else in flight to it is lost.
-    take_report(peer, body, now);
-    peer.in.report_now();
+    // Its last reports, one for each path, say what it received before it left; everything else in flight to it is lost.
+    for (Link& link : peer.links) {
+        if (link.index > 0 && body.empty()) break;
+        const bool last = link.index + 1U == peer.links.size();
+        const std::span<const std::byte> own = last ? body : body.first(std::min(report_bytes(body), body.size()));
+        take_report(peer, link, own, now);
+        body = body.subspan(own.size());
+    }
+    peer.links.report_now();
     if (shelf_) shelf_->forget(peer.rank);
     part(peer, Status::peer_left, *blame, now);
 }
@@ -295,7 +308,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
 // The peer is no longer there for us. Only a new process of its rank can change that.
 void Core::part(Peer& peer, Status status, Blame blame, Nanos now) {
     peer.leave(blame);
-    peer.out.abandon([](const Flight&) {});
+    for (Link& link : peer.links) link.out.abandon([](const Flight&) {});
     peer.queue.clear();
     credit_.depart(peer.rank);
     count_peers();
@@ -340,10 +353,11 @@ void Core::answer_for_ended(Peer& peer, const Header& header) {
     }
 }
 
-void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
-    peer.replies.add(flight.stamp.sent_at, flight.challenge);
+void Core::on_acked(Peer& peer, Link& link, const Flight& flight, Nanos now) {
+    link.replies.add(flight.stamp.sent_at, flight.challenge);
+    link.on_answer(now);
     if (flight.kind == Kind::bye) peer.told = true;
-    if (flight.kind == Kind::data || flight.kind == Kind::ping) peer.path.on_acked(flight.bytes, flight.stamp.sent_at);
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) link.path.on_acked(flight.bytes, flight.stamp.sent_at);
     if (flight.kind == Kind::data) {
         peer.on_data_arrived();
         Outgoing* message = slots_.find(flight.message);
@@ -361,12 +375,12 @@ void Core::on_acked(Peer& peer, const Flight& flight, Nanos now) {
     }
 }
 
-void Core::on_lost(Peer& peer, const Flight& flight, Nanos now) {
+void Core::on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now) {
     // The report in a goodbye may have been too large for the path.
-    if (flight.kind == Kind::bye) peer.fit_reports(peer.path.least());
+    if (flight.kind == Kind::bye) link.fit_reports(link.path.least());
     if (flight.more) return;  // the last piece stands for its chunk, which is lost once
     if (flight.kind == Kind::data || flight.kind == Kind::ping)
-        peer.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
+        link.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
     if (flight.kind == Kind::data) peer.on_data_lost(now);
     repair(peer, flight, now);
 }
@@ -381,11 +395,11 @@ void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
     }
     message.repairs.push_back(chunk);
     // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
-    if (message.first_pass_over() && peer.out.lossy() && peer.queue.only_repairs()) {
-        const double chunk_s = message.cut.chunk_bytes / peer.rate.bytes_per_s();
-        const double trip_s = static_cast<double>(peer.out.smooth_rtt()) / static_cast<double>(second);
+    if (message.first_pass_over() && peer.links.lossy() && peer.queue.only_repairs()) {
+        const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
+        const double trip_s = static_cast<double>(peer.links.round_trip()) / static_cast<double>(second);
         const auto chunks = static_cast<double>(message.repairs.size());
-        const unsigned copies = copies_at_the_end(chunks, peer.out.loss(), chunk_s, trip_s);
+        const unsigned copies = copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
         message.echoes.insert(message.echoes.end(), copies - 1, chunk);
     }
     peers_.queue(message);

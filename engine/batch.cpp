@@ -8,8 +8,9 @@
 
 namespace storm {
 
-void Batch::begin(std::uint16_t peer, std::size_t copied_bytes) {
+void Batch::begin(std::uint16_t peer, std::size_t copied_bytes, std::uint8_t path) {
     peer_ = peer;
+    path_ = path;
     segments_ = bytes_ = segment_bytes_ = parts_ = 0;
     too_large_ = false;
     copied_.clear();

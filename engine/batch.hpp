@@ -30,8 +30,8 @@ public:
     Batch(const Batch&) = delete;  // it points into itself
     Batch& operator=(const Batch&) = delete;
 
-    // Empties the batch. It is then for `peer`, and has room for `copied_bytes` of copied data.
-    void begin(std::uint16_t peer, std::size_t copied_bytes);
+    // Empties the batch. It is then for `peer` over a path, and has room for `copied_bytes` of copied data.
+    void begin(std::uint16_t peer, std::size_t copied_bytes, std::uint8_t path = 0);
     // Whether a datagram of this size may follow those that are here.
     [[nodiscard]] bool takes(std::size_t bytes) const {
         return segments_ == 0 || (!ended() && bytes <= segment_bytes_);
@@ -48,6 +48,7 @@ public:
     void refuse() { too_large_ = true; }
 
     [[nodiscard]] std::uint16_t peer() const { return peer_; }
+    [[nodiscard]] std::uint8_t path() const { return path_; }
     [[nodiscard]] std::size_t segments() const { return segments_; }
     [[nodiscard]] std::size_t segment_bytes() const { return segment_bytes_; }
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
@@ -61,6 +62,7 @@ private:
     void add_part(const void* data, std::size_t bytes);
 
     std::uint16_t peer_{};
+    std::uint8_t path_{};
     std::size_t segments_{}, bytes_{}, segment_bytes_{}, parts_{};
     bool too_large_{};
     std::array<iovec, 2 * max_segments> iov_{};

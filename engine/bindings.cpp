@@ -202,6 +202,7 @@ nb::dict to_dict(const Counters& c) {
     d["shelved_bytes_sent"] = c.shelved_bytes_sent;
     d["shared_bytes_received"] = c.shared_bytes_received;
     d["reroutes"] = c.reroutes;
+    d["path_outages"] = c.path_outages;
     d["path_probes"] = c.path_probes;
     d["path_changes"] = c.path_changes;
     d["pieces"] = c.pieces;
@@ -322,30 +323,37 @@ NB_MODULE(_engine, m) {
         .def(
             "__init__",
             [](Endpoint* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer,
-               bool low_priority, bool segmentation, bool coalescing, std::size_t lanes) {
+               bool low_priority, bool segmentation, bool coalescing, std::size_t lanes,
+               const std::vector<std::string>& more_hosts) {
                 new (self) Endpoint(host, port, lanes,
                                     {.receive_buffer = receive_buffer,
                                      .low_priority = low_priority,
                                      .segmentation = segmentation,
-                                     .coalescing = coalescing});
+                                     .coalescing = coalescing},
+                                    more_hosts);
             },
             nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"),
-            nb::arg("segmentation"), nb::arg("coalescing"), nb::arg("lanes") = 1)
+            nb::arg("segmentation"), nb::arg("coalescing"), nb::arg("lanes") = 1,
+            nb::arg("more_hosts") = std::vector<std::string>{})
         .def_prop_ro("ports", &Endpoint::ports)
+        .def_prop_ro("path_ports", &Endpoint::path_ports)
         .def_prop_ro("lanes", &Endpoint::lanes)
         .def_prop_ro("receive_buffer", &Endpoint::receive_buffer)
         .def(
             "start",
-            [](Endpoint& d, std::uint16_t rank, const std::vector<PyAddresses>& peers, const Mapping& config) {
+            [](Endpoint& d, std::uint16_t rank, const std::vector<PyAddresses>& peers, const Mapping& config,
+               const std::vector<PyAddresses>& more) {
                 std::vector<CoreConfig> configs;
                 std::vector<std::vector<Address>> addresses;
                 for (const PyAddresses& each : peers) {
                     configs.push_back(make_core_config(rank, each.size(), config, addresses.size()));
                     addresses.push_back(to_addresses(each, configs.back().vacant));
                 }
-                d.start(std::move(configs), std::move(addresses));
+                std::vector<std::vector<Address>> further;
+                for (const PyAddresses& each : more) further.push_back(to_addresses(each, {}));
+                d.start(std::move(configs), std::move(addresses), further);
             },
-            nb::arg("rank"), nb::arg("peers"), nb::arg("config"))
+            nb::arg("rank"), nb::arg("peers"), nb::arg("config"), nb::arg("more") = std::vector<PyAddresses>{})
         .def(
             "post",
             [](Endpoint& d, std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
@@ -371,14 +379,14 @@ NB_MODULE(_engine, m) {
         .def(
             "readmit",
             [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes, std::uint16_t incarnation,
-               const std::vector<nb::bytes>& keys) {
-                const std::vector<Address> addresses = to_addresses(lanes, {});
+               const std::vector<nb::bytes>& keys, const PyAddresses& more) {
+                const std::vector<Address> addresses = to_addresses(lanes, {}), further = to_addresses(more, {});
                 std::vector<Key> opening;
                 for (const nb::bytes& key : keys) opening.push_back(to_key(key));
                 const nb::gil_scoped_release released;
-                d.readmit(peer, addresses, incarnation, opening);
+                d.readmit(peer, addresses, incarnation, opening, further);
             },
-            nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"))
+            nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"), nb::arg("more") = PyAddresses{})
         .def(
             "offer_passage",
             [](Endpoint& d, std::uint16_t peer, std::size_t neighbours) {
@@ -457,6 +465,17 @@ NB_MODULE(_engine, m) {
                 return all;
             },
             nb::arg("peers"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "paths",
+            [](Endpoint& d, std::uint16_t peer) {
+                std::vector<std::tuple<bool, double, double, double, std::uint64_t, std::uint64_t, std::uint32_t>> all;
+                const std::vector<Driver::LinkHealth> links = d.links({peer});
+                for (const PathHealth& each : links.front().paths)
+                    all.emplace_back(each.up, static_cast<double>(each.round_trip) * 1e-9, each.loss, each.bytes_per_s,
+                                     each.bytes_sent, each.bytes_received, each.outages);
+                return all;
+            },
+            nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "take_line_peaks", [](Endpoint& d) { return to_tuple(d.take_line_peaks()); },
             nb::call_guard<nb::gil_scoped_release>());

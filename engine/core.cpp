@@ -17,12 +17,12 @@ std::size_t Core::chunk_bytes_for(std::size_t datagram_bytes, bool sealed) {
 Core::Core(CoreConfig config, Nanos now)
     : config_(std::move(config)),
       chunk_bytes_(chunk_bytes_for(config_.datagram_bytes, config_.secrets.sealed)),
-      seal_(config_.secrets, config_.rank),
+      seal_(config_.secrets, config_.rank, config_.world),
       blocks_(chunk_bytes_, 64 << 20),
       coding_room_(blocks_, config_.pool_bytes / 2, config_.world),
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
       credit_(config_.receive_buffer, config_.world),
-      line_(config_.world, now),
+      line_(config_.world, now, config_.paths),
       sequences_(config_.lane != 0),
       blames_(config_.rank, config_.silence),
       peers_(config_.world, credit_),
@@ -33,6 +33,10 @@ Core::Core(CoreConfig config, Nanos now)
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
                                     std::to_string(config_.datagram_bytes));
     }
+    if (config_.paths == 0 || config_.paths > most_paths || config_.world * std::size_t{config_.paths} > 0xffff)
+        throw std::invalid_argument("paths must lie in [1, 4], and world times paths below 65536");
+    if (!config_.peer_paths.empty() && config_.peer_paths.size() != config_.world)
+        throw std::invalid_argument("peer_paths must name every rank");
     // A report with one word must fit.
     if (config_.least_path_bytes < header_bytes + tag_bytes + Report::fixed_bytes + 8)
         throw std::invalid_argument("least_path_bytes must be at least 88");
@@ -40,7 +44,7 @@ Core::Core(CoreConfig config, Nanos now)
         if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
         // Two milliseconds' worth may leave at once, or two datagrams if that is more.
         const double burst = std::max(config_.bytes_per_s * 0.002, 2.0 * static_cast<double>(config_.datagram_bytes));
-        shared_pacer_.emplace(config_.bytes_per_s, burst, now);
+        shared_pacers_.assign(config_.paths, Pacer(config_.bytes_per_s, burst, now));
     }
     for (const std::uint16_t rank : config_.vacant) {
         if (rank >= config_.world || rank == config_.rank)
@@ -50,7 +54,8 @@ Core::Core(CoreConfig config, Nanos now)
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
     coding_room_.set_peers(credit_.peers());
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
-        if (rank != config_.rank) peers_.put(make_peer(rank, now));
+        const std::size_t paths = config_.peer_paths.empty() ? config_.paths : config_.peer_paths[rank];
+        if (rank != config_.rank) peers_.put(make_peer(rank, paths, now));
     }
     for (const std::uint16_t rank : config_.vacant) {
         peers_[rank].vacant = true;
@@ -61,8 +66,10 @@ Core::Core(CoreConfig config, Nanos now)
 
 Core::~Core() = default;
 
-std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, Nanos now) const {
-    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now);
+// Only paths that both have are used.
+std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, std::size_t paths, Nanos now) const {
+    return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now,
+                                  std::clamp<std::size_t>(paths, 1, config_.paths));
 }
 
 PathMtu Core::make_path() const {
@@ -144,7 +151,7 @@ void Core::begin_receives(Exchange& exchange, Nanos now) {
         } else if (!patient && (peer.left() || (peer.silent() && lossy))) {
             close(exchange, message, false);
         } else {
-            message.ask_every = std::min(std::max(8 * peer.out.patience(), 100 * millisecond), longest_ask());
+            message.ask_every = std::min(std::max(8 * peer.links.patience(), 100 * millisecond), longest_ask());
             message.ask_at = now + message.ask_every;
             if (message.cut.bytes > config_.eager_bytes || peer.refused) {
                 peer.say({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
@@ -182,7 +189,8 @@ bool Core::gone() const {
     return true;
 }
 
-void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now) {
+void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now,
+                   std::size_t paths) {
     if (rank >= config_.world || rank == config_.rank)
         throw std::invalid_argument("a peer must be another rank of the world");
     // Packet numbers begin anew, and none may be used twice between the same two processes.
@@ -209,7 +217,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
     std::erase(config_.vacant, rank);
     credit_.arrive(rank);
     count_peers();
-    peers_.put(make_peer(rank, now));
+    peers_.put(make_peer(rank, paths == 0 ? config_.paths : paths, now));
     if (!views_) return;
     views_->readmitted(member(rank), now);
     heed_views(now);
@@ -224,23 +232,36 @@ void Core::count_peers() {
 
 Nanos Core::round_trip(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
-    return known == nullptr ? 0 : known->out.smooth_rtt();
+    return known == nullptr ? 0 : known->links.round_trip();
 }
 
 double Core::loss_from(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
-    if (known == nullptr || known->in.largest() == 0) return 0.0;
-    return 1.0 - static_cast<double>(known->in.arrived()) / static_cast<double>(known->in.largest());
+    if (known == nullptr) return 0.0;
+    double arrived = 0, sent = 0;
+    for (const Link& link : known->links) {
+        arrived += static_cast<double>(link.in.arrived());
+        sent += static_cast<double>(link.in.largest());
+    }
+    return sent > 0 ? 1.0 - arrived / sent : 0.0;
 }
 
 double Core::rate_to(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
-    return known == nullptr ? 0.0 : known->rate.bytes_per_s();
+    return known == nullptr ? 0.0 : known->links.bytes_per_s();
 }
 
 std::size_t Core::path_bytes(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
-    return known == nullptr ? config_.datagram_bytes : known->path.bytes();
+    std::size_t least = config_.datagram_bytes;
+    if (known == nullptr) return least;
+    for (const Link& link : known->links) least = std::min(least, link.path.bytes());
+    return least;
+}
+
+std::vector<PathHealth> Core::paths_to(std::uint16_t peer) const {
+    const Peer* known = peers_.find(peer);
+    return known == nullptr ? std::vector<PathHealth>{} : known->links.health();
 }
 
 }  // namespace storm

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,14 +43,16 @@ struct Record;
 
 struct CoreConfig {
     std::uint16_t rank{}, world{};
-    std::uint16_t lane{};                 // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
-    std::size_t datagram_bytes{1472};     // the same on every rank of a job; a path that carries less gets pieces
-    std::size_t least_path_bytes{512};    // a path that does not even carry datagrams of this size is of no use
-    std::size_t receive_buffer{1 << 20};  // what the socket holds; all peers together get credit for less
-    std::size_t pool_bytes{64 << 20};     // room for chunks of exchanges not posted yet, of all peers together
-    std::size_t eager_bytes{256 << 10};   // bytes of a message that leave before its receiver says that it has posted
+    std::uint16_t lane{};                    // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
+    std::uint8_t paths{1};                   // interfaces: see paths.hpp
+    std::vector<std::uint8_t> peer_paths{};  // by rank: how many it has; empty if all have as many as we
+    std::size_t datagram_bytes{1472};        // the same on every rank of a job; a path that carries less gets pieces
+    std::size_t least_path_bytes{512};       // a path that does not even carry datagrams of this size is of no use
+    std::size_t receive_buffer{1 << 20};     // what the socket holds; all peers together get credit for less
+    std::size_t pool_bytes{64 << 20};        // room for chunks of exchanges not posted yet, of all peers together
+    std::size_t eager_bytes{256 << 10};  // bytes of a message that leave before its receiver says that it has posted
     RateMode rate_mode{RateMode::unlimited};
-    double bytes_per_s{};        // RateMode::fixed: the rate of all links together
+    double bytes_per_s{};        // RateMode::fixed: the rate of all links of a path together
     Nanos silence{10 * second};  // a peer that is not heard for so long is taken for lost
     Secrets secrets;
     // Ranks that no process has yet; `readmit` fills such a slot.
@@ -75,7 +78,9 @@ public:
     // A new process has taken the place of a peer: the link to it begins anew, and exchanges under way go on as if the old
     // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `key` opens what
     // the new one sends, if datagrams are sealed. Throws std::invalid_argument.
-    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now);
+    // `paths`: interfaces that the new process has; 0 if as many as we.
+    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now,
+                 std::size_t paths = 0);
 
     // Calls `work(views)` with the views of this endpoint and acts on what it changed.
     template <class Work>
@@ -101,26 +106,29 @@ public:
     // Who sent the datagram that `receive` took last, if it was authentic, and whether it had the highest number so far.
     struct Heard {
         std::uint16_t rank{};
+        std::uint8_t path{};
         bool newest{};
     };
     [[nodiscard]] const std::optional<Heard>& heard() const { return heard_; }
 
     // Addresses belong to whoever drives this core: see routes.hpp. Fills a batch with a ping for an address of the peer
     // that is in question; false if there is nobody to ask. Replies to it bear this id, which is not 0.
-    [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now);
+    [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now, std::size_t path = 0);
     // Fills a batch with a report, for such an address.
-    void report(Batch& batch, std::uint16_t rank, Nanos now);
+    void report(Batch& batch, std::uint16_t rank, Nanos now, std::size_t path = 0);
     // Queues a ping to the peer's present address.
-    void ping(std::uint16_t rank);
-    [[nodiscard]] Replies take_replies(std::uint16_t rank);
+    void ping(std::uint16_t rank, std::size_t path = 0);
+    [[nodiscard]] Replies take_replies(std::uint16_t rank, std::size_t path = 0);
     // The peer was found at another address: what is in flight to it is lost, and its path is a new one.
-    void reroute(std::uint16_t rank, Nanos now);
+    void reroute(std::uint16_t rank, Nanos now, std::size_t path = 0);
     // How long an answer of the peer may take.
-    [[nodiscard]] Nanos patience(std::uint16_t rank) const;
+    [[nodiscard]] Nanos patience(std::uint16_t rank, std::size_t path = 0) const;
 
     // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
+    // While a path is held, `transmit` leaves it alone: its socket is full.
+    void hold(std::size_t path, bool held) { held_[path] = held; }
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
     void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
@@ -163,7 +171,9 @@ public:
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
     // The most that its line carried since the last call.
     [[nodiscard]] LinePeaks::Peaks take_line_peaks() { return peaks_.take(); }
-    // The largest datagram that the path to a peer is known to carry.
+    // The paths to a peer, by number; none if it is ourselves.
+    [[nodiscard]] std::vector<PathHealth> paths_to(std::uint16_t peer) const;
+    // The largest datagram that all paths to a peer are known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
     // Payload of a datagram of this size, in multiples of 16 bytes, so that no element is ever cut.
@@ -171,8 +181,8 @@ public:
 
 private:
     // arrivals.cpp: what a datagram that came in changes
-    void take_piece(Peer& peer, Header header, std::uint64_t number, std::span<const std::byte> payload, Nanos now,
-                    Nanos arrived_at);
+    void take_piece(Peer& peer, Link& link, Header header, std::uint64_t number, std::span<const std::byte> payload,
+                    Nanos now, Nanos arrived_at);
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     enum class Way : std::uint8_t { datagram, memory };
@@ -182,7 +192,7 @@ private:
     void heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way);
     bool take_end(Peer& peer, const Header& header, Nanos now);
     void heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now);
-    void take_report(Peer& peer, std::span<const std::byte> body, Nanos now);
+    void take_report(Peer& peer, Link& link, std::span<const std::byte> body, Nanos now);
     void take_control(Peer& peer, const Header& header, Nanos now);
     void obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now);
     void drain(Peer& peer, Nanos now);
@@ -192,14 +202,14 @@ private:
     void heed_failed(Exchange& exchange, Peer& peer, Blame blame);
     static void note_begun(Exchange& exchange, const Peer& peer);
     void answer_for_ended(Peer& peer, const Header& header);
-    void on_acked(Peer& peer, const Flight& flight, Nanos now);
-    void on_lost(Peer& peer, const Flight& flight, Nanos now);
+    void on_acked(Peer& peer, Link& link, const Flight& flight, Nanos now);
+    void on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now);
     void repair(Peer& peer, const Flight& flight, Nanos now);
 
     // parity.cpp: how messages are coded, and what parity changes
     void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
     [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
-    void add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now);
+    void add_parity(Batch& batch, Peer& peer, Link& link, Outgoing& message, Nanos now);
     bool take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
                      std::span<const std::byte> payload, Nanos now);
     void keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload);
@@ -221,12 +231,24 @@ private:
     [[nodiscard]] Nanos views_timer() const { return views_ ? views_->next_timer() : never; }
 
     // departures.cpp: what is sent, to whom and when
+    // What our datagrams over a path name as their source: one number for rank and path.
+    [[nodiscard]] std::uint16_t source(const Link& link) const {
+        return static_cast<std::uint16_t>(config_.rank + link.index * config_.world);
+    }
     [[nodiscard]] bool fill_control(Batch& batch, Peer& peer, Nanos now);
+    [[nodiscard]] bool fill_report(Batch& batch, Peer& peer, Link& link, Nanos now);
+    [[nodiscard]] bool fill_words(Batch& batch, Peer& peer, Link& link, Nanos now);
+    void send_control(Batch& batch, Peer& peer, Link& link, Header header, Flight flight,
+                      std::span<const std::byte> says, unsigned urgent, Nanos now);
+    [[nodiscard]] std::size_t write_last_reports(Peer& peer, std::span<std::byte> body, Nanos now);
     [[nodiscard]] bool fill_probe(Batch& batch, Peer& peer, Nanos now);
+    // The path over which chunks of the message may leave now, and how many; null if none has room.
+    [[nodiscard]] Link* choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nanos now);
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
-    [[nodiscard]] std::size_t admit(Peer& peer, const Outgoing& message, Nanos now);
-    void add_chunk(Batch& batch, Peer& peer, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
-    void add_datagram(Batch& batch, Peer& peer, const Flight& flight, const Header& header,
+    void ask_for_losses(Peer& peer);
+    [[nodiscard]] std::size_t admit(Link& link, const Outgoing& message, Nanos now);
+    void add_chunk(Batch& batch, Link& link, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now);
+    void add_datagram(Batch& batch, Link& link, const Flight& flight, const Header& header,
                       std::span<const std::byte> payload, Nanos now, Checks* checks = nullptr);
     void share_line(Nanos now);
 
@@ -251,8 +273,9 @@ private:
     void settle(Exchange& exchange, Nanos now);
     void finish(Exchange& exchange, Status status, Nanos now);
     void fail_late(Exchange& exchange, Nanos now);
-    void tick_peer(Peer& peer, Nanos now);
-    void repeat_unanswered(Peer& peer, Nanos now);
+    void tick_link(Peer& peer, Link& link, Nanos now);
+    void probe(Peer& peer, Link& link, Nanos now);
+    void repeat_unanswered(Peer& peer, Link& link, Nanos now);
     void tick_exchange(Exchange& exchange, Nanos now);
     void tick_receive(Exchange& exchange, Incoming& message, Nanos now);
     void tick_send(Exchange& exchange, Outgoing& message, Nanos now);
@@ -265,7 +288,7 @@ private:
 #endif
 
     // core.cpp: how exchanges and peers begin
-    [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, Nanos now) const;
+    [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, std::size_t paths, Nanos now) const;
     [[nodiscard]] RateControl make_rate(Nanos now) const;
     [[nodiscard]] PathMtu make_path() const;
     // A receiver that waits says so at least this often, which also shows that it lives.
@@ -298,7 +321,8 @@ private:
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
     std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to
-    std::optional<Pacer> shared_pacer_;    // RateMode::fixed
+    std::vector<Pacer> shared_pacers_;     // RateMode::fixed: by path
+    std::array<bool, most_paths> held_{};  // paths whose sockets are full
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
     bool again_{};                         // transmit has more to look at although a peer had nothing to send
     std::vector<std::uint16_t> near_;      // peers with which memory is shared

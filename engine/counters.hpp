@@ -20,6 +20,7 @@ struct Counters {
     std::uint64_t blocks_saved{}, blocks_topped_up{};  // of those sent: parity made up for losses, or did not suffice
     std::uint64_t recovered{};                         // chunks that did not arrive and were decoded
     std::uint64_t reroutes{};                          // peers that were found at another address
+    std::uint64_t path_outages{};                      // paths that stopped answering while others of the peer did
     std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less than a whole datagram
 };
 

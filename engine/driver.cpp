@@ -153,16 +153,12 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
             const Nanos until = std::min(next_timer(), give_up_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
-            const bool full = !unsent_.empty();
+            Polled waits = to_poll();
             lock.unlock();
-            std::array<pollfd, 3> waits{
-                {{.fd = socket_.fd(), .events = static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), .revents = 0},
-                 {.fd = nudge_.get(), .events = POLLIN, .revents = 0},
-                 {.fd = bell_.get(), .events = POLLIN, .revents = 0}}};
-            ppoll(waits.data(), waits.size(), until == never ? nullptr : &remaining, nullptr);
+            ppoll(waits.all.data(), waits.count, until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
-            if (waits[1].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
-            if (waits[2].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
+            if (waits.all[0].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
+            if (waits.all[1].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
             lock.lock();
             sleeping_until_ = 0;
         }
@@ -222,13 +218,15 @@ void Driver::end_by(End&& end) {
     });
 }
 
-void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation,
+void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
                      const std::optional<Key>& key) {
     const Lock lock(door_);
     check_open();
+    if (addresses.empty()) throw std::invalid_argument("a process has at least one address");
     attempt([&] {
-        core_->readmit(peer, incarnation, key, clock_now());
-        routes_.assign(peer, address);
+        const std::size_t paths = common_paths(addresses);
+        core_->readmit(peer, incarnation, key, clock_now(), paths);
+        for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
         near_.erase(peer);
         pass_some();
         flush(clock_now());
@@ -305,7 +303,7 @@ std::vector<std::uint16_t> Driver::near() {
 void Driver::rearm() {
     if (!caller_drives_) {
         arm();
-    } else if (sleeping_until_ != 0 && (!unsent_.empty() || next_timer() < sleeping_until_)) {
+    } else if (sleeping_until_ != 0 && (full() || next_timer() < sleeping_until_)) {
         // A caller that fell asleep when the socket had room does not notice when it has some again.
         wake(nudge_);
     }
@@ -420,14 +418,16 @@ bool Driver::step() {
     // or after the system call that fetched them, departures right before the one that sends them: errors then only
     // lengthen a delay.
     Nanos now = clock_now(), arrived_at = now, behind = 0;
+    std::size_t path = 0;
     const Address* source = nullptr;  // unknown of datagrams that faults have held back
     const auto take = [&](std::span<std::byte> datagram) {
         core_->receive(datagram, now, arrived_at);
-        if (source != nullptr) learn(*source, now);
+        if (source != nullptr) learn(path, *source, now);
     };
     faults_->release(now, take);
     bool first = true;
-    const Socket::Read got = socket_.receive([&](std::span<std::byte> datagram, Nanos stamp, const Address& from) {
+    Socket::Read got;
+    const auto take_from = [&](std::span<std::byte> datagram, Nanos stamp, const Address& from) {
         source = fault_settings_ ? nullptr : &from;
         if (std::exchange(first, false)) {
             // In this order: a pause between the two makes a datagram late rather than early.
@@ -440,18 +440,28 @@ bool Driver::step() {
         arrived_at = waited > 0 && waited < longest_stay ? now - waited : now;
         // Faults depend on the link, so the source must be known before the datagram is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
-        faults_->receive(header ? header->source : std::uint16_t{0xffff}, datagram, now, take);
-    });
+        const auto rank = static_cast<std::uint16_t>(header ? header->source % core_->config().world : 0xffff);
+        faults_->receive(rank, datagram, now, take);
+    };
+    std::uint32_t overflow = 0;
+    for (; path < outlets_.size(); ++path) {
+        const Socket::Read read = outlets_[path]->socket.receive(take_from);
+        got.datagrams += read.datagrams;
+        got.more = got.more || read.more;
+        overflow += outlets_[path]->socket.overflow();
+    }
     read_at_ = now;
     if (got.datagrams > 0) {
-        core_->set_overflow(socket_.overflow());
+        core_->set_overflow(overflow);
         now = clock_now();
     }
     if (!got.more || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
     }
-    if (now >= routes_.next_timer()) seek(now);
+    for (path = 0; path < outlets_.size(); ++path) {
+        if (now >= outlets_[path]->routes.next_timer()) seek(path, now);
+    }
     // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
     bool sent = flush(now);
     if (sent && !got.more) sent = flush(now);
@@ -461,24 +471,28 @@ bool Driver::step() {
     return got.more || sent || passed || passed_on;
 }
 
-void Driver::learn(const Address& from, Nanos now) {
+void Driver::learn(std::size_t path, const Address& from, Nanos now) {
     const std::optional<Core::Heard>& heard = core_->heard();
-    if (!heard) return;
-    if (routes_.heard(heard->rank, from, heard->newest, now)) {
-        core_->report(reply_, heard->rank, now);
-        (void)socket_.send_to(from, reply_);
+    if (!heard || heard->path != path) return;  // what came to another path's socket says nothing about either
+    Outlet& outlet = *outlets_[path];
+    if (outlet.routes.heard(heard->rank, from, heard->newest, now)) {
+        core_->report(reply_, heard->rank, now, path);
+        (void)outlet.socket.send_to(from, reply_);
     }
-    routes_.answered(heard->rank, core_->take_replies(heard->rank), core_->patience(heard->rank), now);
+    outlet.routes.answered(heard->rank, core_->take_replies(heard->rank, path), core_->patience(heard->rank, path),
+                           now);
 }
 
-void Driver::seek(Nanos now) {
-    routes_.tick(
+void Driver::seek(std::size_t path, Nanos now) {
+    Outlet& outlet = *outlets_[path];
+    outlet.routes.tick(
         now,
         [&](const Routes::Challenge& each) {
             // If the socket is full, this one is lost: others follow.
-            if (core_->challenge(reply_, each.rank, each.id, now)) (void)socket_.send_to(each.to, reply_);
+            if (core_->challenge(reply_, each.rank, each.id, now, path)) (void)outlet.socket.send_to(each.to, reply_);
         },
-        [&](std::uint16_t rank) { core_->ping(rank); }, [&](std::uint16_t rank) { core_->reroute(rank, now); });
+        [&](std::uint16_t rank) { core_->ping(rank, path); },
+        [&](std::uint16_t rank) { core_->reroute(rank, now, path); });
 }
 
 void Driver::offer(std::uint16_t peer, const Address& address) {
@@ -486,37 +500,71 @@ void Driver::offer(std::uint16_t peer, const Address& address) {
     check_open();
     if (peer >= core_->config().world || peer == core_->config().rank)
         throw std::invalid_argument("a peer must be another rank of the world");
-    if (address.family() != socket_.family()) return;  // this socket does not reach it
-    routes_.offer(peer, address, clock_now());
+    if (address.family() != outlets_[0]->socket.family()) return;  // this socket does not reach it
+    outlets_[0]->routes.offer(peer, address, clock_now());
     rearm();
 }
 
 void Driver::keep_open() {
     const Lock lock(door_);
     check_open();
-    routes_.keep_open(clock_now());
+    for (const auto& outlet : outlets_) outlet->routes.keep_open(clock_now());
     rearm();
 }
 
 std::vector<Routes::Route> Driver::routes() {
     const Lock lock(door_);
+    const Routes& first = outlets_[0]->routes;
     std::vector<Routes::Route> all;
-    for (std::uint16_t rank = 0; rank < routes_.present().size(); ++rank) all.push_back(routes_.look(rank));
+    for (std::uint16_t rank = 0; rank < first.present().size(); ++rank) all.push_back(first.look(rank));
     return all;
 }
 
-bool Driver::flush(Nanos now) {
-    if (unsent_.empty()) {
-        for (Batch& batch : batches_) {
-            if (!core_->transmit(batch, now)) break;
-            unsent_.push_back(&batch);
-        }
+bool Driver::full() const {
+    return std::any_of(outlets_.begin(), outlets_.end(), [](const auto& outlet) { return !outlet->unsent.empty(); });
+}
+
+Nanos Driver::routes_timer() const {
+    Nanos at = never;
+    for (const auto& outlet : outlets_) at = std::min(at, outlet->routes.next_timer());
+    return at;
+}
+
+Driver::Polled Driver::to_poll() const {
+    Polled found;
+    found.all[0] = {.fd = nudge_.get(), .events = POLLIN, .revents = 0};
+    found.all[1] = {.fd = bell_.get(), .events = POLLIN, .revents = 0};
+    for (const auto& outlet : outlets_) {
+        const auto events = static_cast<short>(outlet->unsent.empty() ? POLLIN : POLLIN | POLLOUT);
+        found.all[found.count++] = {.fd = outlet->socket.fd(), .events = events, .revents = 0};
     }
-    if (unsent_.empty()) return false;
-    const std::size_t sent = socket_.send(unsent_, routes_.present());
-    for (std::size_t i = 0; i < sent; ++i) core_->transmitted(*unsent_[i], now);
-    unsent_.erase(unsent_.begin(), unsent_.begin() + static_cast<std::ptrdiff_t>(sent));
-    return sent > 0;
+    return found;
+}
+
+bool Driver::flush(Nanos now) {
+    // A path whose socket is full holds up no other.
+    std::size_t held = 0;
+    for (std::size_t path = 0; path < outlets_.size(); ++path) {
+        core_->hold(path, !outlets_[path]->unsent.empty());
+        held += outlets_[path]->unsent.empty() ? 0 : 1;
+    }
+    for (std::size_t filled = 0; held < outlets_.size() && filled < burst; ++filled) {
+        if (!core_->transmit(*free_.back(), now)) break;
+        outlets_[free_.back()->path()]->unsent.push_back(free_.back());
+        free_.pop_back();
+    }
+    bool any = false;
+    for (const auto& outlet : outlets_) {
+        if (outlet->unsent.empty()) continue;
+        const std::size_t sent = outlet->socket.send(outlet->unsent, outlet->routes.present());
+        for (std::size_t i = 0; i < sent; ++i) {
+            core_->transmitted(*outlet->unsent[i], now);
+            free_.push_back(outlet->unsent[i]);
+        }
+        outlet->unsent.erase(outlet->unsent.begin(), outlet->unsent.begin() + static_cast<std::ptrdiff_t>(sent));
+        any = any || sent > 0;
+    }
+    return any;
 }
 
 void Driver::collect() {
@@ -537,13 +585,11 @@ void Driver::collect() {
     if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
 }
 
-Nanos Driver::next_timer() const {
-    return std::min({core_->next_timer(), faults_->next_release_at(), routes_.next_timer()});
-}
+Nanos Driver::next_timer() const { return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()}); }
 
 void Driver::arm() {
     // A full socket is tried again soon rather than watched: it drains in microseconds.
-    const Nanos at = unsent_.empty() ? next_timer() : std::min(next_timer(), clock_now() + 100 * microsecond);
+    const Nanos at = full() ? std::min(next_timer(), clock_now() + 100 * microsecond) : next_timer();
     if (at == armed_at_) return;
     armed_at_ = at;
     itimerspec when{};
@@ -554,9 +600,9 @@ void Driver::arm() {
 Driver::Health Driver::health() {
     const Lock lock(door_);
     Health health;
-    health.overflow = socket_.overflow();
-    health.segments = socket_.segments();
-    health.coalesces = socket_.coalesces();
+    for (const auto& outlet : outlets_) health.overflow += outlet->socket.overflow();
+    health.segments = socket().segments();
+    health.coalesces = socket().coalesces();
     if (core_) {
         health.counters = core_->counters();
         health.faults = faults_->counters();
@@ -572,7 +618,8 @@ std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& 
         return LinkHealth{.round_trip = core_->round_trip(peer),
                           .loss = core_->loss_from(peer),
                           .bytes_per_s = core_->rate_to(peer),
-                          .path_bytes = core_->path_bytes(peer)};
+                          .path_bytes = core_->path_bytes(peer),
+                          .paths = core_->paths_to(peer)};
     });
     return found;
 }

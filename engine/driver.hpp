@@ -1,10 +1,11 @@
-// Runs a core with a thread, a socket and a clock: one lane of an endpoint.
+// Runs a core with a thread, a socket per path and a clock: one lane of an endpoint.
 //
 // One thread at a time drives: reads the socket, moves the core along, writes. That is the engine's own thread, unless a
 // caller waits for an exchange; then the caller drives, which saves two context switches where latency matters most.
 // Nobody spins: whoever drives sleeps in the kernel until a datagram or a timer is due.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 #include <time.h>
 
@@ -44,15 +45,20 @@ class Driver {
 public:
     // Opens the socket; `port()` can then be published. Throws std::system_error.
     Driver(const std::string& host, std::uint16_t port, const SocketConfig& config);
+    // Opens a socket per host: these are the paths.
+    Driver(const std::vector<std::string>& hosts, std::uint16_t port, const SocketConfig& config);
     // Says goodbye, except in a process forked from ours: its copy of the driver owns nothing.
     ~Driver();
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
 
-    [[nodiscard]] const Socket& socket() const { return socket_; }
+    [[nodiscard]] const Socket& socket(std::size_t path = 0) const { return outlets_[path]->socket; }
+    [[nodiscard]] std::size_t paths() const { return outlets_.size(); }
     // Starts the engine towards `peers`, by rank (the own entry is not used). Throws std::system_error where the process has
     // no descriptor or thread left; nothing has happened then, and it may be tried again.
     void start(CoreConfig config, std::vector<Address> peers);
+    // The same with several paths: `peers` has the addresses of each rank by path. Paths that both have are used.
+    void start(CoreConfig config, const std::vector<std::vector<Address>>& peers);
 
     // Begins an exchange and sends what can be sent at once. Deadlines in the spec are relative to now.
     // Throws std::runtime_error when closed or failed. The engine has failed once its core threw anything other than
@@ -79,12 +85,17 @@ public:
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
-    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key);
+    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key) {
+        readmit(peer, std::vector{address}, incarnation, key);
+    }
+    // The same with several paths.
+    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+                 const std::optional<Key>& key);
     // The peer may be reached at this address: see Routes. Throws std::runtime_error when closed.
     void offer(std::uint16_t peer, const Address& address);
     // Keeps ports open in a router that translates our address: see Routes.
     void keep_open();
-    // By rank: where datagrams go.
+    // By rank: where datagrams go over the first path.
     [[nodiscard]] std::vector<Routes::Route> routes();
     // Shared memory with a peer of the same machine, in three steps, so that nothing can fail once the peer relies on it:
     // makes memory that the peer, one of so many neighbours, will write to, and returns descriptors of it, of the bell that the peer will ring, and of
@@ -129,6 +140,7 @@ public:
         Nanos round_trip{};
         double loss{}, bytes_per_s{};
         std::size_t path_bytes{};
+        std::vector<PathHealth> paths{};
     };
     // All of the same moment, and with one lock.
     [[nodiscard]] std::vector<LinkHealth> links(const std::vector<std::uint16_t>& peers);
@@ -156,9 +168,9 @@ private:
     bool step();
     bool flush(Nanos now);
     // What a datagram from this address says about where its sender is.
-    void learn(const Address& from, Nanos now);
+    void learn(std::size_t path, const Address& from, Nanos now);
     // Pings addresses that are in question, and moves peers to those that answer.
-    void seek(Nanos now);
+    void seek(std::size_t path, Nanos now);
     // One round of what passes through shared memory; true if there may be more.
     bool pass();
     // Some rounds of it, for callers that do not drive: if there is more, whoever drives goes on.
@@ -176,21 +188,39 @@ private:
 
     static constexpr std::size_t burst = 8;  // batches per send call
 
-    Socket socket_;
-    Routes routes_;
+    // One path: a socket, and where peers are reached over it.
+    struct Outlet {
+        Outlet(const Address& address, const SocketConfig& config) : socket(address, config) {}
+        Socket socket;
+        Routes routes;
+        std::vector<Batch*> unsent;  // filled, but the socket was full
+    };
+    // How many paths lead to a process with these addresses.
+    [[nodiscard]] std::size_t common_paths(const std::vector<Address>& addresses) const;
+    // Whether any socket was full.
+    [[nodiscard]] bool full() const;
+    // What a caller that drives sleeps on: the nudge, the bell and the sockets.
+    struct Polled {
+        std::array<pollfd, 2 + most_paths> all{};
+        nfds_t count{2};
+    };
+    [[nodiscard]] Polled to_poll() const;
+    [[nodiscard]] Nanos routes_timer() const;
+
+    std::vector<std::unique_ptr<Outlet>> outlets_;  // by path
     Descriptor epoll_, timer_;
     Descriptor wake_;    // wakes the engine's thread
     Descriptor nudge_;   // wakes a caller that drives
     Descriptor bell_;    // rung by peers of this machine: wakes whoever drives
-    Descriptor inputs_;  // the socket and the bell, as one
+    Descriptor inputs_;  // the sockets and the bell, as one
     Door door_;
     std::condition_variable_any changed_;  // an exchange ended, or nobody drives
     std::unique_ptr<Core> core_;
     std::unique_ptr<FaultPath> faults_;
     std::shared_ptr<const FaultSettings> fault_settings_;
-    std::array<Batch, burst> batches_;
-    Batch reply_;                 // for addresses that are in question
-    std::vector<Batch*> unsent_;  // filled, but the socket was full
+    std::vector<std::unique_ptr<Batch>> batches_;  // `burst` for each path
+    std::vector<Batch*> free_;                     // those that are not unsent
+    Batch reply_;                                  // for addresses that are in question
     std::unordered_map<std::uint64_t, Outcome> ended_;
     // By peer: memory that is not used yet, and the bell to ring.
     struct Near {

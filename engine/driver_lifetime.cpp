@@ -39,7 +39,20 @@ void watch(const Descriptor& epoll, int fd, const std::string& what) {
 }  // namespace
 
 Driver::Driver(const std::string& host, std::uint16_t port, const SocketConfig& config)
-    : socket_(Address(host, port), config), owner_(getpid()) {}
+    : Driver(std::vector{host}, port, config) {}
+
+Driver::Driver(const std::vector<std::string>& hosts, std::uint16_t port, const SocketConfig& config)
+    : owner_(getpid()) {
+    if (hosts.empty() || hosts.size() > most_paths)
+        throw std::invalid_argument("an endpoint has 1 to " + std::to_string(most_paths) + " paths, got " +
+                                    std::to_string(hosts.size()));
+    SocketConfig own = config;
+    own.own_interface = hosts.size() > 1;
+    for (const std::string& host : hosts) {
+        outlets_.push_back(std::make_unique<Outlet>(Address(host, port), own));
+        for (std::size_t i = 0; i < burst; ++i) free_.push_back(batches_.emplace_back(std::make_unique<Batch>()).get());
+    }
+}
 
 Driver::~Driver() {
     if (getpid() == owner_) {
@@ -53,16 +66,34 @@ Driver::~Driver() {
     (void)core_.release();
     (void)faults_.release();
     new (&ended_) decltype(ended_);
-    new (&unsent_) decltype(unsent_);
+    new (&free_) decltype(free_);
+    for (auto& outlet : outlets_) {
+        outlet->socket.close();
+        (void)outlet.release();
+    }
     new (&near_) decltype(near_);
     const std::unique_lock guard(registry().mutex, std::try_to_lock);
     registry().drivers.erase(this);
 }
 
 void Driver::start(CoreConfig config, std::vector<Address> peers) {
+    std::vector<std::vector<Address>> by_path;
+    for (Address& each : peers) by_path.push_back({std::move(each)});
+    start(std::move(config), by_path);
+}
+
+void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& peers) {
     if (closed_) throw std::runtime_error("the engine is closed");
     if (core_) throw std::runtime_error("the engine is running already");
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
+
+    config.paths = static_cast<std::uint8_t>(outlets_.size());
+    std::vector<std::vector<Address>> by_path(outlets_.size(), std::vector<Address>(peers.size()));
+    for (std::size_t each = 0; each < peers.size(); ++each) {
+        const std::size_t both = common_paths(peers[each]);
+        config.peer_paths.push_back(static_cast<std::uint8_t>(both));
+        for (std::size_t path = 0; path < both; ++path) by_path[path][each] = peers[each][path];
+    }
     const std::string rank = "rank " + std::to_string(config.rank);
     const std::string what = rank + ": the engine needs 6 more descriptors, see `ulimit -n`";
     // Do everything that may fail before this object changes; only the thread is started last.
@@ -72,7 +103,8 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     auto nudges = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
     auto bell = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
     auto inputs = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
-    for (const int fd : {socket_.fd(), bell.get()}) watch(inputs, fd, rank + ": cannot watch a descriptor");
+    watch(inputs, bell.get(), rank + ": cannot watch a descriptor");
+    for (const auto& outlet : outlets_) watch(inputs, outlet->socket.fd(), rank + ": cannot watch a descriptor");
     for (const int fd : {timer.get(), wakes.get(), inputs.get()})
         watch(epoll, fd, rank + ": cannot watch a descriptor");
     auto faults = std::make_unique<FaultPath>(
@@ -92,7 +124,7 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
         registry().drivers.erase(registered);
         throw;
     }
-    routes_.assign(std::move(peers));
+    for (std::size_t path = 0; path < by_path.size(); ++path) outlets_[path]->routes.assign(std::move(by_path[path]));
     fault_settings_ = registry().settings;
     faults_ = std::move(faults);
     core_ = std::move(core);
@@ -104,6 +136,13 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     inputs_ = std::move(inputs);
     core_->shut_passages(fault_settings_ != nullptr);
     listening_ = true;
+}
+
+std::size_t Driver::common_paths(const std::vector<Address>& addresses) const {
+    const std::size_t most = std::min(addresses.size(), outlets_.size());
+    std::size_t count = std::min<std::size_t>(most, 1);
+    while (count < most && addresses[count].family() == outlets_[count]->socket.family()) ++count;
+    return count;
 }
 
 void Driver::listen(bool own_thread) noexcept {
@@ -142,7 +181,7 @@ void Driver::close(Nanos linger) {
         if (std::exchange(closing_, true)) return;
         if (!core_) {
             closed_ = true;
-            socket_.close();
+            for (const auto& outlet : outlets_) outlet->socket.close();
             return;
         }
         try {
@@ -166,7 +205,7 @@ void Driver::close(Nanos linger) {
     for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_, &bell_, &inputs_}) each->close();
     near_.clear();
     core_->disconnect();
-    socket_.close();
+    for (const auto& outlet : outlets_) outlet->socket.close();
 }
 
 void Driver::say_goodbye(Lock& lock, Nanos linger) {
@@ -178,8 +217,10 @@ void Driver::say_goodbye(Lock& lock, Nanos linger) {
             continue;
         }
         lock.unlock();
-        pollfd readable{.fd = socket_.fd(), .events = POLLIN, .revents = 0};
-        poll(&readable, 1, 1);
+        std::array<pollfd, most_paths> readable{};
+        for (std::size_t path = 0; path < outlets_.size(); ++path)
+            readable[path] = {.fd = outlets_[path]->socket.fd(), .events = POLLIN, .revents = 0};
+        poll(readable.data(), outlets_.size(), 1);
         lock.lock();
     }
     // Everyone gets a goodbye, even if nobody waits for the answers.

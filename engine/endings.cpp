@@ -116,7 +116,9 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 }
 
 void Core::tick(Nanos now) {
-    for (const std::uint16_t rank : peers_.take_due(now)) tick_peer(peers_[rank], now);
+    for (const std::uint16_t rank : peers_.take_due(now)) {
+        for (Link& link : peers_[rank].links) tick_link(peers_[rank], link, now);
+    }
     if (now >= views_timer()) {
         views_->tick(now);
         heed_views(now);
@@ -128,7 +130,7 @@ void Core::tick(Nanos now) {
     std::sort(forsaken_.begin(), forsaken_.end());
     for (const std::uint16_t rank : std::exchange(forsaken_, {})) {
         Peer& peer = peers_[rank];
-        peer.out.abandon([&](const Flight& flight) { on_lost(peer, flight, now); });
+        for (Link& link : peer.links) link.out.abandon([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     }
     if (blocked_.empty()) return;
     if (config_.lane != 0) {
@@ -139,31 +141,53 @@ void Core::tick(Nanos now) {
     heed_views(now);
 }
 
-void Core::tick_peer(Peer& peer, Nanos now) {
-    peer.out.expire(now, [&](const Flight& flight) { on_lost(peer, flight, now); });
-    if (peer.path.tick(now)) {
+void Core::tick_link(Peer& peer, Link& link, Nanos now) {
+    link.out.expire(now, [&](const Flight& flight) { on_lost(peer, link, flight, now); });
+    if (link.path.tick(now)) {
         // The path carries another size than before: the rate found so far belonged to another path, or to none.
         ++counters_.path_changes;
-        peer.rate = make_rate(now);
-        peer.fit_reports(peer.path.bytes());
+        link.rate = make_rate(now);
+        link.fit_reports(link.path.bytes());
     }
     // In an outage of minutes all numbers would be in flight: what they carried is lost, however the path is.
-    if (peer.out.crowded() && peer.out.probes() > 0) {
-        peer.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
+    if (link.out.crowded() && link.out.probes() > 0) {
+        link.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
     }
-    if (now < peer.out.probe_at()) return;
-    peer.out.probed(now);
+    if (now >= link.probe_at()) probe(peer, link, now);
+}
+
+// Nothing was heard of what is in flight on a path, or of a path that is down.
+void Core::probe(Peer& peer, Link& link, Nanos now) {
+    if (link.down && peer.left()) return;
+    if (!link.down && link.unanswered(now) && peer.links.survives(link)) {
+        // Another path answers, so this one is dead: what is in flight on it goes over the others.
+        ++counters_.path_outages;
+        link.fall(now);
+        link.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
+    }
     ++counters_.probes;
-    // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
-    peer.say(peer.left() ? Control{.kind = Kind::bye, .blame = peer.left_for()} : Control{.kind = Kind::ping});
-    if (peer.out.lossy() && !peer.left()) repeat_unanswered(peer, now);
+    if (link.down) {
+        link.asked(now);
+        return;
+    }
+    link.out.probed(now);
+    if (peer.left()) {
+        // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
+        peer.say({.kind = Kind::bye, .blame = peer.left_for()});
+    } else if (!peer.links.several()) {
+        peer.say({.kind = Kind::ping});
+    } else {
+        // The others show whether it is the path that does not answer, or the peer.
+        for (Link& each : peer.links) each.asks = each.asks || !each.down;
+    }
+    if (link.out.lossy() && !peer.left()) repeat_unanswered(peer, link, now);
 }
 
 // On a link that loses much, what was not answered in time is probably lost, and somebody waits for it: sent again with the
 // probe, it comes a round trip sooner than by the answer.
-void Core::repeat_unanswered(Peer& peer, Nanos now) {
+void Core::repeat_unanswered(Peer& peer, Link& link, Nanos now) {
     std::vector<Flight> unanswered;
-    peer.out.each_unanswered([&](const Flight& flight) {
+    link.out.each_unanswered([&](const Flight& flight) {
         if (flight.kind == Kind::data) {
             // Not what is queued for repair already, what may be missing, or what may be decoded.
             const Outgoing* message = slots_.find(flight.message);
@@ -214,7 +238,7 @@ void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
         message.ask_at = now + message.ask_every;
         ++counters_.asks;
         // With the report, the sender learns at once what is missing.
-        peer.in.report_now();
+        peer.links.report_now();
         peer.say({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
     }
 }
@@ -283,7 +307,8 @@ void Core::check_quiet(Nanos now) const {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank == config_.rank) continue;
         const Peer& peer = peers_.look(rank);
-        if (peer.has_words() || peers_.timer(rank, PeerTimer::report) <= now)
+        if (std::find(held_.begin(), held_.end(), true) == held_.end() &&
+            (peer.has_words() || peers_.timer(rank, PeerTimer::report) <= now))
             throw std::logic_error("a peer was passed over that has something to be told");
         if (!peer.queue.empty() && !peers_.queued().test(rank))
             throw std::logic_error("a peer was passed over whose queue holds messages");

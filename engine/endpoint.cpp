@@ -38,6 +38,7 @@ void add(Counters& sum, const Counters& more) {
                          &Counters::shared_bytes_received,
                          &Counters::shelved_bytes_sent,
                          &Counters::reroutes,
+                         &Counters::path_outages,
                          &Counters::path_probes,
                          &Counters::path_changes,
                          &Counters::pieces}) {
@@ -57,13 +58,17 @@ void add(FaultCounters& sum, const FaultCounters& more) {
 
 }  // namespace
 
-Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config)
+Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config,
+                   const std::vector<std::string>& more_hosts)
     : owner_(getpid()) {
     if (lanes == 0) throw std::invalid_argument("an endpoint has at least one lane");
+    if (lanes > 1 && !more_hosts.empty()) throw std::invalid_argument("an endpoint with several paths has one lane");
+    std::vector<std::string> hosts{host};
+    hosts.insert(hosts.end(), more_hosts.begin(), more_hosts.end());
     for (std::size_t lane = 0; lane < lanes; ++lane) {
         const auto at = static_cast<std::uint16_t>(port == 0 ? 0 : port + lane);
         if (port != 0 && at < port) throw std::invalid_argument("there are not that many ports for the lanes");
-        lanes_.push_back(std::make_unique<Driver>(host, at, config));
+        lanes_.push_back(std::make_unique<Driver>(hosts, at, config));
     }
 }
 
@@ -78,13 +83,23 @@ std::vector<std::uint16_t> Endpoint::ports() const {
     return all;
 }
 
+std::vector<std::uint16_t> Endpoint::path_ports() const {
+    std::vector<std::uint16_t> all;
+    for (std::size_t path = 1; path < lanes_[0]->paths(); ++path) all.push_back(lanes_[0]->socket(path).port());
+    return all;
+}
+
 std::size_t Endpoint::receive_buffer() const {
     std::size_t least = lanes_[0]->socket().receive_buffer();
-    for (const auto& lane : lanes_) least = std::min(least, lane->socket().receive_buffer());
+    for (const auto& lane : lanes_) {
+        for (std::size_t path = 0; path < lane->paths(); ++path)
+            least = std::min(least, lane->socket(path).receive_buffer());
+    }
     return least;
 }
 
-void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers) {
+void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers,
+                     const std::vector<std::vector<Address>>& more) {
     if (configs.empty() || configs.size() > lanes_.size() || peers.size() != configs.size())
         throw std::invalid_argument("one config and one list of addresses per lane is needed, for at most " +
                                     std::to_string(lanes_.size()) + " lanes");
@@ -97,7 +112,13 @@ void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Ad
     // Lane 0 last: the others know every view that it learns of.
     for (std::size_t lane = configs.size(); lane-- > 0;) {
         configs[lane].lane = static_cast<std::uint16_t>(lane);
-        lanes_[lane]->start(std::move(configs[lane]), std::move(peers[lane]));
+        std::vector<std::vector<Address>> by_rank;
+        for (std::size_t rank = 0; rank < peers[lane].size(); ++rank) {
+            by_rank.push_back({peers[lane][rank]});
+            if (lane == 0 && rank < more.size())
+                by_rank.back().insert(by_rank.back().end(), more[rank].begin(), more[rank].end());
+        }
+        lanes_[lane]->start(std::move(configs[lane]), by_rank);
     }
 }
 
@@ -252,14 +273,15 @@ std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq
 }
 
 void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                       const std::vector<Key>& keys) {
+                       const std::vector<Key>& keys, const std::vector<Address>& more) {
     if (addresses.size() < lanes_.size() || (!keys.empty() && keys.size() < lanes_.size()))
         throw std::invalid_argument("the process has fewer lanes than the " + std::to_string(lanes_.size()) +
                                     " of the job");
     // Lane 0 last: once its views know the process, exchanges with it may begin in all lanes.
     for (std::size_t lane = lanes_.size(); lane-- > 0;) {
-        lanes_[lane]->readmit(peer, addresses[lane], incarnation,
-                              keys.empty() ? std::nullopt : std::optional(keys[lane]));
+        std::vector<Address> paths{addresses[lane]};
+        if (lane == 0) paths.insert(paths.end(), more.begin(), more.end());
+        lanes_[lane]->readmit(peer, paths, incarnation, keys.empty() ? std::nullopt : std::optional(keys[lane]));
     }
 }
 

@@ -24,18 +24,24 @@ namespace storm {
 
 class Endpoint {
 public:
-    // Opens a socket per lane: at `port` and the ports after it, or wherever the kernel likes if it is 0.
-    Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config);
+    // Opens a socket per lane: at `port` and the ports after it, or wherever the kernel likes if it is 0. `more_hosts`: of
+    // further paths (paths.hpp), at the same port; an endpoint with several paths has one lane.
+    Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config,
+             const std::vector<std::string>& more_hosts = {});
     ~Endpoint();
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
 
     [[nodiscard]] std::vector<std::uint16_t> ports() const;
+    // Of the further paths.
+    [[nodiscard]] std::vector<std::uint16_t> path_ports() const;
     // The least of all lanes.
     [[nodiscard]] std::size_t receive_buffer() const;
     // Starts as many lanes as there are configs, which differ in nothing but `lane` and `secrets`; sockets beyond them are
-    // closed. `peers`: by lane, the addresses by rank. Throws as Driver::start does; the endpoint can then only be closed.
-    void start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers);
+    // closed. `peers`: by lane, the addresses by rank. `more`: by rank, its addresses on further paths; empty if nobody has
+    // any. Throws as Driver::start does; the endpoint can then only be closed.
+    void start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers,
+               const std::vector<std::vector<Address>>& more = {});
     [[nodiscard]] std::size_t lanes() const { return lanes_.size(); }
 
     // As those of Driver.
@@ -45,9 +51,9 @@ public:
     void cancel(std::uint64_t id);
     [[nodiscard]] Prospect prospect(std::uint64_t id);
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
-    // `addresses` and `keys`: by lane; no keys where datagrams are not sealed.
+    // `addresses` and `keys`: by lane; no keys where datagrams are not sealed. `more`: addresses on further paths.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                 const std::vector<Key>& keys);
+                 const std::vector<Key>& keys, const std::vector<Address>& more = {});
     // One offer per lane.
     [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer, std::size_t neighbours);
     void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);

@@ -1,4 +1,4 @@
-// The line of an endpoint: all its links share it, so each gets as much of it as it still has to carry.
+// The line of an endpoint, or one per path: all links of a path share it, so each gets as much of it as it still has to carry.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,13 @@ namespace storm {
 
 class Line {
 public:
-    Line(std::size_t world, Nanos now) : meter_(now), loads_(world) {}
+    Line(std::size_t world, Nanos now, std::size_t paths = 1) : meters_(paths, LineMeter(now)), loads_(world) {}
 
-    // Bytes that a report says were delivered, over any link. Returns the line's speed in bytes per second, if known.
-    double on_report(std::uint64_t delivered_bytes, Nanos now) { return meter_.on_report(delivered_bytes, now); }
+    // Bytes that a report says were delivered, over any link of the path. Returns the speed of the path's line in bytes per
+    // second, if known.
+    double on_report(std::uint64_t delivered_bytes, Nanos now, std::size_t path = 0) {
+        return meters_[path].on_report(delivered_bytes, now);
+    }
 
     // Shares are computed anew at most once per millisecond: `begin`, then `add` for every message, then `share`.
     [[nodiscard]] bool due(Nanos now) const { return now >= due_at_; }
@@ -51,7 +54,7 @@ private:
         std::uint64_t bytes{};
         Nanos deadline{never};  // the shortest of its messages
     };
-    LineMeter meter_;
+    std::vector<LineMeter> meters_;  // by path
     Nanos due_at_{};
     std::vector<Load> loads_;  // by rank
 };

@@ -50,7 +50,7 @@ Nanos Outbound::probe_at() const {
     // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
     // are sent, and one that counts time is over soon.
     const bool close = probes_ > 0 && lossy();
-    const unsigned doublings = smooth_rtt_ == 0 ? 0 : std::min(probes_, 3U);
+    const unsigned doublings = smooth_rtt_ == 0 || hurried_ ? 0 : std::min(probes_, 3U);
     const Nanos gap = close ? std::max(patience() / 4, least_probe_gap) : patience() << doublings;
     // A peer that has not answered for long is away: it is asked less and less, at least once a second.
     const Nanos longest = std::clamp(8 * patience(), second / 2, second);
@@ -143,7 +143,8 @@ Nanos Inbound::report_at(std::uint64_t credit_bytes, Nanos delay) const {
     return unreported_since_ == never ? never : unreported_since_ + delay;
 }
 
-Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole) {
+Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole,
+                            std::size_t most_words) {
     Report report;
     report.largest = largest_;
     report.credit_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(credit_bytes, 0xffff'ffff));
@@ -155,7 +156,8 @@ Report Inbound::make_report(std::uint64_t credit_bytes, std::uint32_t overflow, 
     const std::uint64_t reach = whole ? bits : std::min<std::uint64_t>(largest_ - fourth + 64, bits);
     fourth = largest_;
     report.words = static_cast<std::uint32_t>((std::min(reach, largest_) + 63) / 64);
-    report.words = std::clamp<std::uint32_t>(report.words, 1, static_cast<std::uint32_t>(most_words_));
+    report.words =
+        std::clamp<std::uint32_t>(report.words, 1, static_cast<std::uint32_t>(std::min(most_words_, most_words)));
     for (std::uint64_t i = 0; i < std::uint64_t{report.words} * 64 && i < largest_; ++i) {
         const std::uint64_t number = largest_ - i;
         if ((window_[number % bits / 64] >> (number % 64) & 1) != 0) report.arrived[i / 64] |= 1ULL << (i % 64);

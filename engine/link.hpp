@@ -83,6 +83,8 @@ public:
     // Calls `lost(flight)` for everything in flight, and forgets it: if it arrives after all, nobody hears of it.
     template <class Lost>
     void shed(Lost&& lost);
+    // Probes follow each other without growing pauses: another path may do what this one does not.
+    void hurry() { hurried_ = true; }
     // A datagram came from the peer, so it lives: the next probe need not wait long.
     void heard() { probes_ = std::min(probes_, 2U); }
 
@@ -104,6 +106,8 @@ public:
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
     // When to probe because no report came for what is in flight; `never` when nothing is in flight.
     [[nodiscard]] Nanos probe_at() const;
+    // Since when nothing was acknowledged, if something is in flight.
+    [[nodiscard]] Nanos waiting_since() const { return waiting_since_; }
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
     // Calls `again(flight)` for the latest datagrams whose fate is not known.
@@ -150,6 +154,7 @@ private:
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
+    bool hurried_{};
     double loss_{};                                  // fraction lost of the latest hundreds of datagrams
     double counted_bytes_{}, counted_lost_bytes_{};  // of the latest thousands
     BurstMeter bursts_;
@@ -176,12 +181,17 @@ public:
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at);
     // A report is due at once, in so many copies.
     void report_now(unsigned copies = 1) { urgent_ = std::max(urgent_, copies); }
+    // Whether something arrived that was not reported.
+    [[nodiscard]] bool has_news() const { return unreported_bytes_ > 0; }
     // How many copies of the next report are asked for; 0 if it may wait.
     [[nodiscard]] unsigned urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
-    // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it.
-    [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole = false);
+    // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it. It names no more than
+    // `most_words`.
+    [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole = false,
+                                     std::size_t most_words = Report::max_words);
+    [[nodiscard]] std::size_t most_words() const { return most_words_; }
 
     // How many of the numbers up to `largest` arrived; the rest was lost on this link.
     [[nodiscard]] std::uint64_t arrived() const { return arrived_; }

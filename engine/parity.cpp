@@ -31,7 +31,7 @@ bool lies_where_results_come(const Outgoing& message) {
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
-    if (redundancy < 0.0 && (message.never_repaired() || peer.out.loss() <= least_loss)) return false;
+    if (redundancy < 0.0 && (message.never_repaired() || peer.links.loss() <= least_loss)) return false;
     return !lies_where_results_come(message);
 }
 
@@ -43,18 +43,19 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     const std::uint32_t stretch = shape.stretch_of(message.cut.ordinal(chunk));
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     std::size_t parity = 0;
-    if (peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1) {
+    if (peer.links.cuts(chunk_bytes_, seal_.overhead_bytes())) {
         // Pieces of a chunk are told apart by its number, which parity does not have.
     } else if (redundancy > 0.0) {
         // A number that a division has left a hair above a whole one means that one. Blocks bound it: see `decide`.
         parity = static_cast<std::size_t>(std::ceil(redundancy * shape.block_size(stretch, 0) - 1e-9));
     } else {
-        const double rate = shared_pacer_ ? config_.bytes_per_s : peer.rate.bytes_per_s();
+        const double rate = shared_pacers_.empty() ? peer.links.bytes_per_s()
+                                                   : static_cast<double>(shared_pacers_.size()) * config_.bytes_per_s;
         const double bytes = static_cast<double>(shape.parity_bytes + header_bytes + seal_.overhead_bytes());
         const std::uint32_t behind = message.cursor + shape.size(stretch);
-        parity = parity_that_pays({.loss = peer.out.loss(),
-                                   .burst = peer.out.burst(),
-                                   .round_trip_s = static_cast<double>(peer.out.smooth_rtt()) * 1e-9,
+        parity = parity_that_pays({.loss = peer.links.loss(),
+                                   .burst = peer.links.burst(),
+                                   .round_trip_s = static_cast<double>(peer.links.round_trip()) * 1e-9,
                                    .chunk_s = rate > 0.0 ? bytes / rate : 0.0},
                                   shape.size(stretch), shape.blocks(stretch),
                                   message.cut.chunks - std::min(behind, message.cut.chunks));
@@ -62,7 +63,7 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     encoding.decide(chunk, parity);
 }
 
-void Core::add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now) {
+void Core::add_parity(Batch& batch, Peer& peer, Link& link, Outgoing& message, Nanos now) {
     const Encoding::Ready parity = message.encoding->take([&](std::uint32_t chunk) { return message.payload(chunk); });
     auto flags = static_cast<std::uint8_t>(stage_flag(message.second_stage) | flag_parity);
     const bool is_last = message.first_pass_over() && message.parity_due() == 0;
@@ -75,14 +76,14 @@ void Core::add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now) {
         .chunk = parity.name};
     const Header header{.kind = Kind::data,
                         .flags = flags,
-                        .source = config_.rank,
+                        .source = source(link),
                         .cookie = seal_.visible_cookie(),
                         .channel = message.exchange->channel,
                         .seq = message.exchange->seq,
                         .chunk = parity.name,
                         .message_bytes = static_cast<std::uint32_t>(message.announced)};
     counters_.parity_bytes += flight.bytes;
-    add_datagram(batch, peer, flight, header, parity.payload, now);
+    add_datagram(batch, link, flight, header, parity.payload, now);
     if (is_last && !message.lossless()) peer.say(message.end());
 }
 

@@ -4,24 +4,10 @@
 #include <utility>
 
 namespace storm {
-namespace {
-
-// How many words a report may have in a datagram of this size.
-std::size_t report_words(std::size_t datagram_bytes) {
-    return (datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
-}
-
-}  // namespace
 
 Peer::Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
-           std::size_t chunk_bytes, Nanos now)
-    : rank(its_rank),
-      out(credit_bytes, now),
-      in(report_words(its_path.bytes())),
-      rate(its_rate),
-      path(its_path),
-      pieces(chunk_bytes),
-      last_heard_(now) {}
+           std::size_t chunk_bytes, Nanos now, std::size_t paths)
+    : rank(its_rank), links(paths, credit_bytes, its_rate, its_path, chunk_bytes, now), last_heard_(now) {}
 
 void Peer::say(const Control& what) {
     const bool farewell = left_ && what.kind == Kind::bye && !told && farewells > 0;
@@ -38,7 +24,14 @@ void Peer::pass(std::vector<std::byte> note) {
 void Peer::hear(Nanos now) {
     last_heard_ = now;
     silent_ = false;
-    out.heard();
+    if (!links.several()) links[0].out.heard();
+}
+
+void Peer::hear(Nanos now, Link& link) {
+    hear(now);
+    if (!links.several()) return;
+    link.out.heard();
+    links.heard_on(link);
 }
 
 Nanos Peer::silent_at(Nanos started, Nanos silence) const { return std::max(last_heard_, started) + silence; }
@@ -69,14 +62,38 @@ Nanos Peer::blocked_at(Nanos started, Nanos silence) const {
     return data_lost_at_ >= at ? at : never;
 }
 
-void Peer::fit_reports(std::size_t datagram_bytes) { in.set_most_words(report_words(datagram_bytes)); }
-
-PieceCut Peer::cut(std::size_t chunk_bytes, std::size_t seal_bytes) const {
-    const std::size_t overhead = header_bytes + seal_bytes;
-    if (chunk_bytes + overhead <= path.bytes()) return {chunk_bytes, 1};
-    return PieceCut::within(chunk_bytes, path.bytes(), overhead);
+bool Peer::asks() const {
+    return !left_ && std::any_of(links.begin(), links.end(), [](const Link& link) { return link.asks; });
 }
 
-Nanos Peer::report_delay() const { return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond); }
+bool Peer::due(Nanos now) const {
+    return now >= loss_timer() || now >= probe_timer() ||
+           std::any_of(links.begin(), links.end(), [&](const Link& link) { return link.path.due(now); });
+}
+
+Nanos Peer::loss_timer() const {
+    Nanos at = never;
+    for (const Link& link : links) at = std::min(at, link.out.loss_at());
+    return at;
+}
+
+Nanos Peer::probe_timer() const {
+    Nanos at = never;
+    for (const Link& link : links) at = std::min(at, link.down && left_ ? never : link.probe_at());
+    return at;
+}
+
+Nanos Peer::path_timer() const {
+    Nanos at = never;
+    if (!explores_path()) return at;
+    for (const Link& link : links) at = std::min(at, link.down ? never : link.path.timer(!queue.empty()));
+    return at;
+}
+
+Nanos Peer::report_timer(std::uint64_t credit_bytes) const {
+    Nanos at = never;
+    for (const Link& link : links) at = std::min(at, link.in.report_at(credit_bytes, link.report_delay()));
+    return at;
+}
 
 }  // namespace storm

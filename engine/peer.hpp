@@ -1,4 +1,4 @@
-// All that an endpoint knows of one peer: the link both ways, what waits to be sent to it, and whether it lives.
+// All that an endpoint knows of one peer: the paths to it, what waits to be sent to it, and whether it lives.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,8 @@
 
 #include "clock.hpp"
 #include "controls.hpp"
-#include "link.hpp"
 #include "passage.hpp"
-#include "path_mtu.hpp"
-#include "pieces.hpp"
-#include "rate_control.hpp"
-#include "routes.hpp"
+#include "paths.hpp"
 #include "send_queue.hpp"
 #include "wire.hpp"
 
@@ -24,9 +20,10 @@ class Peer {
 public:
     static constexpr std::size_t most_notes = 16;
 
-    // `credit_bytes`: what it may have in flight to us at first. `chunk_bytes`: no chunk of the job is larger.
+    // `credit_bytes`: what it may have in flight to us at first, on each of so many paths. `chunk_bytes`: no chunk of the job
+    // is larger.
     Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
-         std::size_t chunk_bytes, Nanos now);
+         std::size_t chunk_bytes, Nanos now, std::size_t paths = 1);
 
     // How often a goodbye is said again to a peer that we part from: it may be gone, and never answer.
     static constexpr unsigned most_farewells = 8;
@@ -36,10 +33,13 @@ public:
 
     // Queues a note. Only the latest are kept: each says more than those before.
     void pass(std::vector<std::byte> note);
-    [[nodiscard]] bool has_words() const { return !controls.empty() || !notes.empty(); }
+    [[nodiscard]] bool has_words() const { return !controls.empty() || !notes.empty() || asks(); }
+    // Whether a ping is to be sent over a certain path.
+    [[nodiscard]] bool asks() const;
 
     // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
-    void hear(Nanos now);
+    void hear(Nanos now);              // through shared memory
+    void hear(Nanos now, Link& link);  // over this path
     void fall_silent() { silent_ = true; }
     [[nodiscard]] bool silent() const { return silent_; }
     [[nodiscard]] Nanos last_heard() const { return last_heard_; }
@@ -64,31 +64,24 @@ public:
     // Whether an exchange that began early enough is blocked.
     [[nodiscard]] bool may_be_blocked(Nanos silence) const { return blocked_at(0, silence) != never; }
 
-    // The path carries datagrams of this size at most: reports must fit it.
-    void fit_reports(std::size_t datagram_bytes);
-    // How long a report may wait for more to report.
-    [[nodiscard]] Nanos report_delay() const;
-    // How a chunk travels to the peer: whole as one piece, or in several where the path carries less. `seal_bytes`: what
-    // sealing adds to a datagram.
-    [[nodiscard]] PieceCut cut(std::size_t chunk_bytes, std::size_t seal_bytes) const;
     // Whether probing for the largest datagram that the path carries is worth its cost.
     [[nodiscard]] bool explores_path() const { return !left_ && !silent_; }
     // Whether a tick would change something: a loss, a probe or a finding about the path is due.
-    [[nodiscard]] bool due(Nanos now) const { return now >= out.loss_at() || now >= out.probe_at() || path.due(now); }
-    // When to send or to judge a probe of the path's size.
-    [[nodiscard]] Nanos path_timer() const { return explores_path() ? path.timer(!queue.empty()) : never; }
+    [[nodiscard]] bool due(Nanos now) const;
+    // When something in flight counts as lost; when to ask whether a path answers; when to send or to judge a probe of a
+    // path's size. The earliest over all paths.
+    [[nodiscard]] Nanos loss_timer() const;
+    [[nodiscard]] Nanos probe_timer() const;
+    [[nodiscard]] Nanos path_timer() const;
+    // When what arrived is to be reported, if the peer may have so much in flight on each path.
+    [[nodiscard]] Nanos report_timer(std::uint64_t credit_bytes) const;
 
     const std::uint16_t rank;
-    Outbound out;
-    Inbound in;
-    RateControl rate;
-    PathMtu path;
-    Pieces pieces;                             // chunks from it that are not complete
+    Links links;                               // the paths to it
     SendQueue queue;                           // messages to it
     Controls controls;                         // filled by `say`
     std::deque<std::vector<std::byte>> notes;  // filled by `pass`
     std::unique_ptr<Passage> passage;          // shared memory, if it is on the same machine
-    Replies replies;                           // since the driver last took them
     bool vacant{};                             // nobody has the slot: whatever comes from it is forged
     bool told{};                               // it knows that we leave
     bool refused{};                            // the pool turned a chunk from it away

@@ -63,10 +63,10 @@ Nanos Peers::next() {
 Nanos Peers::timer(std::uint16_t rank, PeerTimer which) const {
     const Peer& peer = look(rank);
     switch (which) {
-        case PeerTimer::loss: return peer.out.loss_at();
-        case PeerTimer::probe: return peer.out.probe_at();
+        case PeerTimer::loss: return peer.loss_timer();
+        case PeerTimer::probe: return peer.probe_timer();
         case PeerTimer::path: return peer.path_timer();
-        case PeerTimer::report: return peer.in.report_at(credit_.bytes(rank), peer.report_delay());
+        case PeerTimer::report: return peer.report_timer(credit_.bytes(rank));
     }
     return never;
 }

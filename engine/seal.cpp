@@ -165,14 +165,15 @@ bool Aead::decrypt(const Key& key, std::span<const std::byte, 12> nonce, Bytes a
 
 namespace {
 
-constexpr std::size_t flags_offset = 1;
+constexpr std::size_t flags_offset = 1, source_offset = 2;
 
 void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check) {
     std::memcpy(header.data() + check_offset, &check, sizeof check);
 }
 
 // Every process has its own key, but its packet numbers to a target begin anew when another process takes the target's place.
-// The target's incarnation in the nonce keeps them apart. 48 bits of numbers last for years.
+// The target's incarnation in the nonce keeps them apart, and the source names the path, as each path has numbers of its own.
+// 48 bits of numbers last for years.
 std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
                                      std::uint16_t target_incarnation) {
     std::array<std::byte, 12> nonce;
@@ -183,11 +184,18 @@ std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source,
     return nonce;
 }
 
+std::uint16_t source_in(std::span<const std::byte, header_bytes> header) {
+    std::uint16_t source = 0;
+    std::memcpy(&source, header.data() + source_offset, sizeof source);
+    return source;
+}
+
 void wipe(Key& key) { explicit_bzero(key.data(), key.size()); }
 
 }  // namespace
 
-Seal::Seal(Secrets secrets, std::uint16_t rank) : secrets_(std::move(secrets)), rank_(rank) {
+Seal::Seal(Secrets secrets, std::uint16_t rank, std::uint16_t world)
+    : secrets_(std::move(secrets)), rank_(rank), world_(world) {
     wipe(secrets.own);  // moving an array copies it
     if (!secrets_.sealed) return;
     std::string why;
@@ -220,7 +228,8 @@ void Seal::encrypt(std::span<std::byte, header_bytes> header, Bytes payload, std
     if (aead_ == nullptr) throw std::logic_error("Seal::encrypt needs a job key; without one use Seal::protect");
     header[flags_offset] |= std::byte{flag_sealed};
     write_check(header, 0);
-    if (!aead_->encrypt(secrets_.own, make_nonce(peer, rank_, number, incarnation(peer)), header, payload, out))
+    if (!aead_->encrypt(secrets_.own, make_nonce(peer, source_in(header), number, incarnation(peer)), header, payload,
+                        out))
         throw std::runtime_error("rank " + std::to_string(rank_) + ": libcrypto did not encrypt " +
                                  std::to_string(payload.size()) + " bytes for peer " + std::to_string(peer) + " into " +
                                  std::to_string(out.size()));
@@ -236,16 +245,16 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
     if (!encrypts()) {
         std::array<std::byte, header_bytes> unchecked;
         std::memcpy(unchecked.data(), written.data(), header_bytes);
-        write_check(unchecked, mark(header.source, rank_));
+        write_check(unchecked, mark(rank_of(header.source), rank_));
         const auto check = crc32c(unchecked, header.kind == Kind::data ? data_check(body) : payload_check(body));
         return check == header.check ? std::optional(body) : std::nullopt;
     }
-    if (header.source >= secrets_.peers.size()) return std::nullopt;
+    const std::uint16_t sender = rank_of(header.source);
+    if (sender >= secrets_.peers.size()) return std::nullopt;
     // The header as it came is the associated data: a check that is not zero fails like any other change.
     const auto plain = body.first(body.size() - tag_bytes);
-    const bool genuine =
-        aead_->decrypt(secrets_.peers[header.source], make_nonce(rank_, header.source, number, incarnation(rank_)),
-                       written, body, plain);
+    const bool genuine = aead_->decrypt(
+        secrets_.peers[sender], make_nonce(rank_, header.source, number, incarnation(rank_)), written, body, plain);
     return genuine ? std::optional(plain) : std::nullopt;
 }
 

@@ -64,8 +64,9 @@ struct Secrets {
 // Seals outgoing datagrams and opens incoming ones of one endpoint.
 class Seal {
 public:
+    // `world`: ranks; a source beyond them is a rank on another path (Core::source). 0 if there is one path.
     // Throws std::runtime_error, saying what to install, when a key is given and libcrypto is missing.
-    Seal(Secrets secrets, std::uint16_t rank);
+    Seal(Secrets secrets, std::uint16_t rank, std::uint16_t world = 0);
     ~Seal();
 
     [[nodiscard]] bool encrypts() const { return secrets_.sealed; }
@@ -103,13 +104,16 @@ public:
     void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key);
 
 private:
+    [[nodiscard]] std::uint16_t rank_of(std::uint16_t source) const {
+        return world_ == 0 ? source : static_cast<std::uint16_t>(source % world_);
+    }
     // The value of the header's check field while the check is computed. Zero between two first processes.
     [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
         return std::uint32_t{incarnation(target)} << 16 | incarnation(source);
     }
 
     Secrets secrets_;
-    std::uint16_t rank_;
+    std::uint16_t rank_, world_;
     std::unique_ptr<Aead> aead_;
 };
 

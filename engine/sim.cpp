@@ -23,6 +23,7 @@ Sim::~Sim() = default;
 std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
     CoreConfig own = config_.core;
     own.rank = rank;
+    if (!own.peer_paths.empty()) own.paths = own.peer_paths.at(rank);
     if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
     // A vacant slot has a core too, so that a process can come into it; it knows of nobody.
     own.late = std::erase(own.vacant, rank) > 0 || incarnations_[rank] > 0;
@@ -105,20 +106,29 @@ bool Sim::advance() {
     return true;
 }
 
+double Sim::rate(double own, std::uint8_t path) const {
+    if (own > 0) return own;
+    return paths_[path].bytes_per_s > 0 ? paths_[path].bytes_per_s : config_.bytes_per_s;
+}
+
 void Sim::arrive(Packet packet) {
     Host& host = hosts_[packet.target];
     if (host.dark || hosts_[packet.source].dark || hosts_[packet.source].cut.contains(packet.target)) return;
-    const double rate = host.down > 0 ? host.down : config_.bytes_per_s;
-    if (!packet.queued && rate > 0) {
+    const SimPath& like = paths_[packet.path];
+    if (like.dark) return;
+    if (like.loss > 0 && !packet.queued && std::bernoulli_distribution(like.loss)(chance_)) return;
+    const double speed = rate(host.down, packet.path);
+    Nanos& free_at = host.downlink_free_at[packet.path];
+    if (!packet.queued && speed > 0) {
         // The switch's queue towards the target drops what does not fit.
-        const double waiting_s = static_cast<double>(std::max<Nanos>(host.downlink_free_at - now_, 0)) * 1e-9;
-        if (waiting_s * rate + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
+        const double waiting_s = static_cast<double>(std::max<Nanos>(free_at - now_, 0)) * 1e-9;
+        if (waiting_s * speed + static_cast<double>(packet.bytes.size()) > static_cast<double>(config_.queue_bytes)) {
             ++queue_drops_;
             return;
         }
-        const auto takes = static_cast<Nanos>(static_cast<double>(packet.bytes.size()) / rate * 1e9);
-        host.downlink_free_at = std::max(host.downlink_free_at, now_) + takes;
-        packet.at = host.downlink_free_at;
+        const auto takes = static_cast<Nanos>(static_cast<double>(packet.bytes.size()) / speed * 1e9);
+        free_at = std::max(free_at, now_) + takes;
+        packet.at = free_at;
         packet.queued = true;
         packet.order = ++order_;
         packets_.push(std::move(packet));
@@ -131,8 +141,10 @@ void Sim::arrive(Packet packet) {
 
 void Sim::pump(std::uint16_t rank) {
     Host& host = hosts_[rank];
-    const double rate = host.up > 0 ? host.up : config_.bytes_per_s;
     while (host.core->transmit(batch_, now_)) {
+        const SimPath& like = paths_[batch_.path()];
+        const double speed = rate(host.up, batch_.path());
+        Nanos& free_at = host.uplink_free_at[batch_.path()];
         std::vector<std::byte> joined;
         joined.reserve(batch_.bytes());
         for (const iovec& part : batch_.parts()) {
@@ -142,15 +154,16 @@ void Sim::pump(std::uint16_t rank) {
         for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
             const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
             Nanos leaves = now_;
-            if (rate > 0) {
-                const auto takes = static_cast<Nanos>(static_cast<double>(size) / rate * 1e9);
-                leaves = host.uplink_free_at = std::max(host.uplink_free_at, now_) + takes;
+            if (speed > 0) {
+                const auto takes = static_cast<Nanos>(static_cast<double>(size) / speed * 1e9);
+                leaves = free_at = std::max(free_at, now_) + takes;
             }
             const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
-            packets_.push({.at = leaves + config_.delay,
+            packets_.push({.at = leaves + (like.delay < 0 ? config_.delay : like.delay),
                            .order = ++order_,
                            .source = rank,
                            .target = batch_.peer(),
+                           .path = batch_.path(),
                            .queued = false,
                            .bytes = {begin, begin + static_cast<std::ptrdiff_t>(size)}});
         }

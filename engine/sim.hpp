@@ -2,10 +2,12 @@
 // An hour of traffic costs what its datagrams cost, and the same seed gives the same run.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <queue>
+#include <random>
 #include <set>
 #include <type_traits>
 #include <vector>
@@ -15,6 +17,14 @@
 #include "faults.hpp"
 
 namespace storm {
+
+// One path of all ranks, where there are several: each has a switch of its own.
+struct SimPath {
+    double bytes_per_s{};  // of each rank's link to that switch, both ways; 0 is as SimConfig says
+    Nanos delay{-1};       // one way; negative is as SimConfig says
+    double loss{};         // besides the faults
+    bool dark{};           // all that it carries is lost
+};
 
 struct SimConfig {
     CoreConfig core;  // as for every rank; `rank` is filled in
@@ -59,6 +69,8 @@ public:
         hosts_.at(rank).up = up;
         hosts_.at(rank).down = down;
     }
+    // Sets what a path is like, from now on.
+    void set_path(std::size_t path, const SimPath& like) { paths_.at(path) = like; }
     // Replaces the faults of all links, from now on.
     void set_faults(const FaultSettings& faults);
 
@@ -71,7 +83,7 @@ private:
     struct Host {
         std::unique_ptr<Core> core;
         std::unique_ptr<FaultPath> faults;
-        Nanos uplink_free_at{}, downlink_free_at{};
+        std::array<Nanos, most_paths> uplink_free_at{}, downlink_free_at{};
         double up{}, down{};  // bytes per second, where they differ from those of the others
         Nanos timer{never};
         bool dark{};
@@ -81,11 +93,13 @@ private:
         Nanos at{};
         std::uint64_t order{};
         std::uint16_t source{}, target{};
+        std::uint8_t path{};
         bool queued{};  // has passed the switch's queue
         std::vector<std::byte> bytes;
         bool operator>(const Packet& other) const { return at != other.at ? at > other.at : order > other.order; }
     };
 
+    [[nodiscard]] double rate(double own, std::uint8_t path) const;
     [[nodiscard]] std::unique_ptr<Core> make_core(std::uint16_t rank) const;
     void pump(std::uint16_t rank);
     void arrive(Packet packet);
@@ -96,6 +110,8 @@ private:
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;
     std::vector<std::uint16_t> incarnations_;  // by rank
+    std::array<SimPath, most_paths> paths_{};
+    std::mt19937_64 chance_{7};  // of the losses of paths
     std::priority_queue<Packet, std::vector<Packet>, std::greater<>> packets_;
     Batch batch_;
 };

@@ -15,6 +15,12 @@
 #ifndef UDP_GRO
 #define UDP_GRO 104
 #endif
+#ifndef IP_UNICAST_IF
+#define IP_UNICAST_IF 50
+#endif
+#ifndef IPV6_UNICAST_IF
+#define IPV6_UNICAST_IF 76
+#endif
 #ifndef SOL_UDP
 #define SOL_UDP 17
 #endif
@@ -39,6 +45,15 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     if (bind(fd(), address.get(), address.size()) != 0) {
         throw std::system_error(errno, std::generic_category(),
                                 "cannot bind UDP port " + std::to_string(address.port()));
+    }
+    if (config.own_interface) {
+        // Where two interfaces are in one network, the kernel would send everything over one of them.
+        const auto index = static_cast<int>(htonl(interface_index(address)));
+        if (address.family() == AF_INET6) {
+            try_option(fd(), IPPROTO_IPV6, IPV6_UNICAST_IF, index);
+        } else {
+            try_option(fd(), IPPROTO_IP, IP_UNICAST_IF, index);
+        }
     }
     // The privileged form may exceed net.core.rmem_max.
     const int wanted = static_cast<int>(std::min<std::size_t>(config.receive_buffer, 1 << 30));

@@ -18,6 +18,7 @@ namespace storm {
 
 struct SocketConfig {
     std::size_t receive_buffer{4 << 20};
+    bool own_interface{};     // sends over the interface of its address, wherever other routes lead
     bool low_priority{};      // marks datagrams with DSCP LE (RFC 8622)
     bool segmentation{true};  // UDP_SEGMENT, where the kernel has it
     bool coalescing{true};    // UDP_GRO, where the kernel has it

@@ -95,6 +95,11 @@ std::optional<Report> parse_report(std::span<const std::byte> body) {
     return report;
 }
 
+std::size_t report_bytes(std::span<const std::byte> body) {
+    if (body.size() < Report::fixed_bytes) return body.size();
+    return Report::fixed_bytes + 8 * std::size_t{load<std::uint32_t>(body.data() + 28)};
+}
+
 std::size_t write_report(const Report& report, std::span<std::byte> out) {
     std::byte* at = out.data();
     store(at, report.largest);

@@ -127,6 +127,8 @@ struct Report {
 };
 
 [[nodiscard]] std::optional<Report> parse_report(std::span<const std::byte> body);
+// The bytes that the first of several reports says it has.
+[[nodiscard]] std::size_t report_bytes(std::span<const std::byte> body);
 // Returns the bytes written; `out` holds at least `Report::fixed_bytes + 8 * report.words`.
 std::size_t write_report(const Report& report, std::span<std::byte> out);
 

@@ -27,8 +27,8 @@ struct Datagram {
 
 class World {
 public:
-    World(std::uint16_t size, bool lies_allowed)
-        : world_(size), lies_allowed_(lies_allowed), born_(size), incarnations_(size), hostile_(size) {
+    World(std::uint16_t size, bool lies_allowed, std::uint8_t paths = 1)
+        : world_(size), paths_(paths), lies_allowed_(lies_allowed), born_(size), incarnations_(size), hostile_(size) {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
             cores_.push_back(make_core(rank));
             posted_.emplace_back();
@@ -62,6 +62,8 @@ public:
                 if (operation % 5 == 1) restart(rank);
                 // What every path carries from now on, also when the network has become honest.
                 if (operation % 5 == 2) carries_ = least_path_bytes + program.byte() % 33;
+                // One path carries nothing from now on, or all carry something.
+                if (operation % 5 == 3 && paths_ > 1) dark_ = program.byte() % (paths_ + 1U);
                 break;
         }
         check();
@@ -101,6 +103,7 @@ private:
         CoreConfig config;
         config.rank = rank;
         config.world = world_;
+        config.paths = paths_;
         config.datagram_bytes = datagram_bytes;
         config.least_path_bytes = least_path_bytes;
         config.receive_buffer = 16 << 10;
@@ -158,7 +161,7 @@ private:
                 const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
                 const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
                 REQUIRE(size <= datagram_bytes);
-                if (size > carries_) continue;
+                if (size > carries_ || batch_.path() == dark_) continue;
                 wire_.push_back({rank, batch_.peer(), {begin, begin + static_cast<std::ptrdiff_t>(size)}});
             }
             cores_[rank]->transmitted(batch_, now_);
@@ -212,7 +215,7 @@ private:
                         source);
         Header header{.kind = static_cast<Kind>(1 + program.byte() % 10),
                       .flags = static_cast<std::uint8_t>(program.byte() & (known_flags & ~flag_sealed)),
-                      .source = source,
+                      .source = static_cast<std::uint16_t>(source + (paths_ > 1 ? program.byte() % 4 * world_ : 0)),
                       .check = 0,
                       .cookie = seal.visible_cookie(),
                       .number = program.byte(),
@@ -340,6 +343,8 @@ private:
     }
 
     std::uint16_t world_;
+    std::uint8_t paths_;
+    std::size_t dark_{most_paths};  // a path that carries nothing
     bool lies_allowed_;
     Nanos now_{second};
     int spins_{};

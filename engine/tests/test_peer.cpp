@@ -89,7 +89,7 @@ TEST(peer_with_a_report_for_later_is_found_when_it_is_due) {
     Peers peers(3, credit);
     peers.put(make_peer(1));
     peers.put(make_peer(2));
-    peers[1].in.arrive(1, 100, true, start);
+    peers[1].links[0].in.arrive(1, 100, true, start);
     peers.refresh([](std::uint16_t) {});
     const Nanos due = peers.timer(1, PeerTimer::report);
     CHECK(due > start && due < start + second);
@@ -104,15 +104,15 @@ TEST(peer_with_datagrams_in_flight_is_due_when_it_should_be_probed_and_not_befor
     Peers peers(3, credit);
     peers.put(make_peer(1));
     peers.put(make_peer(2));
-    (void)peers[1].out.depart({.bytes = 100, .kind = Kind::data}, start);
+    (void)peers[1].links[0].out.depart({.bytes = 100, .kind = Kind::data}, start);
     peers.refresh([](std::uint16_t) {});
     const Nanos due = peers.next();
-    CHECK_EQUAL(due, peers.look(1).out.probe_at());
+    CHECK_EQUAL(due, peers.look(1).links[0].out.probe_at());
     CHECK(peers.take_due(due - 1).empty());
     CHECK(peers.take_due(due) == std::vector<std::uint16_t>{1});
-    peers[1].out.probed(due);
+    peers[1].links[0].out.probed(due);
     peers.refresh([](std::uint16_t) {});
-    CHECK_EQUAL(peers.next(), peers.look(1).out.probe_at());
+    CHECK_EQUAL(peers.next(), peers.look(1).links[0].out.probe_at());
 }
 
 TEST(peer_whose_queue_was_emptied_is_no_longer_asked_for_data) {

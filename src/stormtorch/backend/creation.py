@@ -20,6 +20,9 @@ from stormtorch.transport.udp import UdpTransport
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Environment variable with the interface or address to use if the options name none, like GLOO_SOCKET_IFNAME."""
 
+INTERFACES_VARIABLE = "STORM_INTERFACES"
+"""Environment variable with several interfaces or addresses to use together, divided by commas."""
+
 REJOIN_VARIABLE = "STORM_REJOIN"
 """Environment variable that says "auto" or "1" if groups are to rejoin although the options do not say so."""
 
@@ -110,10 +113,10 @@ def _checked(options: Any, timeout_s: float) -> Options:
     options = Options(timeout_s=timeout_s) if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
-    interface, key = os.environ.get(INTERFACE_VARIABLE), os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE)
+    with_interfaces = options if options.interface or options.interfaces else _with_interfaces(options)
     return dataclasses.replace(
-        options,
-        interface=interface if options.interface is None else options.interface,
+        with_interfaces,
         key=key.encode() if key and options.key is None else options.key,
         rejoin=_rejoin(options),
         timeout_s=min(options.timeout_s, timeout_s),
@@ -136,3 +139,15 @@ def _generation_of_others(store: Store, rank: int, size: int) -> int:
     if generation == 0:
         raise ValueError(f"rank {rank}: there is no job to rejoin in this store; is it the store that the others use?")
     return generation
+
+
+def _with_interfaces(options: Options) -> Options:
+    one, several = os.environ.get(INTERFACE_VARIABLE), os.environ.get(INTERFACES_VARIABLE)
+    if one and several:
+        raise ValueError(f"set either {INTERFACE_VARIABLE} or {INTERFACES_VARIABLE}, got {one!r} and {several!r}")
+    if not several:
+        return dataclasses.replace(options, interface=one)
+    try:
+        return dataclasses.replace(options, interfaces=tuple(each.strip() for each in several.split(",")))
+    except ValueError as error:
+        raise ValueError(f"{INTERFACES_VARIABLE}: {error}") from error

@@ -62,6 +62,7 @@ def run(
     nat: Nat = None,
     seed: Seed = 0,
     per_link: PerLink = None,
+    paths: Annotated[int, typer.Option(help="Paths between the hosts, 1 to 4: eth0, eth1 and so on on each.")] = 1,
     management: Annotated[
         bool, typer.Option("--management", help="Rendezvous over a second network that loses nothing.")
     ] = False,
@@ -91,6 +92,8 @@ def run(
 
       stormtorch lab run --hosts 3 --nat 1 --nat 2 -- python train.py
 
+      stormtorch lab run --paths 2 --rate 100mbit -- python train.py
+
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
     with friendly_errors(), ending_signals():
@@ -108,7 +111,7 @@ def run(
             raise BadCondition("timeout_s", f"must be above 0, got {timeout_s:g}")
         check_file("json", json)
         console = Console(stderr=True, highlight=False)
-        lab = Lab(hosts, conditions, management=management)
+        lab = Lab(hosts, conditions, management=management, paths=paths)
         with contextlib.ExitStack() as stack:
             with console.status(f"making {hosts} hosts and measuring their network"):
                 stack.enter_context(lab)
@@ -145,6 +148,9 @@ def change(
     ] = None,
     join: Annotated[
         list[str] | None, typer.Option(help="Let a host or a link that was cut off come back, in the same words.")
+    ] = None,
+    path: Annotated[
+        int | None, typer.Option(help="Change this path alone, of a lab with several (--paths); the first is 0.")
     ] = None,
     rebind: Annotated[
         list[int] | None,
@@ -184,7 +190,7 @@ def change(
             changes["rebind"] = rebind
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
-        reply = ask(lab, {"set": changes})
+        reply = ask(lab, {"set": changes, **({} if path is None else {"path": path})})
         # Without --lab it is the only one that runs, which somebody else may have started.
         words = f"lab {reply['lab']}: now {requested_text(reply['requested'])}"
         Console(stderr=True, highlight=False).print(words, soft_wrap=True)

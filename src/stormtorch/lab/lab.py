@@ -23,9 +23,10 @@ from stormtorch.checks import BadCondition
 from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
 from stormtorch.lab.cable import CableNetwork
 from stormtorch.lab.conditions import MOST_HOSTS, Conditions
-from stormtorch.lab.measured import Measured
+from stormtorch.lab.measured import LinkCount, Measured
 from stormtorch.lab.namespaces import Holder, send_inside
 from stormtorch.lab.nat import Router, private_address
+from stormtorch.lab.paths import FurtherPaths, check_paths
 from stormtorch.lab.probing import probe_words, run_probes
 from stormtorch.lab.registry import Registration
 from stormtorch.lab.relay import RelayNetwork
@@ -35,6 +36,7 @@ from stormtorch.lab.wires import (
     MANAGEMENT_DEVICE,
     KernelNetwork,
     Network,
+    Wiring,
     address,
     make_bridge,
     management_address,
@@ -52,6 +54,8 @@ class Lab:
         conditions: Conditions of the network between them.
         management: Whether to add a second network without loss or limits, for control traffic that should not be
             measured; MASTER_ADDR is then an address in it.
+        paths: Number of paths between the hosts, 1 to 4: each host has interfaces eth0, eth1 and so on, each on a
+            switch of its own. `set` changes all paths, `set_path` one. Counters and probes are those of the first.
         probe: Whether to measure rate and round trip when the lab opens, which takes about a second.
         changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
 
@@ -66,6 +70,7 @@ class Lab:
         conditions: Conditions | None = None,
         *,
         management: bool = False,
+        paths: int = 1,
         probe: bool = True,
         **changes: Any,
     ) -> None:
@@ -77,6 +82,9 @@ class Lab:
         self.conditions.check(hosts)
         if self.conditions.tcp is not None:
             checked_tcp(self.conditions.tcp)
+        self.paths = check_paths(paths, self.conditions)
+        """Number of paths between the hosts."""
+        self._further: FurtherPaths | None = None
         self._management = management
         self._probing = probe
         if 0 in self.conditions.nat and not management:
@@ -120,6 +128,8 @@ class Lab:
         # The probe measures rate and round trip, so the network has no loss until it is done.
         at_first = self.conditions.unhindered() if self._probing else self.conditions
         self._network = self._kind_of_network()(switch, [self._edge(host) for host in range(self.size)], at_first)
+        if self.paths > 1:
+            self._further = FurtherPaths(self.paths - 1, switch, hosts, self.conditions)
         if self._management:
             make_bridge(switch, hosts, "br1", MANAGEMENT_DEVICE, management_address, port="m")
         if self.conditions.tcp is not None:
@@ -148,7 +158,7 @@ class Lab:
         with contextlib.suppress(LabError):
             if self._network is not None:
                 self._network.close()
-        self._network = None
+        self._network = self._further = None
         for holder in reversed(self._all_holders()):
             holder.end()
         self._holders.clear()
@@ -303,8 +313,6 @@ class Lab:
             "PET_NODE_RANK": rank,
             "PET_MASTER_ADDR": master,
             "PET_MASTER_PORT": MASTER_PORT,
-            # The network under test, even if the rendezvous is in the management network.
-            "STORM_SOCKET_IFNAME": DEVICE,
             # Without these, gloo and NCCL look up the address of this machine's name, which no host has.
             "GLOO_SOCKET_IFNAME": DEVICE,
             "NCCL_SOCKET_IFNAME": DEVICE,
@@ -313,6 +321,11 @@ class Lab:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
         }
+        # The network under test, even if the rendezvous is in the management network.
+        if self.paths > 1:
+            values["STORM_INTERFACES"] = ",".join(Wiring(path).device for path in range(self.paths))
+        else:
+            values["STORM_SOCKET_IFNAME"] = DEVICE
         return {name: str(value) for name, value in values.items()}
 
     def set(self, **changes: Any) -> Conditions:
@@ -337,9 +350,35 @@ class Lab:
                 )
             if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
                 self._set_tcp(checked_tcp(conditions.tcp))
+            if self._further is not None:
+                self._further.change_all(**changes)
             network.apply(conditions)
             self.conditions = conditions
             return conditions
+
+    def set_path(self, path: int, **changes: Any) -> Conditions:
+        """Changes single conditions of one path while commands run: `lab.set_path(1, cut={0, 1})`."""
+        with self._lock:
+            if self._further is None:
+                raise BadCondition("path", "needs a lab with several paths")
+            if path != 0:
+                return self._further.change(path, **changes)
+            conditions = self.conditions.changed(**changes)
+            conditions.check(self.size)
+            check_paths(self.paths, conditions)
+            self._opened().apply(conditions)
+            self.conditions = conditions
+            return conditions
+
+    def path_links(self, path: int) -> list[LinkCount]:
+        """Packets of every link of a path since the lab opened."""
+        with self._lock:
+            return self._opened().links() if path == 0 or self._further is None else self._further.links(path)
+
+    def _conditions_of(self, path: int | None) -> Conditions:
+        if path is None or path == 0 or self._further is None:
+            return self.conditions
+        return self._further.conditions_of(path)
 
     def measured(self) -> Measured:
         """Counters of the network since `reset`, or since the lab opened."""
@@ -381,22 +420,25 @@ class Lab:
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers the requests of `stormtorch lab set` and `lab show`."""
-        changes = dict(request.get("set", {}))
+        changes, path = dict(request.get("set", {})), request.get("path")
+        conditions = self._conditions_of(path)
         if "trace" in changes:
             changes["loss"] = Trace(bits=changes.pop("trace"))
         if "cut" in changes or "join" in changes:
-            changes["cut"] = (self.conditions.cut | set(changes.get("cut", ()))) - set(changes.pop("join", ()))
+            changes["cut"] = (conditions.cut | set(changes.get("cut", ()))) - set(changes.pop("join", ()))
         if "cut_links" in changes or "join_links" in changes:
             cut, join = ({(a, b) for a, b in changes.pop(name, ())} for name in ("cut_links", "join_links"))
-            changes["cut_links"] = (self.conditions.cut_links | cut) - join
+            changes["cut_links"] = (conditions.cut_links | cut) - join
         for host in changes.pop("rebind", ()):
             self.rebind(host)
-        if changes:
-            self.set(**changes)
+        if changes and path is not None:
+            conditions = self.set_path(path, **changes)
+        elif changes:
+            conditions = self.set(**changes)
         return {
             "hosts": self.size,
             "kind": self.kind,
-            "requested": self.conditions.to_json(),
+            "requested": conditions.to_json(),
             "measured": self.measured().to_json(),
             "host": socket.gethostname(),
         }

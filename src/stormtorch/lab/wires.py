@@ -8,7 +8,7 @@ numbers have neither a seed nor bursts.
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stormtorch.lab.access import LabError, has_netem, tool
@@ -31,9 +31,40 @@ NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "
 """Features of a device, for ethtool, by which each packet travels by itself."""
 
 
-def address(host: int) -> str:
+def address(host: int, path: int = 0) -> str:
     """Address of a host in the network under test; the range is reserved for benchmarks (RFC 2544)."""
-    return f"198.18.0.{host + 1}"
+    return f"198.18.{path}.{host + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Names of one path of the network under test: each path is a bridge, with an interface of every host."""
+
+    path: int = 0
+
+    @property
+    def bridge(self) -> str:
+        """Bridge in the switch."""
+        return "br0" if self.path == 0 else f"path{self.path}"
+
+    @property
+    def device(self) -> str:
+        """Interface of every host."""
+        return DEVICE if self.path == 0 else f"eth{self.path}"
+
+    @property
+    def port(self) -> str:
+        """Prefix of the bridge's ports."""
+        return "p" if self.path == 0 else f"p{self.path}."
+
+    @property
+    def table(self) -> str:
+        """Table of nft."""
+        return _TABLE if self.path == 0 else f"{_TABLE}{self.path}"
+
+    def address(self, host: int) -> str:
+        """Address of a host."""
+        return address(host, self.path)
 
 
 def management_address(host: int) -> str:
@@ -67,7 +98,10 @@ class Network(Protocol):
 class KernelNetwork:
     """A bridge in a namespace of its own, which acts as the switch."""
 
-    def __init__(self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
+    def __init__(
+        self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions, wiring: Wiring | None = None
+    ) -> None:
+        self._wiring = wiring or Wiring()
         self.kind = "bridge, tbf, netem, nft" if conditions.delayed else "bridge, tbf, nft"
         self._switch = switch
         self._hosts = hosts
@@ -76,12 +110,13 @@ class KernelNetwork:
         self._seen: dict[tuple[int, int], int] = {}
         self._lost: dict[tuple[int, int], int] = {}
         self._passed: dict[tuple[int, str], LineCount] = {}
-        make_bridge(switch, hosts, "br0", DEVICE, address)
+        names = self._wiring
+        make_bridge(switch, hosts, names.bridge, names.device, names.address, names.port)
         self.apply(conditions)
 
     def apply(self, conditions: Conditions) -> None:
         """Gives the network these conditions from now on."""
-        before = self._conditions
+        before, names = self._conditions, self._wiring
         if conditions.delayed and not has_netem():
             raise RuntimeError("this kernel cannot delay packets: use the relay")
         if conditions.timed:
@@ -93,15 +128,17 @@ class KernelNetwork:
                 if replace(before.line(index), mtu=line.mtu) == line and (before.delay_s, before.jitter_s) == delay:
                     continue
                 self._keep_counts(index, before.line(index), line)
-            holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(DEVICE, line.up_bits, line, (0.0, 0.0))))
-            self._switch.run([tool("tc"), "-batch", "-"], "\n".join(shape(f"p{index}", line.down_bits, line, delay)))
+            holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(names.device, line.up_bits, line, (0.0, 0.0))))
+            self._switch.run(
+                [tool("tc"), "-batch", "-"], "\n".join(shape(f"{names.port}{index}", line.down_bits, line, delay))
+            )
         if before is not None and (before.loss, before.seed) == (conditions.loss, conditions.seed):
             # Cuts and MTUs alone: the links keep their counters and their places in the traces of losses.
-            self._switch.run([tool("nft"), "-f", "-"], barriers(conditions, len(self._hosts)))
+            self._switch.run([tool("nft"), "-f", "-"], barriers(conditions, len(self._hosts), names))
             self._conditions = conditions
             return
         self._count()
-        self._switch.run([tool("nft"), "-f", "-"], ruleset(conditions, len(self._hosts)))
+        self._switch.run([tool("nft"), "-f", "-"], ruleset(conditions, len(self._hosts), names))
         self._conditions = conditions
 
     def links(self) -> list[LinkCount]:
@@ -120,8 +157,8 @@ class KernelNetwork:
             if not holder.alive:
                 continue  # the counters of a killed host are gone
             up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show"])
-            counts.append(_line_count(index, "up", up, DEVICE))
-            counts.append(_line_count(index, "down", down, f"p{index}"))
+            counts.append(_line_count(index, "up", up, self._wiring.device))
+            counts.append(_line_count(index, "down", down, f"{self._wiring.port}{index}"))
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
 
     def _keep_counts(self, host: int, before: HostLine, after: HostLine) -> None:
@@ -139,7 +176,9 @@ class KernelNetwork:
         if self._conditions is None:
             return
         verb = "reset" if reset else "list"
-        listed = json.loads(self._switch.run([tool("nft"), "-j", verb, "counters", "table", "bridge", _TABLE]))
+        listed = json.loads(
+            self._switch.run([tool("nft"), "-j", verb, "counters", "table", "bridge", self._wiring.table])
+        )
         for item in listed["nftables"]:
             if "counter" not in item:
                 continue
@@ -207,8 +246,10 @@ def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, f
     return commands
 
 
-def ruleset(conditions: Conditions, hosts: int) -> str:
+def ruleset(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
     """All rules of nft, in one transaction that replaces the former ones."""
+    names = names or Wiring()
+    address = names.address
     links = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
     sets: dict[LinkModel, str] = {}
     chains: list[str] = []
@@ -240,12 +281,14 @@ def ruleset(conditions: Conditions, hosts: int) -> str:
     parts += chains
     parts.append("chain barriers { }")
     parts.append(_block("chain forward", [hook, "jump barriers", f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
-    table = f"table bridge {_TABLE}"
-    return f"{table}\ndelete {table}\n{_block(table, parts)}\n{barriers(conditions, hosts)}"
+    table = f"table bridge {names.table}"
+    return f"{table}\ndelete {table}\n{_block(table, parts)}\n{barriers(conditions, hosts, names)}"
 
 
-def barriers(conditions: Conditions, hosts: int) -> str:
+def barriers(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
     """Rules of nft for what is cut and for packets that are too large, in one transaction that replaces the former."""
+    names = names or Wiring()
+    address = names.address
     rules = [f"ip {side} {address(host)} drop" for host in sorted(conditions.cut) for side in ("saddr", "daddr")]
     if conditions.cut_links:
         pairs = ", ".join(f"{address(source)} . {address(target)}" for source, target in sorted(conditions.cut_links))
@@ -253,7 +296,7 @@ def barriers(conditions: Conditions, hosts: int) -> str:
     for host in range(hosts):
         if (mtu := conditions.line(host).mtu) is not None:
             rules += [f"ip {side} {address(host)} ip length > {mtu} drop" for side in ("saddr", "daddr")]
-    chain = f"bridge {_TABLE} barriers"
+    chain = f"bridge {names.table} barriers"
     return "\n".join([f"flush chain {chain}", *(f"add rule {chain} {rule}" for rule in rules), ""])
 
 

@@ -104,6 +104,20 @@ class StepsRecord(TypedDict, total=False):
     """The latest loss that the program noted by `optimizer.session.note(loss=...)`."""
 
 
+class PathState(TypedDict, total=False):
+    """One of several paths to a peer: a pair of interfaces, in the order of `Options(interfaces=...)`."""
+
+    up: bool
+    """False while it answers nothing although another path does."""
+    rtt_s: float
+    loss: float
+    rate: float
+    bytes_sent: int
+    bytes_received: int
+    outages: int
+    """How often it went down."""
+
+
 class Link(TypedDict, total=False):
     """One peer as this rank sees it."""
 
@@ -117,6 +131,8 @@ class Link(TypedDict, total=False):
     """Largest datagram that the path to the peer carries."""
     heard_s: float
     """Seconds since anything was heard of the peer; absent as long as nobody listens."""
+    paths: dict[str, PathState]
+    """The paths to the peer, by number from 0; absent if there is one."""
 
 
 class Waits(TypedDict, total=False):
@@ -349,12 +365,18 @@ _NEEDED = {
     "end": ("why",),
 }
 _WAITS: dict[str, Callable[[object], Any]] = {"call": _text, "seconds": _at_least_0, "peers": _ranks}
+_PATH: dict[str, Callable[[object], Any]] = {
+    "up": _flag,
+    **dict.fromkeys(("rtt_s", "loss", "rate"), _at_least_0),
+    **dict.fromkeys(("bytes_sent", "bytes_received", "outages"), _whole),
+}
 _LINK: dict[str, Callable[[object], Any]] = {
     "rtt_s": _at_least_0,
     "loss": _at_least_0,
     "rate": _at_least_0,
     "path_bytes": _whole,
     "heard_s": _at_least_0,
+    "paths": _by_number(_fields(_PATH)),
 }
 _FIELDS: dict[str, dict[str, Callable[[object], Any]]] = {
     "rank": {

@@ -161,6 +161,7 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
             "rate": rate if math.isfinite(rate) else 0.0,
             "path_bytes": path_bytes,
             **({"heard_s": heard[peer]} if peer in heard else {}),
+            **_paths(transport, peer),
         }
         for peer, (rtt_s, loss, rate, path_bytes) in zip(peers, transport.links(peers), strict=True)
     }
@@ -176,6 +177,26 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
         "waits": None
         if waits is None
         else {"call": waits.call, "seconds": now - waits.since, "peers": sorted(waits.peers)},
+    }
+
+
+def _paths(transport: Any, peer: int) -> dict[str, Any]:
+    """What is told of the paths to a peer, if there are several."""
+    if len(transport.options.interfaces) < 2 or len(paths := transport.paths(peer)) < 2:
+        return {}
+    return {
+        "paths": {
+            str(number): {
+                "up": each.up,
+                "rtt_s": each.round_trip_s,
+                "loss": each.loss,
+                "rate": each.bytes_per_s if math.isfinite(each.bytes_per_s) else 0.0,
+                "bytes_sent": each.bytes_sent,
+                "bytes_received": each.bytes_received,
+                "outages": each.outages,
+            }
+            for number, each in enumerate(paths)
+        }
     }
 
 

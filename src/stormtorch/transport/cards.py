@@ -13,7 +13,7 @@ from typing import get_origin
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch.transport.lanes import lanes_for
-from stormtorch.transport.options import MOST_LANES
+from stormtorch.transport.options import MOST_LANES, MOST_PATHS
 
 # Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
 _DATAGRAMS_PER_CREDIT = 4
@@ -61,6 +61,13 @@ class Card:
     """Speed of the interface in Mbit/s; 0 if it is not known."""
     nat: int = 0
     """1 if its user says that routers translate addresses between the ranks, -1 if not; 0 decides by the addresses."""
+
+    paths: list[list[str | int]] = field(default_factory=list)
+    """Host and port of each further interface; `host` and `port` are those of the first."""
+
+    def more_paths(self) -> list[tuple[str, int]]:
+        """Addresses of the further interfaces."""
+        return [(str(host), int(port)) for host, port in self.paths]
 
     def ports(self, lanes: int) -> list[tuple[str, int]]:
         """Addresses of the first so many lanes."""
@@ -159,11 +166,23 @@ def unpack(packed: bytes) -> Card:
             raise ValueError(f"these bytes are no card: {each.name} is {value!r:.40}")
     card = Card(**{each.name: value for each, value in zip(names, values, strict=True)})
     ipaddress.ip_address(card.host.partition("%")[0])
+    _check_paths(card.paths)
     lanes = len(card.lanes) < MOST_LANES and all(type(port) is int and 0 < port <= 0xFFFF for port in card.lanes)
     ports = lanes and 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF
     if not ports or not 0 <= card.incarnation <= MOST_INCARNATIONS:
         raise ValueError(f"these bytes are no card: port, reception or incarnation is out of range in {card}")
     return card
+
+
+def _check_paths(paths: Sequence[object]) -> None:
+    if len(paths) >= MOST_PATHS:
+        raise ValueError(f"these bytes are no card: {1 + len(paths)} paths")
+    for path in paths:
+        match path:
+            case [str(host), int(port)] if type(port) is int and 0 < port <= 0xFFFF:
+                ipaddress.ip_address(host.partition("%")[0])
+            case _:
+                raise ValueError(f"these bytes are no card: a path is {path!r:.40}")
 
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:

@@ -9,6 +9,8 @@ from stormtorch.transport.keys import check_key
 
 MOST_LANES = 8
 """Most lanes of a rank."""
+MOST_PATHS = 4
+"""Most interfaces of a rank that are used together."""
 
 
 class RateMode(IntEnum):
@@ -26,6 +28,10 @@ class Options:
 
     interface: str | None = None
     """Name or numeric address of the interface; None takes the one that leads to the rendezvous."""
+    interfaces: tuple[str, ...] = ()
+    """Names or numeric addresses of several interfaces to use together, at most 4, instead of `interface`: data is
+    divided between them by what each carries, and one that fails costs a moment. The first interface of a rank talks to
+    the first of another, and so on; ranks with fewer use the first ones. The ranks then have one lane."""
     port: int = 0
     """UDP port; 0 lets the kernel choose. Set it where a firewall lets only certain ports through."""
     nat: bool | None = None
@@ -34,8 +40,8 @@ class Options:
     one network. One rank that says True decides for all."""
     rate: str | float = "auto"
     """Sending rate. "auto" finds the bottleneck; "low" also yields to all other traffic; a rate such as "400mbit", or a
-    number of bits per second, is fixed; "unlimited" is bounded by the receivers' credit alone. On loopback, "auto" is
-    unlimited."""
+    number of bits per second, is fixed, for each of the `interfaces`; "unlimited" is bounded by the receivers' credit
+    alone. On loopback, "auto" is unlimited."""
     datagram_bytes: int | None = None
     """UDP payload of a datagram; None follows the interface's MTU. All ranks use the smallest of their values."""
     key: bytes | None = field(default=None, repr=False)
@@ -88,6 +94,7 @@ class Options:
                 parse_rate(self.rate)
             except ValueError as error:
                 raise ValueError(f'{error}; or "auto", "low" or "unlimited"') from error
+        self._check_interfaces()
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must lie in [0, 65535], got {self.port}")
         if self.lanes is not None and not 1 <= self.lanes <= MOST_LANES:
@@ -112,6 +119,19 @@ class Options:
         if self.rejoin not in (True, False, "auto"):
             raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
 
+    def _check_interfaces(self) -> None:
+        names: object = self.interfaces  # callers without type checks give a text, or a list
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f'interfaces must be a tuple of names such as ("eth0", "wlan0"), got {names!r}')
+        if names and self.interface is not None:
+            raise ValueError(
+                f"interfaces must not be given together with interface, got {names!r} and {self.interface!r}"
+            )
+        if len(names) > MOST_PATHS or len(set(names)) < len(names):
+            raise ValueError(f"interfaces must name at most {MOST_PATHS} different ones, got {names!r}")
+        if len(names) > 1 and (self.lanes or 1) > 1:
+            raise ValueError(f"lanes must be 1 or None with several interfaces, got {self.lanes}")
+
     @property
     def shares_memory(self) -> bool:
         """Whether ranks of one machine may pass data through shared memory."""
@@ -119,8 +139,8 @@ class Options:
 
     @property
     def lanes_possible(self) -> bool:
-        """Whether there may be more than one lane: a fixed rate is kept by one."""
-        return self.rate in ("auto", "low", "unlimited")
+        """Whether there may be more than one lane: a fixed rate is kept by one, and several interfaces share one."""
+        return self.rate in ("auto", "low", "unlimited") and len(self.interfaces) < 2
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
         """Rate mode for the engine and, if the rate is fixed, bytes per second."""

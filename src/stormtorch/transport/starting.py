@@ -31,8 +31,13 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         options: Settings of this process.
         lanes: Number of lanes of the job, for a process that comes into a running one.
     """
-    host = local_address(options.interface)
-    loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    hosts = [local_address(each) for each in options.interfaces or (options.interface,)]
+    if len(set(hosts)) < len(hosts):
+        raise ValueError(f"interfaces {options.interfaces!r} must have different addresses, got {hosts!r}")
+    if len(hosts) > 1 and (lanes or 1) > 1:
+        raise ValueError(f"interfaces: this job has {lanes} lanes, which several interfaces cannot have; name one")
+    host, *more_hosts = hosts
+    loopback = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in hosts)
     try:
         endpoint = _engine.Endpoint(
             host,
@@ -42,20 +47,21 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
             segmentation=options.segmentation,
             coalescing=options.coalescing,
             lanes=sockets_to_open(options) if lanes is None else lanes,
+            more_hosts=more_hosts,
         )
     except RuntimeError as error:
         if not options.port:
             raise
         raise RuntimeError(
-            f"{error}, at {host}: does another rank run here? Set another `port` in Options, or 0 to take any; "
-            "each of the `lanes` needs a port"
+            f"{error}, at {', '.join(hosts)}: does another rank run here? Set another `port` in Options, or 0 to take "
+            "any; each of the `lanes` needs a port"
         ) from error
-    mtu = _engine.interface_mtu(host) or 1500
+    largest = min(_engine.datagram_bytes(each, _engine.interface_mtu(each) or 1500) for each in hosts)
     port, *more_ports = endpoint.ports
     return endpoint, Card(
         host=host,
         port=port,
-        datagram_bytes=options.datagram_bytes or _engine.datagram_bytes(host, mtu),
+        datagram_bytes=options.datagram_bytes or largest,
         chosen=options.datagram_bytes is not None,
         receive_buffer=endpoint.receive_buffer,
         eager_bytes=options.eager_bytes,
@@ -70,6 +76,7 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         cores=own_cores() if options.lanes is None else 0,
         line_mbit=line_mbit(host),
         nat=0 if options.nat is None else 1 if options.nat else -1,
+        paths=[[*each] for each in zip(more_hosts, endpoint.path_ports, strict=True)],
     )
 
 
@@ -137,6 +144,7 @@ def start(
                 for lane in lanes
             ],
         },
+        more=[cards[slot].more_paths() if slot in cards else [] for slot in slots],
     )
     transport = UdpTransport(
         endpoint,

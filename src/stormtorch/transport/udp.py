@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
@@ -68,6 +68,22 @@ class Teller(Protocol):
     def status(self) -> str:
         """Says in a few lines where this rank stands."""
         ...
+
+
+class Path(NamedTuple):
+    """One path to a peer: a pair of interfaces, this rank's and the peer's."""
+
+    up: bool
+    """False while it answers nothing although another path does."""
+    round_trip_s: float
+    loss: float
+    """Loss of what the peer sent over it."""
+    bytes_per_s: float
+    """Rate at which this rank sends over it."""
+    bytes_sent: int
+    bytes_received: int
+    outages: int
+    """How often it went down."""
 
 
 class UdpExchange:
@@ -321,7 +337,9 @@ class UdpTransport(EndpointMembership):
         with self._lock:
             try:
                 keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
-                self.endpoint.readmit(peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key])
+                self.endpoint.readmit(
+                    peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key], card.more_paths()
+                )
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
@@ -407,6 +425,11 @@ class UdpTransport(EndpointMembership):
         self.check_owner("link")
         round_trip_s, loss, rate, _ = self.endpoint.links([peer])[0]
         return round_trip_s, loss, rate
+
+    def paths(self, peer: int) -> list[Path]:
+        """What each interface pair to a peer carries, in the order of the options' `interfaces`."""
+        self.check_owner("paths")
+        return [Path(*each) for each in self.endpoint.paths(peer)]
 
     def path_bytes(self, peer: int) -> int:
         """Largest datagram that the path to a peer carries now; larger chunks travel in pieces."""
