@@ -19,8 +19,8 @@ CodeShape::Place CodeShape::place(std::uint32_t ordinal) const {
 
 // ---- the sender ----
 
-Encoding::Encoding(const Cut& cut, std::uint32_t sent, bool exact)
-    : cut_(cut), shape_(cut), exact_(exact), stretches_(shape_.stretches) {
+Encoding::Encoding(const Cut& cut, std::uint32_t sent, bool exact, bool fleeting)
+    : cut_(cut), shape_(cut), exact_(exact), fleeting_(fleeting), stretches_(shape_.stretches) {
     for (std::uint32_t stretch = 0; stretch < shape_.stretches && shape_.begin(stretch) < sent; ++stretch) {
         stretches_[stretch].fate = Fate::plain;
     }
@@ -38,6 +38,8 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
     const std::uint32_t at = shape_.stretch_of(cut_.ordinal(chunk));
     Stretch& stretch = stretches_[at];
     stretch.fate = parity_per_block == 0 ? Fate::plain : Fate::coded;
+    // Parity leaves before the chunks of the next stretch do, so that nobody needs the sums of the one before any more.
+    if (fleeting_ && parity_per_block == 0) sums_.forget();
     if (parity_per_block == 0) return;
     const std::size_t most = max_block_chunks - shape_.block_size(at, 0);
     stretch.parity = static_cast<std::uint32_t>(std::min(parity_per_block, most));
@@ -45,6 +47,7 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
         stretch.blocks.push_back({.data = std::vector<State>(shape_.block_size(at, block), State::unsent),
                                   .parity = std::vector<State>(stretch.parity, State::unsent)});
     }
+    if (fleeting_) sums_.begin(shape_.blocks(at), stretch.parity, shape_.parity_bytes);
 }
 
 Encoding::Block* Encoding::block_of(const CodeShape::Place& at) {
@@ -52,13 +55,14 @@ Encoding::Block* Encoding::block_of(const CodeShape::Place& at) {
     return stretch.fate == Fate::coded ? &stretch.blocks[at.block] : nullptr;
 }
 
-void Encoding::on_sent(std::uint32_t chunk) {
+void Encoding::on_sent(std::uint32_t chunk, std::span<const std::byte> payload) {
     const CodeShape::Place at = place(chunk);
     Block* block = block_of(at);
     if (block == nullptr) return;
     State& state = block->data[at.position];
     if (state == State::unsent) {
         state = State::flying;
+        if (fleeting_) sums_.add(at.block, at.position, payload);
         Stretch& stretch = stretches_[at.stretch];
         if (++stretch.sent == shape_.size(at.stretch)) {
             stretch.due = true;
@@ -170,6 +174,7 @@ std::vector<std::uint32_t> Encoding::abandon(std::uint32_t at) {
 }
 
 std::vector<std::uint32_t> Encoding::give_up() {
+    sums_.forget();
     std::vector<std::uint32_t> all;
     for (std::uint32_t stretch = 0; stretch < shape_.stretches; ++stretch) {
         const std::vector<std::uint32_t> again = abandon(stretch);

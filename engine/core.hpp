@@ -199,6 +199,7 @@ private:
     // parity.cpp: how messages are coded, and what parity changes
     void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
     [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
+    [[nodiscard]] static std::unique_ptr<Encoding> begin_coding(const Outgoing& message);
     void add_parity(Batch& batch, Peer& peer, Outgoing& message, Nanos now);
     bool take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
                      std::span<const std::byte> payload, Nanos now);

@@ -148,12 +148,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     const std::size_t chunks = message == nullptr ? 0 : admit(peer, *message, now);
     if (chunks == 0) return false;
 
-    if (!message->encoding && wants_parity(peer, *message)) {
-        // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
-        const std::uint32_t sent =
-            message->source != nullptr && message->cursor > 0 ? message->cut.chunks : message->cursor;
-        message->encoding = std::make_unique<Encoding>(message->cut, sent, message->lossless());
-    }
+    if (!message->encoding && wants_parity(peer, *message)) message->encoding = begin_coding(*message);
     const bool copies =
         seal_.encrypts() || message->encoding || peer.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0);
@@ -185,7 +180,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (message->encoding) {
             if (!repair) plan_parity(peer, *message, chunk);
             if (message->encoding->coded(chunk)) flags |= flag_coded;
-            message->encoding->on_sent(chunk);
+            message->encoding->on_sent(chunk, message->payload(chunk));
         }
         if (repair) {
             again.pop_front();

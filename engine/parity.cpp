@@ -15,8 +15,9 @@ namespace {
 // Below this loss, parity by itself costs more than all repairs.
 constexpr double least_loss = 0.002;
 
-// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. Some of it may
-// then be overwritten before its parity is computed.
+// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. A result comes
+// only when its owner has the chunk that it overwrites or does without it, so whatever is sent of that chunk from then on is
+// refused as a duplicate: repairs may read it again, but parity, which concerns other chunks too, may not.
 bool lies_where_results_come(const Outgoing& message) {
     const std::byte* end = message.data + message.cut.bytes;
     const std::less<> before;
@@ -31,8 +32,14 @@ bool lies_where_results_come(const Outgoing& message) {
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
-    if (redundancy < 0.0 && (message.never_repaired() || peer.out.loss() <= least_loss)) return false;
-    return !lies_where_results_come(message);
+    return redundancy > 0.0 || (!message.never_repaired() && peer.out.loss() > least_loss);
+}
+
+std::unique_ptr<Encoding> Core::begin_coding(const Outgoing& message) {
+    // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
+    const bool began = message.source != nullptr && message.cursor > 0;
+    return std::make_unique<Encoding>(message.cut, began ? message.cut.chunks : message.cursor, message.lossless(),
+                                      lies_where_results_come(message));
 }
 
 // A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
