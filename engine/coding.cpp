@@ -1,6 +1,7 @@
 #include "coding.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -66,7 +67,8 @@ void Encoding::on_sent(std::uint32_t chunk, std::span<const std::byte> payload) 
         Stretch& stretch = stretches_[at.stretch];
         if (++stretch.sent == shape_.size(at.stretch)) {
             stretch.due = true;
-            for (const Block& each : stretch.blocks) {
+            for (Block& each : stretch.blocks) {
+                if (exact_) drop_needless_parity(each);
                 due_ += static_cast<std::size_t>(std::count(each.parity.begin(), each.parity.end(), State::unsent));
             }
         }
@@ -109,6 +111,35 @@ std::vector<std::uint32_t> Encoding::on_parity_lost(std::uint32_t name) {
     if (block == nullptr || block->parity[of.index] == State::arrived) return {};
     block->parity[of.index] = State::lost;
     return settle(of.stretch, of.block);
+}
+
+std::vector<std::uint32_t> Encoding::take_lost_before_parity() {
+    std::vector<std::uint32_t> again;
+    for (std::uint32_t at = 0; exact_ && at < stretches_.size(); ++at) {
+        Stretch& stretch = stretches_[at];
+        if (stretch.due) continue;
+        for (std::uint32_t number = 0; number < stretch.blocks.size(); ++number) {
+            std::vector<State>& data = stretch.blocks[number].data;
+            for (std::uint32_t i = 0; i < data.size(); ++i) {
+                if (data[i] != State::lost) continue;
+                data[i] = State::flying;
+                again.push_back(chunk_at({at, number, i}));
+            }
+        }
+    }
+    return again;
+}
+
+// By the time that the last chunk of a stretch leaves, the fate of the first is often known: parity need only replace what is
+// lost, and what may be lost of those still under way. What it takes for these grows at most as the root of their number
+// grows, and not less than in proportion to it.
+void Encoding::drop_needless_parity(Block& block) {
+    const auto count = [&](State state) {
+        return static_cast<double>(std::count(block.data.begin(), block.data.end(), state));
+    };
+    const double share = count(State::flying) / static_cast<double>(block.data.size());
+    const double needed = count(State::lost) + std::ceil(static_cast<double>(block.parity.size()) * std::sqrt(share));
+    for (std::size_t i = static_cast<std::size_t>(needed); i < block.parity.size(); ++i) block.parity[i] = State::lost;
 }
 
 void Encoding::forget_parity(Stretch& stretch, Block& block) {

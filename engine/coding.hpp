@@ -86,6 +86,9 @@ public:
     // A datagram was lost. Returns the chunks that must be sent again: none as long as what is under way may suffice.
     [[nodiscard]] std::vector<std::uint32_t> on_lost(std::uint32_t chunk);
     [[nodiscard]] std::vector<std::uint32_t> on_parity_lost(std::uint32_t name);
+    // Nothing else is there to be sent, and some stretch has to wait for its parity until its last chunks are there: returns
+    // what was lost of it, which need not wait.
+    [[nodiscard]] std::vector<std::uint32_t> take_lost_before_parity();
     // The receiver waits although it should have been able to decode, or parity cannot be sent any more: no block is coded
     // from now on. Returns all chunks that were not acknowledged where that was relied upon.
     [[nodiscard]] std::vector<std::uint32_t> give_up();
@@ -130,6 +133,7 @@ private:
     [[nodiscard]] std::uint32_t chunk_at(const CodeShape::Place& at) const { return cut_.at(shape_.ordinal(at)); }
     [[nodiscard]] Block* block_of(const CodeShape::Place& at);
     [[nodiscard]] std::vector<std::uint32_t> settle(std::uint32_t stretch, std::uint32_t block);
+    static void drop_needless_parity(Block& block);
     void forget_parity(Stretch& stretch, Block& block);
     [[nodiscard]] std::vector<std::uint32_t> abandon(std::uint32_t stretch);
     // The next chunk of parity to send; moves on over those that are no longer wanted.

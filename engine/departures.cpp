@@ -95,7 +95,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
                                                 : std::span<const std::byte>(body.data(), body_bytes);
     flight.bytes = static_cast<std::uint32_t>(header_bytes + says.size());
     batch.begin(peer.rank, Batch::max_bytes);
-    const LinkState link{.lossy = peer.out.lossy(), .probes = peer.out.probes()};
+    const LinkState link{.loss = peer.out.loss(), .lossy = peer.out.lossy(), .probes = peer.out.probes()};
     for (unsigned copy = copies_of(header.kind, urgent, link); copy > 0; --copy) {
         // Only the last copy is watched: the link counts the control once.
         Flight each = flight;
@@ -209,6 +209,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         // Nothing follows that would show which of the last datagrams are lost: ask now, without waiting for the probe.
         if (message->lossless() && message->first_pass_over() && peer.out.lossy()) peer.say({.kind = Kind::ping});
     }
+    repair_before_parity(peer, *message, now);
     ++message->pins;
     batch.pin(message->ref);
     return true;

@@ -26,6 +26,26 @@ bool lies_where_results_come(const Outgoing& message) {
     });
 }
 
+// Chunks that are still to be sent to the peer when this stretch of a message has left. Behind a contribution to a sum comes
+// its result. About half of that hides what is lost now: results wait for contributions of others as well, and their parity
+// for the last of them.
+std::size_t chunks_after(const Outgoing& message, std::uint32_t stretch_chunks) {
+    std::size_t after = message.cut.chunks - std::min(message.cursor + stretch_chunks, message.cut.chunks);
+    if (message.second_stage) return after;
+    for (const Outgoing& each : message.exchange->sends) {
+        if (each.second_stage && each.peer == message.peer) after += (each.cut.chunks - each.cursor) / 2;
+    }
+    return after;
+}
+
+// Messages of the same stage: everybody sends as many as we do, as far as we know, and all wait for the last of them.
+double messages_beside(const Outgoing& message) {
+    const auto ours = static_cast<double>(
+        std::count_if(message.exchange->sends.begin(), message.exchange->sends.end(),
+                      [&](const Outgoing& each) { return each.second_stage == message.second_stage; }));
+    return ours * (ours + 1.0);
+}
+
 }  // namespace
 
 // Whether a message may get parity at all. How much each of its stretches gets, if any, `plan_parity` decides.
@@ -58,13 +78,14 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     } else {
         const double rate = shared_pacer_ ? config_.bytes_per_s : peer.rate.bytes_per_s();
         const double bytes = static_cast<double>(shape.parity_bytes + header_bytes + seal_.overhead_bytes());
-        const std::uint32_t behind = message.cursor + shape.size(stretch);
         parity = parity_that_pays({.loss = peer.out.loss(),
                                    .burst = peer.out.burst(),
                                    .round_trip_s = static_cast<double>(peer.out.smooth_rtt()) * 1e-9,
                                    .chunk_s = rate > 0.0 ? bytes / rate : 0.0},
-                                  shape.size(stretch), shape.blocks(stretch),
-                                  message.cut.chunks - std::min(behind, message.cut.chunks));
+                                  {.chunks = shape.size(stretch),
+                                   .blocks = shape.blocks(stretch),
+                                   .after = chunks_after(message, shape.size(stretch)),
+                                   .messages = messages_beside(message)});
     }
     encoding.decide(chunk, parity);
 }
@@ -102,8 +123,18 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
     count_blocks(message);
     if (!parity && again.empty()) ++message.repaired;  // by parity, as far as we know
     for (const std::uint32_t chunk : again) {
-        if (message.wanted) send_again(peer, message, chunk, now);
+        if (message.wanted) send_again(peer, message, chunk, now, (flight.flags & flag_repair) != 0);
     }
+    repair_before_parity(peer, message, now);
+}
+
+// The line is free, but the parity of what was sent waits for chunks that others have not contributed to yet: repairs what
+// is known to be lost meanwhile.
+void Core::repair_before_parity(Peer& peer, Outgoing& message, Nanos now) {
+    if (!message.wanted || !message.encoding || message.first_pass_over() || message.waiting() > 0) return;
+    if (!peer.queue.only_repairs()) return;
+    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity())
+        send_again(peer, message, chunk, now);
 }
 
 // Goes on without parity: what was relied upon is sent after all.

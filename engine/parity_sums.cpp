@@ -29,8 +29,8 @@ std::span<const std::byte> ParitySums::parity(std::uint32_t block, std::uint32_t
 }
 
 void ParitySums::forget() {
-    sums_ = {};
-    copies_ = {};
+    std::vector<std::byte>().swap(sums_);
+    std::vector<std::byte>().swap(copies_);
     waiting_.clear();
 }
 

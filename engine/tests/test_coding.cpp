@@ -244,15 +244,15 @@ TEST(receiver_refuses_parity_that_belongs_nowhere_and_parity_for_which_it_has_no
 
 TEST(model_codes_the_ends_of_messages_on_long_lossy_links_and_nothing_else) {
     const CodedLink far{.loss = 0.1, .burst = 1.1, .round_trip_s = 0.04, .chunk_s = 1.2e-4};
-    CHECK(parity_that_pays(far, 256, 2, 0) > 12);           // more than the mean loss
-    CHECK_EQUAL(parity_that_pays(far, 512, 4, 20000), 0U);  // repairs of these are hidden by what follows
+    CHECK(parity_that_pays(far, {.chunks = 256, .blocks = 2}) > 12);           // more than the mean loss
+    CHECK_EQUAL(parity_that_pays(far, {.chunks = 512, .blocks = 4, .after = 20000}), 0U);  // repairs of these are hidden by what follows
     CodedLink clean = far, near = far, bursty = far, thin = far;
     clean.loss = 0.0;
     near.round_trip_s = 1e-4;
     bursty.burst = 20.0;
     thin.chunk_s = 0.02;
-    CHECK_EQUAL(parity_that_pays(clean, 256, 2, 0), 0U);
-    CHECK_EQUAL(parity_that_pays(near, 256, 2, 0), 0U);
-    CHECK(parity_that_pays(bursty, 256, 2, 0) >= parity_that_pays(far, 256, 2, 0));
-    CHECK(parity_that_pays(thin, 256, 2, 0) < parity_that_pays(far, 256, 2, 0));
+    CHECK_EQUAL(parity_that_pays(clean, {.chunks = 256, .blocks = 2}), 0U);
+    CHECK_EQUAL(parity_that_pays(near, {.chunks = 256, .blocks = 2}), 0U);
+    CHECK(parity_that_pays(bursty, {.chunks = 256, .blocks = 2}) >= parity_that_pays(far, {.chunks = 256, .blocks = 2}));
+    CHECK(parity_that_pays(thin, {.chunks = 256, .blocks = 2}) < parity_that_pays(far, {.chunks = 256, .blocks = 2}));
 }
