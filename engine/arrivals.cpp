@@ -386,7 +386,9 @@ void Core::on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now) {
 }
 
 // A chunk is lost: leaves it out if the budget allows, or else sends it again.
-void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now) {
+// `anew`: so was a repair of it.
+void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool anew) {
+    if (!message.repairs.empty() && message.repairs.back() == chunk) return;  // of several copies, the first one counts
     if (message.given_up + message.reserved < message.allowed) {
         ++message.given_up;
         message.release_if_done();
@@ -394,6 +396,10 @@ void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
         return;
     }
     message.repairs.push_back(chunk);
+    if (anew && message.first_pass_over() && peer.links.lossy() && !peer.queue.only_repairs()) {
+        // Its repair was lost, too. What comes behind the message no longer hides that for long.
+        message.repairs.push_back(chunk);
+    }
     // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
     if (message.first_pass_over() && peer.links.lossy() && peer.queue.only_repairs()) {
         const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
@@ -414,7 +420,7 @@ void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
         if (message->encoding) {
             repair_coded(peer, *message, flight, now);
         } else if (!message->acked_chunks.test(flight.chunk)) {
-            send_again(peer, *message, flight.chunk, now);
+            send_again(peer, *message, flight.chunk, now, (flight.flags & flag_repair) != 0);
         }
     } else if (flight.kind == Kind::ready) {
         Exchange* exchange = exchanges_.find(flight.channel, flight.seq);

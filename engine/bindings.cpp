@@ -610,8 +610,10 @@ NB_MODULE(_engine, m) {
     m.def(
         "parity_that_pays",
         [](double loss, double burst, double round_trip_s, double chunk_s, std::size_t chunks, std::size_t blocks,
-           std::size_t after) { return parity_that_pays({loss, burst, round_trip_s, chunk_s}, chunks, blocks, after); },
+           std::size_t after, double messages) {
+            return parity_that_pays({loss, burst, round_trip_s, chunk_s}, {chunks, blocks, after, messages});
+        },
         nb::arg("loss"), nb::arg("burst"), nb::arg("round_trip_s"), nb::arg("chunk_s"), nb::arg("chunks"),
-        nb::arg("blocks"), nb::arg("after"));
+        nb::arg("blocks"), nb::arg("after"), nb::arg("messages"));
     m.def("chunk_bytes", &Core::chunk_bytes_for, nb::arg("datagram_bytes"), nb::arg("sealed"));
 }

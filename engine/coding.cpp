@@ -1,6 +1,7 @@
 #include "coding.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -19,8 +20,8 @@ CodeShape::Place CodeShape::place(std::uint32_t ordinal) const {
 
 // ---- the sender ----
 
-Encoding::Encoding(const Cut& cut, std::uint32_t sent, bool exact)
-    : cut_(cut), shape_(cut), exact_(exact), stretches_(shape_.stretches) {
+Encoding::Encoding(const Cut& cut, std::uint32_t sent, bool exact, bool fleeting)
+    : cut_(cut), shape_(cut), exact_(exact), fleeting_(fleeting), stretches_(shape_.stretches) {
     for (std::uint32_t stretch = 0; stretch < shape_.stretches && shape_.begin(stretch) < sent; ++stretch) {
         stretches_[stretch].fate = Fate::plain;
     }
@@ -38,6 +39,8 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
     const std::uint32_t at = shape_.stretch_of(cut_.ordinal(chunk));
     Stretch& stretch = stretches_[at];
     stretch.fate = parity_per_block == 0 ? Fate::plain : Fate::coded;
+    // Parity leaves before the chunks of the next stretch do, so that nobody needs the sums of the one before any more.
+    if (fleeting_ && parity_per_block == 0) sums_.forget();
     if (parity_per_block == 0) return;
     const std::size_t most = max_block_chunks - shape_.block_size(at, 0);
     stretch.parity = static_cast<std::uint32_t>(std::min(parity_per_block, most));
@@ -45,6 +48,7 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
         stretch.blocks.push_back({.data = std::vector<State>(shape_.block_size(at, block), State::unsent),
                                   .parity = std::vector<State>(stretch.parity, State::unsent)});
     }
+    if (fleeting_) sums_.begin(shape_.blocks(at), stretch.parity, shape_.parity_bytes);
 }
 
 Encoding::Block* Encoding::block_of(const CodeShape::Place& at) {
@@ -52,17 +56,19 @@ Encoding::Block* Encoding::block_of(const CodeShape::Place& at) {
     return stretch.fate == Fate::coded ? &stretch.blocks[at.block] : nullptr;
 }
 
-void Encoding::on_sent(std::uint32_t chunk) {
+void Encoding::on_sent(std::uint32_t chunk, std::span<const std::byte> payload) {
     const CodeShape::Place at = place(chunk);
     Block* block = block_of(at);
     if (block == nullptr) return;
     State& state = block->data[at.position];
     if (state == State::unsent) {
         state = State::flying;
+        if (fleeting_) sums_.add(at.block, at.position, payload);
         Stretch& stretch = stretches_[at.stretch];
         if (++stretch.sent == shape_.size(at.stretch)) {
             stretch.due = true;
-            for (const Block& each : stretch.blocks) {
+            for (Block& each : stretch.blocks) {
+                if (exact_) drop_needless_parity(each);
                 due_ += static_cast<std::size_t>(std::count(each.parity.begin(), each.parity.end(), State::unsent));
             }
         }
@@ -105,6 +111,35 @@ std::vector<std::uint32_t> Encoding::on_parity_lost(std::uint32_t name) {
     if (block == nullptr || block->parity[of.index] == State::arrived) return {};
     block->parity[of.index] = State::lost;
     return settle(of.stretch, of.block);
+}
+
+std::vector<std::uint32_t> Encoding::take_lost_before_parity() {
+    std::vector<std::uint32_t> again;
+    for (std::uint32_t at = 0; exact_ && at < stretches_.size(); ++at) {
+        Stretch& stretch = stretches_[at];
+        if (stretch.due) continue;
+        for (std::uint32_t number = 0; number < stretch.blocks.size(); ++number) {
+            std::vector<State>& data = stretch.blocks[number].data;
+            for (std::uint32_t i = 0; i < data.size(); ++i) {
+                if (data[i] != State::lost) continue;
+                data[i] = State::flying;
+                again.push_back(chunk_at({at, number, i}));
+            }
+        }
+    }
+    return again;
+}
+
+// By the time that the last chunk of a stretch leaves, the fate of the first is often known: parity need only replace what is
+// lost, and what may be lost of those still under way. What it takes for these grows at most as the root of their number
+// grows, and not less than in proportion to it.
+void Encoding::drop_needless_parity(Block& block) {
+    const auto count = [&](State state) {
+        return static_cast<double>(std::count(block.data.begin(), block.data.end(), state));
+    };
+    const double share = count(State::flying) / static_cast<double>(block.data.size());
+    const double needed = count(State::lost) + std::ceil(static_cast<double>(block.parity.size()) * std::sqrt(share));
+    for (std::size_t i = static_cast<std::size_t>(needed); i < block.parity.size(); ++i) block.parity[i] = State::lost;
 }
 
 void Encoding::forget_parity(Stretch& stretch, Block& block) {
@@ -170,6 +205,7 @@ std::vector<std::uint32_t> Encoding::abandon(std::uint32_t at) {
 }
 
 std::vector<std::uint32_t> Encoding::give_up() {
+    sums_.forget();
     std::vector<std::uint32_t> all;
     for (std::uint32_t stretch = 0; stretch < shape_.stretches; ++stretch) {
         const std::vector<std::uint32_t> again = abandon(stretch);

@@ -18,6 +18,7 @@
 #include "blocks.hpp"
 #include "cut.hpp"
 #include "erasure.hpp"
+#include "parity_sums.hpp"
 
 namespace storm {
 
@@ -65,8 +66,10 @@ struct ParityName {
 class Encoding {
 public:
     // Stretches of which some chunk was sent already go without parity: `sent` chunks of the first pass. `exact`: a block
-    // that lacks something is topped up; otherwise its chunks are from then on repaired or not, one by one.
-    Encoding(const Cut& cut, std::uint32_t sent, bool exact);
+    // that lacks something is topped up; otherwise its chunks are from then on repaired or not, one by one. `fleeting`: a
+    // chunk may be overwritten once the receiver has it, so that its parity is computed as it leaves. Such chunks leave in
+    // the order of the cut.
+    Encoding(const Cut& cut, std::uint32_t sent, bool exact, bool fleeting);
 
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
     // Whether nobody has decided yet how much parity the stretch of this chunk gets: `decide` comes before the chunk is sent.
@@ -76,18 +79,21 @@ public:
 
     // A chunk of the first pass was sent, or will never be as it never reached us: then its stretch goes without parity,
     // and the chunks that are returned must be sent again.
-    void on_sent(std::uint32_t chunk);
+    void on_sent(std::uint32_t chunk, std::span<const std::byte> payload);
     [[nodiscard]] std::vector<std::uint32_t> on_skipped(std::uint32_t chunk);
     void on_acked(std::uint32_t chunk);
     void on_parity_acked(std::uint32_t name);
     // A datagram was lost. Returns the chunks that must be sent again: none as long as what is under way may suffice.
     [[nodiscard]] std::vector<std::uint32_t> on_lost(std::uint32_t chunk);
     [[nodiscard]] std::vector<std::uint32_t> on_parity_lost(std::uint32_t name);
+    // Nothing else is there to be sent, and some stretch has to wait for its parity until its last chunks are there: returns
+    // what was lost of it, which need not wait.
+    [[nodiscard]] std::vector<std::uint32_t> take_lost_before_parity();
     // The receiver waits although it should have been able to decode, or parity cannot be sent any more: no block is coded
     // from now on. Returns all chunks that were not acknowledged where that was relied upon.
     [[nodiscard]] std::vector<std::uint32_t> give_up();
 
-    // Chunks of parity that can be sent now, and the next of them. `payload(chunk)` gives a chunk's bytes.
+    // Chunks of parity that can be sent now, and the next of them. `payload(chunk)` gives a chunk's bytes, where they stay.
     [[nodiscard]] std::size_t due() const { return due_; }
     struct Ready {
         std::uint32_t name;
@@ -104,6 +110,8 @@ public:
         std::uint32_t saved, topped_up;
     };
     [[nodiscard]] News take_news();
+    // Memory that it holds for parity.
+    [[nodiscard]] std::size_t memory_bytes() const { return computed_.capacity() + sums_.memory_bytes(); }
 
 private:
     enum class State : std::uint8_t { unsent, flying, lost, arrived };
@@ -125,6 +133,7 @@ private:
     [[nodiscard]] std::uint32_t chunk_at(const CodeShape::Place& at) const { return cut_.at(shape_.ordinal(at)); }
     [[nodiscard]] Block* block_of(const CodeShape::Place& at);
     [[nodiscard]] std::vector<std::uint32_t> settle(std::uint32_t stretch, std::uint32_t block);
+    static void drop_needless_parity(Block& block);
     void forget_parity(Stretch& stretch, Block& block);
     [[nodiscard]] std::vector<std::uint32_t> abandon(std::uint32_t stretch);
     // The next chunk of parity to send; moves on over those that are no longer wanted.
@@ -132,13 +141,14 @@ private:
 
     Cut cut_;
     CodeShape shape_;
-    bool exact_;
+    bool exact_, fleeting_;
     std::vector<Stretch> stretches_;
     std::size_t due_{};
     std::uint32_t presumed_{};
     News news_{};
     std::vector<std::byte> computed_;  // parity of all blocks of one stretch, `at_once` each
     std::uint32_t computed_stretch_{~0U}, computed_group_{~0U};
+    ParitySums sums_;  // of the stretch that is being sent, where chunks are fleeting
 };
 
 // Memory for what receivers keep until a block is complete: no peer gets more than its share.
@@ -220,6 +230,7 @@ private:
 template <class Payload>
 Encoding::Ready Encoding::take(Payload&& payload) {
     const ParityName name = next_name();
+    if (fleeting_) return {.name = name.pack(), .payload = sums_.parity(name.block, name.index)};
     Stretch& stretch = stretches_[name.stretch];
     const std::uint32_t group = name.index / at_once, bytes = shape_.parity_bytes;
     if (computed_stretch_ != name.stretch || computed_group_ != group) {

@@ -11,6 +11,8 @@ constexpr double least_gain_s = 0.5e-3;
 constexpr double least_gain = 0.1;  // of what repairing costs
 // A rarer failure than this saves nothing that could be noticed.
 constexpr double least_failure = 1e-4;
+// Even the smallest block may have so much parity.
+constexpr std::size_t least_bound = 8;
 
 // The chain of two states, seen only every `apart` datagrams.
 struct Chain {
@@ -68,23 +70,28 @@ std::vector<double> block_failures(const CodedLink& link, std::size_t chunks, st
     return failures;
 }
 
-std::size_t parity_that_pays(const CodedLink& link, std::size_t chunks, std::size_t blocks, std::size_t after) {
-    if (!(link.loss > 0.0) || !(link.round_trip_s > 0.0) || chunks == 0 || blocks == 0) return 0;
-    const double n = static_cast<double>(chunks), several = static_cast<double>(blocks);
-    const double hidden_s = static_cast<double>(after) * link.chunk_s;
-    const double delay = repair_delay(link, n, hidden_s);
-    const double bytes = n * link.loss / (1.0 - std::min(link.loss, 0.99)) * link.chunk_s;
-    const double without = delay + bytes;
+std::size_t parity_that_pays(const CodedLink& link, const CodedStretch& stretch) {
+    if (!(link.loss > 0.0) || !(link.round_trip_s > 0.0) || stretch.chunks == 0 || stretch.blocks == 0) return 0;
+    const double n = static_cast<double>(stretch.chunks), blocks = static_cast<double>(stretch.blocks);
+    const double hidden_s = static_cast<double>(stretch.after) * link.chunk_s;
+    const double delay = repair_delay(link, n * stretch.messages, hidden_s);
+    const double repairs = n * link.loss / (1.0 - std::min(link.loss, 0.99));
+    const double without = delay + repairs * link.chunk_s;
     if (delay < least_gain_s) return 0;
-    const std::size_t each = (chunks + blocks - 1) / blocks, most = std::min<std::size_t>(each, 255 - each);
-    const std::vector<double> failures = block_failures(link, each, most, blocks);
-    // A block that fails is topped up: one round for a few chunks, and perhaps more.
-    const double failed = std::max(0.0, link.round_trip_s - hidden_s) + repair_delay(link, 4.0, hidden_s);
+    const std::size_t each = (stretch.chunks + stretch.blocks - 1) / stretch.blocks;
+    const std::size_t most = std::min(std::max(each, least_bound), 255 - each);
+    const std::vector<double> failures = block_failures(link, each, most, stretch.blocks);
+    const double all_blocks = blocks * stretch.messages, trip_s = link.round_trip_s;
     std::size_t best = 0;
     double least = without;
     for (std::size_t m = 1; m <= most; ++m) {
-        const double any = -std::expm1(several * std::log1p(-std::min(failures[m], 0.999999)));
-        const double cost = static_cast<double>(m) * several * link.chunk_s + any * failed;
+        const double any = -std::expm1(all_blocks * std::log1p(-std::min(failures[m], 0.999999)));
+        // Blocks that fail are topped up: one round for a few chunks of each, and perhaps more.
+        const double few = 4.0 * std::max(1.0, all_blocks * failures[m]);
+        const double failed = std::clamp(trip_s - hidden_s, 0.0, trip_s) + repair_delay(link, few, hidden_s - trip_s);
+        // With less parity than chunks are lost, the rest is repaired.
+        const double sent = std::max(static_cast<double>(m) * blocks, repairs);
+        const double cost = sent * link.chunk_s + any * failed;
         if (cost < least) {
             least = cost;
             best = m;

@@ -19,9 +19,14 @@ struct CodedLink {
 [[nodiscard]] std::vector<double> block_failures(const CodedLink& link, std::size_t chunks, std::size_t most,
                                                  std::size_t apart);
 
-// Chunks of parity for each of the `blocks` blocks of a stretch of `chunks` chunks, after which `after` chunks of the same
-// message are still to be sent. 0 where repairing is as good.
-[[nodiscard]] std::size_t parity_that_pays(const CodedLink& link, std::size_t chunks, std::size_t blocks,
-                                           std::size_t after);
+// A stretch of a message.
+struct CodedStretch {
+    std::size_t chunks{}, blocks{};
+    std::size_t after{};      // chunks that are still to be sent behind it, which hide the time that its repairs take
+    double messages{1.0};     // messages like this one, all of which somebody waits for
+};
+
+// Chunks of parity for each block of the stretch; 0 where repairing is as good.
+[[nodiscard]] std::size_t parity_that_pays(const CodedLink& link, const CodedStretch& stretch);
 
 }  // namespace storm

@@ -35,13 +35,14 @@ private:
 
 // What a sender knows of a link when it decides how often to send a control.
 struct LinkState {
+    double loss{};      // fraction of datagrams that are lost
     bool lossy{};       // so many datagrams are lost that sending twice pays
     unsigned probes{};  // pings without an answer since the peer last acknowledged something
 };
 
 // How many copies of a control leave at once. More than one, where somebody waits for it: at the end of a lossy message;
-// for a ping after unanswered ones, as the link is having a bad time; and on a lossy link for urgent reports and pings.
-// `urgent`: how many copies of a report were asked for, 0 if none was.
+// for a ping after unanswered ones, as the link is having a bad time; and on a lossy link for urgent reports, pings, and
+// what says that a message is closed: a sender that relied on parity learns it from nothing else. `urgent`: how many copies of a report were asked for, 0 if none was.
 [[nodiscard]] unsigned copies_of(Kind kind, unsigned urgent, const LinkState& link);
 
 }  // namespace storm

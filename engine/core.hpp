@@ -209,13 +209,15 @@ private:
     // parity.cpp: how messages are coded, and what parity changes
     void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
     [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
+    [[nodiscard]] static std::unique_ptr<Encoding> begin_coding(const Outgoing& message);
     void add_parity(Batch& batch, Peer& peer, Link& link, Outgoing& message, Nanos now);
     bool take_parity(Exchange& exchange, Peer& peer, Incoming& message, const Header& header,
                      std::span<const std::byte> payload, Nanos now);
     void keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload);
     void restore(Incoming& message, const Header& header);
-    void send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now);
+    void send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool anew = false);
     void repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nanos now);
+    void repair_before_parity(Peer& peer, Outgoing& message, Nanos now);
     void give_up_coding(Peer& peer, Outgoing& message, Nanos now);
     void count_blocks(Outgoing& message);
 

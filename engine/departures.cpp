@@ -138,7 +138,7 @@ void Core::send_control(Batch& batch, Peer& peer, Link& link, Header header, Fli
     header.cookie = seal_.visible_cookie();
     flight.bytes = static_cast<std::uint32_t>(header_bytes + says.size());
     batch.begin(peer.rank, Batch::max_bytes, link.index);
-    const LinkState state{.lossy = link.out.lossy(), .probes = link.out.probes()};
+    const LinkState state{.loss = link.out.loss(), .lossy = link.out.lossy(), .probes = link.out.probes()};
     for (unsigned copy = copies_of(header.kind, urgent, state); copy > 0; --copy) {
         // Only the last copy is watched: the link counts the control once.
         Flight each = flight;
@@ -224,12 +224,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     if (chosen == nullptr) return false;
     Link& link = *chosen;
 
-    if (!message->encoding && wants_parity(peer, *message)) {
-        // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
-        const std::uint32_t sent =
-            message->source != nullptr && message->cursor > 0 ? message->cut.chunks : message->cursor;
-        message->encoding = std::make_unique<Encoding>(message->cut, sent, message->lossless());
-    }
+    if (!message->encoding && wants_parity(peer, *message)) message->encoding = begin_coding(*message);
     const bool copies =
         seal_.encrypts() || message->encoding || link.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0, link.index);
@@ -261,7 +256,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (message->encoding) {
             if (!repair) plan_parity(peer, *message, chunk);
             if (message->encoding->coded(chunk)) flags |= flag_coded;
-            message->encoding->on_sent(chunk);
+            message->encoding->on_sent(chunk, message->payload(chunk));
         }
         if (repair) {
             again.pop_front();
@@ -290,6 +285,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         // Nothing follows that would show which of the last datagrams are lost: ask now, without waiting for the probe.
         if (message->lossless() && message->first_pass_over()) ask_for_losses(peer);
     }
+    repair_before_parity(peer, *message, now);
     ++message->pins;
     batch.pin(message->ref);
     return true;

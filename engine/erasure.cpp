@@ -90,6 +90,18 @@ void encode_parity(std::span<const std::span<const std::byte>> data, std::size_t
                  true);
 }
 
+void add_to_parity(std::span<const std::span<const std::byte>> chunks, std::span<const std::size_t> positions,
+                   std::span<std::byte* const> parity, std::size_t bytes) {
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+        if (chunks[i].size() > bytes) throw std::invalid_argument("a chunk is longer than its parity");
+        if (positions[i] + parity.size() >= max_block_chunks)
+            throw std::invalid_argument("a block has at most 255 chunks with its parity");
+    }
+    std::array<std::size_t, max_block_chunks> rows;
+    for (std::size_t r = 0; r < parity.size(); ++r) rows[r] = r;
+    add_products(chunks, positions, std::span(rows).first(parity.size()), parity, bytes, false);
+}
+
 bool ErasureDecoder::decode(std::span<const Chunk> data, std::span<const Parity> found, std::size_t bytes) {
     std::vector<std::span<const std::byte>> present;
     std::vector<std::size_t> present_columns, columns, rows;

@@ -21,6 +21,10 @@ inline constexpr std::size_t max_block_chunks = 255;
 // data.size() + first + parity.size() <= max_block_chunks; misuse throws std::invalid_argument.
 void encode_parity(std::span<const std::span<const std::byte>> data, std::size_t first,
                    std::span<std::byte* const> parity, std::size_t bytes);
+// Adds chunks, each with its position in the block, to parity 0, 1, ..., which begins as zeros: what `encode_parity` does at
+// once. The same bounds hold.
+void add_to_parity(std::span<const std::span<const std::byte>> chunks, std::span<const std::size_t> positions,
+                   std::span<std::byte* const> parity, std::size_t bytes);
 
 // A chunk of parity that arrived.
 struct Parity {

@@ -15,8 +15,9 @@ namespace {
 // Below this loss, parity by itself costs more than all repairs.
 constexpr double least_loss = 0.002;
 
-// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. Some of it may
-// then be overwritten before its parity is computed.
+// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. A result comes
+// only when its owner has the chunk that it overwrites or does without it, so whatever is sent of that chunk from then on is
+// refused as a duplicate: repairs may read it again, but parity, which concerns other chunks too, may not.
 bool lies_where_results_come(const Outgoing& message) {
     const std::byte* end = message.data + message.cut.bytes;
     const std::less<> before;
@@ -25,14 +26,40 @@ bool lies_where_results_come(const Outgoing& message) {
     });
 }
 
+// Chunks that are still to be sent to the peer when this stretch of a message has left. Behind a contribution to a sum comes
+// its result. About half of that hides what is lost now: results wait for contributions of others as well, and their parity
+// for the last of them.
+std::size_t chunks_after(const Outgoing& message, std::uint32_t stretch_chunks) {
+    std::size_t after = message.cut.chunks - std::min(message.cursor + stretch_chunks, message.cut.chunks);
+    if (message.second_stage) return after;
+    for (const Outgoing& each : message.exchange->sends) {
+        if (each.second_stage && each.peer == message.peer) after += (each.cut.chunks - each.cursor) / 2;
+    }
+    return after;
+}
+
+// Messages of the same stage: everybody sends as many as we do, as far as we know, and all wait for the last of them.
+double messages_beside(const Outgoing& message) {
+    const auto ours = static_cast<double>(
+        std::count_if(message.exchange->sends.begin(), message.exchange->sends.end(),
+                      [&](const Outgoing& each) { return each.second_stage == message.second_stage; }));
+    return ours * (ours + 1.0);
+}
+
 }  // namespace
 
 // Whether a message may get parity at all. How much each of its stretches gets, if any, `plan_parity` decides.
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
-    if (redundancy < 0.0 && (message.never_repaired() || peer.links.loss() <= least_loss)) return false;
-    return !lies_where_results_come(message);
+    return redundancy > 0.0 || (!message.never_repaired() && peer.links.loss() > least_loss);
+}
+
+std::unique_ptr<Encoding> Core::begin_coding(const Outgoing& message) {
+    // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
+    const bool began = message.source != nullptr && message.cursor > 0;
+    return std::make_unique<Encoding>(message.cut, began ? message.cut.chunks : message.cursor, message.lossless(),
+                                      lies_where_results_come(message));
 }
 
 // A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
@@ -52,13 +79,14 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
         const double rate = shared_pacers_.empty() ? peer.links.bytes_per_s()
                                                    : static_cast<double>(shared_pacers_.size()) * config_.bytes_per_s;
         const double bytes = static_cast<double>(shape.parity_bytes + header_bytes + seal_.overhead_bytes());
-        const std::uint32_t behind = message.cursor + shape.size(stretch);
         parity = parity_that_pays({.loss = peer.links.loss(),
                                    .burst = peer.links.burst(),
                                    .round_trip_s = static_cast<double>(peer.links.round_trip()) * 1e-9,
                                    .chunk_s = rate > 0.0 ? bytes / rate : 0.0},
-                                  shape.size(stretch), shape.blocks(stretch),
-                                  message.cut.chunks - std::min(behind, message.cut.chunks));
+                                  {.chunks = shape.size(stretch),
+                                   .blocks = shape.blocks(stretch),
+                                   .after = chunks_after(message, shape.size(stretch)),
+                                   .messages = messages_beside(message)});
     }
     encoding.decide(chunk, parity);
 }
@@ -96,8 +124,17 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
     count_blocks(message);
     if (!parity && again.empty()) ++message.repaired;  // by parity, as far as we know
     for (const std::uint32_t chunk : again) {
-        if (message.wanted) send_again(peer, message, chunk, now);
+        if (message.wanted) send_again(peer, message, chunk, now, (flight.flags & flag_repair) != 0);
     }
+    repair_before_parity(peer, message, now);
+}
+
+// The line is free, but the parity of what was sent waits for chunks that others have not contributed to yet: repairs what
+// is known to be lost meanwhile.
+void Core::repair_before_parity(Peer& peer, Outgoing& message, Nanos now) {
+    if (!message.wanted || !message.encoding || message.first_pass_over() || message.waiting() > 0) return;
+    if (!peer.queue.only_repairs()) return;
+    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity()) send_again(peer, message, chunk, now);
 }
 
 // Goes on without parity: what was relied upon is sent after all.

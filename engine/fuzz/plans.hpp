@@ -20,7 +20,8 @@ struct Plan {
     Shape shape{};
     std::uint32_t channel{}, seq{}, bytes{};
     std::array<StageSpec, 2> stages{};
-    bool lossy{};  // in any way
+    bool lossy{};     // in any way
+    bool in_place{};  // results replace contributions where these lie
 
     [[nodiscard]] std::uint32_t key() const { return channel * 64 + seq; }
 };
@@ -65,8 +66,9 @@ inline void all_reduce(std::uint16_t rank, std::uint16_t world, const Plan& plan
     posted.in.resize(shard * world);
     posted.out.assign(shard * world, -1.0F);
     for (std::size_t e = 0; e < posted.in.size(); ++e) posted.in[e] = value(rank, e);
+    if (plan.in_place) posted.out = posted.in;
     const auto input = [&](std::size_t of) {
-        return reinterpret_cast<const std::byte*>(posted.in.data() + of * shard);
+        return reinterpret_cast<const std::byte*>((plan.in_place ? posted.out : posted.in).data() + of * shard);
     };
     const auto output = [&](std::size_t of) { return reinterpret_cast<std::byte*>(posted.out.data() + of * shard); };
     const bool lossy = plan.stages[0].budget > 0 || plan.stages[0].deadline != never;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "batch.hpp"
+#include "coding.hpp"
 #include "core.hpp"
 #include "plans.hpp"
 #include "program.hpp"
@@ -16,7 +17,7 @@
 namespace storm::fuzz {
 
 inline constexpr std::uint64_t cookie = 0x5eed'c0de'1234'5678ULL;
-inline constexpr std::size_t pool_bytes = 8 << 10, datagram_bytes = 128, chunk_bytes = 96, least_path_bytes = 96;
+inline constexpr std::size_t datagram_bytes = 128, chunk_bytes = 96, least_path_bytes = 96;
 inline constexpr std::uint32_t channels = 2, most_posts = 12;
 inline constexpr Nanos silence = 2 * second;
 
@@ -27,8 +28,15 @@ struct Datagram {
 
 class World {
 public:
-    World(std::uint16_t size, bool lies_allowed, std::uint8_t paths = 1)
-        : world_(size), paths_(paths), lies_allowed_(lies_allowed), born_(size), incarnations_(size), hostile_(size) {
+    // `pool_bytes`: half of it is room for what is kept until a block can be decoded.
+    World(std::uint16_t size, bool lies_allowed, std::size_t pool_bytes, std::uint8_t paths = 1)
+        : world_(size),
+          paths_(paths),
+          lies_allowed_(lies_allowed),
+          pool_bytes_(pool_bytes),
+          born_(size),
+          incarnations_(size),
+          hostile_(size) {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
             cores_.push_back(make_core(rank));
             posted_.emplace_back();
@@ -51,7 +59,8 @@ public:
             case 6: duplicate(program.byte()); break;
             case 7: bend(program); break;
             case 8:
-                if (lies_allowed_) forge(program, rank);
+                if (lies_allowed_ && operation / 12 % 2 == 0) forge(program, rank);
+                if (lies_allowed_ && operation / 12 % 2 == 1) forge_parity(program, rank);
                 break;
             case 9: wait(Nanos{program.byte()} * program.byte() * 20 * microsecond); break;
             case 10:
@@ -107,7 +116,7 @@ private:
         config.datagram_bytes = datagram_bytes;
         config.least_path_bytes = least_path_bytes;
         config.receive_buffer = 16 << 10;
-        config.pool_bytes = pool_bytes;
+        config.pool_bytes = pool_bytes_;
         config.eager_bytes = 512;
         config.silence = silence;
         config.secrets.cookie = cookie;
@@ -122,13 +131,19 @@ private:
         plan->shape = static_cast<Shape>(kind % 3);
         plan->channel = kind / 3 % channels;
         plan->seq = next_seq_[plan->channel]++;
-        plan->bytes = program.byte() * (kind % 7 == 0 ? 16U : 3U);
+        // Now and then several blocks, or several stretches of them.
+        plan->bytes = program.byte() * (kind % 61 == 60 ? 300U : kind % 7 == 0 ? 16U : 3U);
         if (plan->shape == Shape::all_reduce) plan->bytes &= ~3U;
         static constexpr std::array<double, 4> budgets{0, 0, 0.25, 1};
         const std::uint8_t loss = program.byte();
         plan->stages[0].budget = budgets[loss % 4];
         plan->stages[1].budget = plan->shape == Shape::broadcast ? plan->stages[0].budget : budgets[loss / 4 % 4];
         if (loss / 16 % 4 == 1) plan->stages[0].deadline = plan->stages[1].deadline = 30 * millisecond;
+        const std::uint8_t coding = program.byte();
+        static constexpr std::array<double, 8> redundancies{0, StageSpec::automatic, 0.1, 0.3, 0.5, 1, 2, 4};
+        plan->stages[0].redundancy = redundancies[coding % 8];
+        plan->stages[1].redundancy = redundancies[coding / 8 % 8];
+        plan->in_place = coding >= 128;
         for (const StageSpec& stage : plan->stages) plan->lossy |= stage.budget > 0 || stage.deadline != never;
         plans_.push_back(std::move(plan));
     }
@@ -230,12 +245,52 @@ private:
         if ((wild & 8) != 0) header.seq = program.word();
         std::vector<std::byte> payload(program.byte());
         for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
+        lie(header, payload, target);
+    }
+    // Parity of a message that somebody planned, or that is long over: any name, perhaps another length, and as its payload
+    // what is on the wire or anything else. Chunks, too, may say that parity follows although none does.
+    void forge_parity(Program& program, std::uint16_t source) {
+        if (plans_.empty()) return;
+        const Plan& plan = *plans_[program.byte() % plans_.size()];
+        const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
+        const std::size_t bytes = plan.shape == Shape::all_to_all ? size_of(plan, source, target) : plan.bytes;
+        const std::uint8_t kind = program.byte();
+        const bool parity = kind % 8 != 0;
+        ParityName name{program.byte() % 4U, program.byte() % 4U, program.byte() % 64U};
+        if (kind % 16 == 1) name.stretch = program.word() >> 10;
+        if (kind % 16 == 3) name.index = 255U - name.index;
+        const Header header{.kind = Kind::data,
+                            .flags = static_cast<std::uint8_t>((parity ? flag_parity : flag_coded) |
+                                                               (program.byte() & (flag_second_stage | flag_last))),
+                            .source = source,
+                            .check = 0,
+                            .cookie = Seal({.cookie = cookie, .incarnations = incarnations_}, source).visible_cookie(),
+                            .number = ++forged_,
+                            .channel = plan.channel,
+                            .seq = plan.seq,
+                            .chunk = parity ? name.pack() : program.byte(),
+                            .message_bytes = static_cast<std::uint32_t>(bytes)};
+        const std::uint8_t length = program.byte();
+        std::vector<std::byte> payload(length < 224 ? std::min(chunk_bytes, std::max<std::size_t>(bytes, 1))
+                                                    : length - 150U);
+        if (!wire_.empty() && length % 2 == 0) {
+            const std::vector<std::byte>& other = wire_[program.byte() % wire_.size()].bytes;
+            const std::size_t many = std::min(payload.size(), other.size() - header_bytes);
+            std::copy_n(other.begin() + header_bytes, many, payload.begin());
+        } else {
+            for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
+        }
+        lie(header, payload, target);
+    }
+    void lie(const Header& header, const std::vector<std::byte>& payload, std::uint16_t target) {
+        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
+                        header.source);
         std::vector<std::byte> bytes(header_bytes + payload.size());
         const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
         write_header(header, wire);
         std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
-        seal.protect(wire, target, seal.payload_check(payload));
-        hostile_[source] = true;
+        seal.protect(wire, target, header.kind == Kind::data ? seal.data_check(payload) : seal.payload_check(payload));
+        hostile_[header.source] = true;
         mad_ = true;
         hand_over(target, std::move(bytes));
     }
@@ -293,7 +348,7 @@ private:
     void check() const {
         for (const auto& core : cores_) {
             const Counters& c = core->counters();
-            REQUIRE(c.pool_bytes <= pool_bytes && c.pool_peak_bytes <= pool_bytes);
+            REQUIRE(c.pool_bytes <= pool_bytes_ && c.pool_peak_bytes <= pool_bytes_);
             REQUIRE(c.malformed + c.foreign + c.corrupt + c.duplicates + c.unexpected + c.late <=
                     2 * c.datagrams_received);
             REQUIRE(c.bytes_sent >= c.datagrams_sent * header_bytes);
@@ -346,6 +401,8 @@ private:
     std::uint8_t paths_;
     std::size_t dark_{most_paths};  // a path that carries nothing
     bool lies_allowed_;
+    std::size_t pool_bytes_;
+    std::uint32_t forged_{1000};  // numbers of forged parity: above all honest ones for a while
     Nanos now_{second};
     int spins_{};
     std::vector<std::unique_ptr<Core>> cores_;

@@ -76,6 +76,11 @@ struct AllReduce {
             out.emplace_back(elements, -1.0F);
         }
     }
+    // From now on, results replace contributions where these lie.
+    void reduce_in_place() {
+        in_place = true;
+        out = in;
+    }
     // Where a rank's shard begins, in elements. The first shards have one element more if the division leaves a rest.
     [[nodiscard]] std::size_t begin(std::uint16_t rank) const {
         const std::size_t elements = in[0].size();
@@ -88,7 +93,7 @@ struct AllReduce {
                                     StageSpec second = {}) {
         ExchangeSpec spec = exchange_on(0, seq, first, second);
         const auto input = [&](std::uint16_t shard) {
-            return reinterpret_cast<const std::byte*>(in[rank].data() + begin(shard));
+            return reinterpret_cast<const std::byte*>((in_place ? out : in)[rank].data() + begin(shard));
         };
         const auto output = [&](std::uint16_t shard) {
             return reinterpret_cast<std::byte*>(out[rank].data() + begin(shard));
@@ -127,6 +132,7 @@ struct AllReduce {
     }
 
     std::uint16_t world;
+    bool in_place{};
     std::vector<std::vector<float>> in, out;
 };
 

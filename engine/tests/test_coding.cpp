@@ -30,7 +30,7 @@ struct Message {
         for (std::uint32_t ordinal = 0; ordinal < cut.chunks; ++ordinal) {
             const std::uint32_t chunk = cut.at(ordinal);
             if (encoding.undecided(chunk)) encoding.decide(chunk, parity);
-            encoding.on_sent(chunk);
+            encoding.on_sent(chunk, payload(chunk));
             while (encoding.due() > 0) {
                 const auto ready = encoding.take([&](std::uint32_t c) { return payload(c); });
                 sent.emplace(ready.name, std::vector<std::byte>(ready.payload.begin(), ready.payload.end()));
@@ -74,7 +74,7 @@ TEST(code_shape_gives_every_chunk_one_place_and_spreads_neighbours_over_blocks) 
 
 TEST(sender_repairs_nothing_that_parity_makes_up_for_and_tops_up_what_it_does_not) {
     const Message message(20 * chunk_bytes);
-    Encoding encoding(message.cut, 0, true);
+    Encoding encoding(message.cut, 0, true, false);
     const auto parity = message.send_all(encoding, 3);
     CHECK_EQUAL(parity.size(), 3U);
     for (std::uint32_t chunk = 0; chunk < 16; ++chunk) encoding.on_acked(chunk);
@@ -83,7 +83,7 @@ TEST(sender_repairs_nothing_that_parity_makes_up_for_and_tops_up_what_it_does_no
     // The fourth is one too many.
     const auto again = encoding.on_lost(19);
     CHECK_EQUAL(again.size(), 1U);
-    encoding.on_sent(again[0]);
+    encoding.on_sent(again[0], message.payload(again[0]));
     CHECK(!encoding.relied_upon());
     encoding.on_acked(again[0]);
     for (const auto& [name, payload] : parity) encoding.on_parity_acked(name);
@@ -97,7 +97,7 @@ TEST(sender_repairs_nothing_that_parity_makes_up_for_and_tops_up_what_it_does_no
 
 TEST(sender_of_lost_parity_repairs_as_many_chunks_as_it_stood_for) {
     const Message message(20 * chunk_bytes);
-    Encoding encoding(message.cut, 0, true);
+    Encoding encoding(message.cut, 0, true, false);
     const auto parity = message.send_all(encoding, 2);
     for (std::uint32_t chunk = 0; chunk < 18; ++chunk) encoding.on_acked(chunk);
     CHECK(encoding.on_lost(18).empty());
@@ -109,7 +109,7 @@ TEST(sender_of_lost_parity_repairs_as_many_chunks_as_it_stood_for) {
 
 TEST(sender_of_a_message_with_a_budget_leaves_a_block_that_failed_to_the_budget) {
     const Message message(20 * chunk_bytes);
-    Encoding encoding(message.cut, 0, false);
+    Encoding encoding(message.cut, 0, false, false);
     (void)message.send_all(encoding, 1);
     CHECK(encoding.on_lost(3).empty());
     CHECK_EQUAL(encoding.on_lost(4).size(), 2U);
@@ -118,7 +118,7 @@ TEST(sender_of_a_message_with_a_budget_leaves_a_block_that_failed_to_the_budget)
 
 TEST(stretches_that_were_begun_before_go_without_parity) {
     const Message message(2000 * chunk_bytes);
-    Encoding encoding(message.cut, 1, true);
+    Encoding encoding(message.cut, 1, true, false);
     CHECK(!encoding.undecided(message.cut.at(0)));
     CHECK(!encoding.coded(message.cut.at(0)));
     CHECK(encoding.undecided(message.cut.at(1000)));
@@ -131,7 +131,7 @@ TEST(receiver_gives_back_what_is_missing_whether_chunks_are_placed_or_summed_up)
         for (const std::uint64_t size : {std::uint64_t{1}, std::uint64_t{63}, std::uint64_t{64}, std::uint64_t{65},
                                          std::uint64_t{300 * 64 + 7}, std::uint64_t{1300 * 64}}) {
             const Message message(size, static_cast<std::uint32_t>(size));
-            Encoding encoding(message.cut, 0, true);
+            Encoding encoding(message.cut, 0, true, false);
             const auto parity = message.send_all(encoding, 40);
             Blocks blocks(chunk_bytes, 1 << 20);
             CodingRoom room(blocks, 1 << 20, 2);
@@ -171,9 +171,38 @@ TEST(receiver_gives_back_what_is_missing_whether_chunks_are_placed_or_summed_up)
     }
 }
 
+TEST(parity_of_chunks_that_are_overwritten_once_they_left_is_that_of_what_was_sent) {
+    for (const std::uint32_t chunks : {1U, 7U, 8U, 9U, 130U, 700U}) {
+        for (const std::size_t parity : {1U, 9U}) {
+            const Message message(std::uint64_t{chunks} * chunk_bytes - 5);
+            Encoding late(message.cut, 0, true, false);
+            const auto expected = message.send_all(late, parity);
+            Message changing(std::uint64_t{chunks} * chunk_bytes - 5);
+            Encoding encoding(message.cut, 0, true, true);
+            std::map<std::uint32_t, std::vector<std::byte>> sent;
+            for (std::uint32_t ordinal = 0; ordinal < chunks; ++ordinal) {
+                const std::uint32_t chunk = message.cut.at(ordinal);
+                if (encoding.undecided(chunk)) encoding.decide(chunk, parity);
+                encoding.on_sent(chunk, changing.payload(chunk));
+                // Never more than one stretch: its sums, and the few chunks that wait to be added.
+                CHECK(encoding.memory_bytes() <= CodeShape::stretch_blocks * (parity + ParitySums::together) * chunk_bytes);
+                const auto from = changing.bytes.begin() + static_cast<std::ptrdiff_t>(chunk * chunk_bytes);
+                std::fill_n(from, message.cut.size(chunk), std::byte{0xee});
+                while (encoding.due() > 0) {
+                    const auto ready = encoding.take([&](std::uint32_t c) { return changing.payload(c); });
+                    sent.emplace(ready.name, std::vector<std::byte>(ready.payload.begin(), ready.payload.end()));
+                }
+            }
+            CHECK(sent == expected);
+            (void)encoding.give_up();
+            CHECK_EQUAL(encoding.memory_bytes(), 0U);
+        }
+    }
+}
+
 TEST(receiver_refuses_parity_that_belongs_nowhere_and_parity_for_which_it_has_no_room) {
     const Message message(300 * chunk_bytes);
-    Encoding encoding(message.cut, 0, true);
+    Encoding encoding(message.cut, 0, true, false);
     const auto parity = message.send_all(encoding, 4);
     Blocks blocks(chunk_bytes, 1 << 20);
     CodingRoom room(blocks, 150 * chunk_bytes, 2);
@@ -215,15 +244,15 @@ TEST(receiver_refuses_parity_that_belongs_nowhere_and_parity_for_which_it_has_no
 
 TEST(model_codes_the_ends_of_messages_on_long_lossy_links_and_nothing_else) {
     const CodedLink far{.loss = 0.1, .burst = 1.1, .round_trip_s = 0.04, .chunk_s = 1.2e-4};
-    CHECK(parity_that_pays(far, 256, 2, 0) > 12);           // more than the mean loss
-    CHECK_EQUAL(parity_that_pays(far, 512, 4, 20000), 0U);  // repairs of these are hidden by what follows
+    CHECK(parity_that_pays(far, {.chunks = 256, .blocks = 2}) > 12);           // more than the mean loss
+    CHECK_EQUAL(parity_that_pays(far, {.chunks = 512, .blocks = 4, .after = 20000}), 0U);  // repairs of these are hidden by what follows
     CodedLink clean = far, near = far, bursty = far, thin = far;
     clean.loss = 0.0;
     near.round_trip_s = 1e-4;
     bursty.burst = 20.0;
     thin.chunk_s = 0.02;
-    CHECK_EQUAL(parity_that_pays(clean, 256, 2, 0), 0U);
-    CHECK_EQUAL(parity_that_pays(near, 256, 2, 0), 0U);
-    CHECK(parity_that_pays(bursty, 256, 2, 0) >= parity_that_pays(far, 256, 2, 0));
-    CHECK(parity_that_pays(thin, 256, 2, 0) < parity_that_pays(far, 256, 2, 0));
+    CHECK_EQUAL(parity_that_pays(clean, {.chunks = 256, .blocks = 2}), 0U);
+    CHECK_EQUAL(parity_that_pays(near, {.chunks = 256, .blocks = 2}), 0U);
+    CHECK(parity_that_pays(bursty, {.chunks = 256, .blocks = 2}) >= parity_that_pays(far, {.chunks = 256, .blocks = 2}));
+    CHECK(parity_that_pays(thin, {.chunks = 256, .blocks = 2}) < parity_that_pays(far, {.chunks = 256, .blocks = 2}));
 }

@@ -29,7 +29,11 @@ TEST(controls_are_bounded) {
 TEST(controls_that_somebody_waits_for_leave_in_several_copies) {
     CHECK_EQUAL(copies_of(Kind::end, 0, {}), 3U);
     CHECK_EQUAL(copies_of(Kind::done, 1, {.lossy = true, .probes = 9}), 1U);
-    CHECK_EQUAL(copies_of(Kind::report, 0, {.lossy = true}), 1U);
+    CHECK_EQUAL(copies_of(Kind::done, 0, {.loss = 0.03, .lossy = true}), 2U);
+    CHECK_EQUAL(copies_of(Kind::done, 0, {.loss = 0.1, .lossy = true}), 3U);
+    CHECK_EQUAL(copies_of(Kind::done, 0, {.loss = 0.9, .lossy = true}), 4U);
+    CHECK_EQUAL(copies_of(Kind::report, 0, {.loss = 0.1, .lossy = true}), 1U);
+    CHECK_EQUAL(copies_of(Kind::report, 1, {.loss = 0.1, .lossy = true}), 3U);
     CHECK_EQUAL(copies_of(Kind::report, 1, {}), 1U);
     CHECK_EQUAL(copies_of(Kind::report, 1, {.lossy = true}), 2U);
     CHECK_EQUAL(copies_of(Kind::report, 4, {.lossy = true}), 5U);

@@ -72,8 +72,15 @@ def test_the_choice_costs_no_more_than_repair_or_any_other_parity() -> None:
     choice = coding.choose(link, 300)
     assert choice.cost_s < coding.repair_cost_s(link, 300)
     failures = coding.block_failures(link, choice.chunks, 100, apart=3)
-    others = [coding.coding_cost_s(link, failures[m], m, 3) for m in range(1, choice.parity + 10)]
+    others = [coding.coding_cost_s(link, failures[m], 300, m, 3) for m in range(1, choice.parity + 10)]
     assert choice.cost_s == pytest.approx(min(others))
+
+
+def test_more_messages_that_all_must_arrive_get_more_parity_each() -> None:
+    link = Link(p=0.1, round_trip_s=0.04, chunk_s=1.2e-4)
+    few, many = coding.choose(link, 12), coding.choose(link, 12, messages=12)
+    assert 0 < few.parity < many.parity
+    assert coding.choose(link, 1, messages=12).parity >= 3  # tiny messages are simply sent several times
 
 
 def test_the_engine_chooses_as_the_model_does() -> None:
@@ -86,11 +93,14 @@ def test_the_engine_chooses_as_the_model_does() -> None:
             round_trip_s=rng.choice([1e-4, 0.01, 0.08]),
             chunk_s=rng.choice([3e-5, 1.2e-4, 6e-4]),
         )
-        chunks, after = rng.randint(1, 512), rng.choice([0, 0, 100, 2000])
-        choice = coding.choose(link, chunks, after=after)
+        chunks, after = rng.choice([1, 3, rng.randint(1, 512)]), rng.choice([0, 0, 100, 2000])
+        messages = rng.choice([1, 12, 4032])
+        choice = coding.choose(link, chunks, after=after, messages=messages)
         blocks = -(-chunks // coding.BLOCK_CHUNKS)
-        chosen = _engine.parity_that_pays(link.p, link.burst, link.round_trip_s, link.chunk_s, chunks, blocks, after)
-        assert chosen == choice.parity, (link, chunks, after)
+        chosen = _engine.parity_that_pays(
+            link.p, link.burst, link.round_trip_s, link.chunk_s, chunks, blocks, after, messages
+        )
+        assert chosen == choice.parity, (link, chunks, after, messages)
         coded += chosen > 0
     assert coded > 20
 

@@ -19,6 +19,7 @@ STRETCH_BLOCKS = 4
 _LEAST_GAIN_S = 0.5e-3
 _LEAST_GAIN = 0.1
 _LEAST_FAILURE = 1e-4
+_LEAST_BOUND = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +120,27 @@ def repair_rounds_quantile(link: Link, chunks: float, *, quantile: float = 0.95)
     return sum(chance > 1.0 - quantile for chance in rounds_chances(link, chunks))
 
 
-def repair_cost_s(link: Link, chunks: int, *, after: int = 0) -> float:
-    """Expected time of repairing a stretch beyond its chunks: what is sent again, and rounds that nothing hides."""
-    return repair_delay_s(link, chunks, hidden_s=after * link.chunk_s) + chunks * link.p / (1.0 - link.p) * link.chunk_s
+def repair_cost_s(link: Link, chunks: int, *, after: int = 0, messages: int = 1) -> float:
+    """Expected time of repairing a stretch beyond its chunks: what is sent again, and rounds that nothing hides.
+
+    Somebody waits for the last of `messages` such messages.
+    """
+    delay_s = repair_delay_s(link, chunks * messages, hidden_s=after * link.chunk_s)
+    return delay_s + chunks * link.p / (1.0 - link.p) * link.chunk_s
 
 
-def coding_cost_s(link: Link, failure: float, parity: int, blocks: int, *, after: int = 0) -> float:
-    """Expected time of coding a stretch beyond its chunks: its parity, and topping up blocks that fail."""
-    hidden_s = after * link.chunk_s
-    failed = max(0.0, link.round_trip_s - hidden_s) + repair_delay_s(link, 4.0, hidden_s=hidden_s)
-    return parity * blocks * link.chunk_s + any_fails(failure, blocks) * failed
+def coding_cost_s(
+    link: Link, failure: float, chunks: int, parity: int, blocks: int, *, after: int = 0, messages: int = 1
+) -> float:
+    """Expected time of coding a stretch beyond its chunks: its parity, and topping up blocks that fail in any message.
+
+    With less parity than chunks are lost, the rest is repaired.
+    """
+    hidden_s, trip = after * link.chunk_s, link.round_trip_s
+    few = 4.0 * max(1.0, blocks * messages * failure)
+    failed = min(max(0.0, trip - hidden_s), trip) + repair_delay_s(link, few, hidden_s=hidden_s - trip)
+    sent = max(parity * blocks, chunks * link.p / (1.0 - link.p))
+    return sent * link.chunk_s + any_fails(failure, blocks * messages) * failed
 
 
 def any_fails(failure: float, blocks: int) -> float:
@@ -145,28 +157,32 @@ def parity_for(link: Link, chunks: int, *, failure: float = 1e-3, apart: int = 1
     raise ValueError(f"no parity makes blocks of {chunks} chunks fail with at most {failure} at a loss of {link.p}")
 
 
-def choose(link: Link, chunks: int, *, after: int = 0, budget: float = 0.0) -> Choice:
-    """Cheapest way to send a stretch of a message, of which `after` chunks are still to come.
+def choose(link: Link, chunks: int, *, after: int = 0, budget: float = 0.0, messages: int = 1) -> Choice:
+    """Cheapest way to send a stretch of a message, behind which `after` chunks are still to come.
 
-    Repair of what was lost early is hidden by the chunks that follow; parity pays at the end of a message, where every
+    An exchange ends with the last of its messages: with `messages` of them, a failure that is rare in each of them is
+    not rare in all. Repair of what was lost early is hidden by the chunks that follow; parity pays at the end of a message, where every
     round costs a round trip. It must save half a millisecond and a tenth of the cost of repair, as it costs processor
     time. With a budget, what may be missing is neither repaired nor coded: parity pays only if more than that is lost.
     """
     check_count("chunks", chunks)
     check_count("after", after, 0)
+    check_count("messages", messages)
     check(0.0 <= budget <= 1.0, "budget", "lie in [0, 1]", budget)
     blocks = -(-chunks // BLOCK_CHUNKS)
     each = -(-chunks // blocks)
     if link.p <= budget:
         return Choice(way="none", chunks=each, parity=0, cost_s=0.0)
-    without = repair_cost_s(link, chunks, after=after)
+    without = repair_cost_s(link, chunks, after=after, messages=messages)
     best, least, chance = 0, without, 1.0
-    if link.round_trip_s > 0.0 and repair_delay_s(link, chunks, hidden_s=after * link.chunk_s) >= _LEAST_GAIN_S:
-        for m, failure in enumerate(block_failures(link, each, min(each, 255 - each), apart=blocks)):
-            cost = coding_cost_s(link, failure, m, blocks, after=after)
+    delay_s = repair_delay_s(link, chunks * messages, hidden_s=after * link.chunk_s)
+    if link.round_trip_s > 0.0 and delay_s >= _LEAST_GAIN_S:
+        most = min(max(each, _LEAST_BOUND), 255 - each)
+        for m, failure in enumerate(block_failures(link, each, most, apart=blocks)):
+            cost = coding_cost_s(link, failure, chunks, m, blocks, after=after, messages=messages)
             if m > 0 and cost < least:
                 best, least, chance = m, cost, failure
-            if m > 0 and any_fails(failure, blocks) < _LEAST_FAILURE:
+            if m > 0 and any_fails(failure, blocks * messages) < _LEAST_FAILURE:
                 break
     if without - least <= max(_LEAST_GAIN_S, _LEAST_GAIN * without):
         return Choice(way="repair", chunks=each, parity=0, cost_s=without)
