@@ -133,8 +133,7 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
 void Core::repair_before_parity(Peer& peer, Outgoing& message, Nanos now) {
     if (!message.wanted || !message.encoding || message.first_pass_over() || message.waiting() > 0) return;
     if (!peer.queue.only_repairs()) return;
-    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity())
-        send_again(peer, message, chunk, now);
+    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity()) send_again(peer, message, chunk, now);
 }
 
 // Goes on without parity: what was relied upon is sent after all.

@@ -30,7 +30,12 @@ class World {
 public:
     // `pool_bytes`: half of it is room for what is kept until a block can be decoded.
     World(std::uint16_t size, bool lies_allowed, std::size_t pool_bytes)
-        : world_(size), lies_allowed_(lies_allowed), pool_bytes_(pool_bytes), born_(size), incarnations_(size), hostile_(size) {
+        : world_(size),
+          lies_allowed_(lies_allowed),
+          pool_bytes_(pool_bytes),
+          born_(size),
+          incarnations_(size),
+          hostile_(size) {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
             cores_.push_back(make_core(rank));
             posted_.emplace_back();
@@ -262,7 +267,8 @@ private:
                             .chunk = parity ? name.pack() : program.byte(),
                             .message_bytes = static_cast<std::uint32_t>(bytes)};
         const std::uint8_t length = program.byte();
-        std::vector<std::byte> payload(length < 224 ? std::min(chunk_bytes, std::max<std::size_t>(bytes, 1)) : length - 150U);
+        std::vector<std::byte> payload(length < 224 ? std::min(chunk_bytes, std::max<std::size_t>(bytes, 1))
+                                                    : length - 150U);
         if (!wire_.empty() && length % 2 == 0) {
             const std::vector<std::byte>& other = wire_[program.byte() % wire_.size()].bytes;
             const std::size_t many = std::min(payload.size(), other.size() - header_bytes);
