@@ -186,11 +186,12 @@ void Core::heed_progress(Exchange& exchange, Peer& peer, Incoming& message, cons
     message.ask_at = now + message.ask_every;
     if (message.closed) {
         credit_.close(peer.rank);
+        const bool coded = message.decoding != nullptr;
         message.decoding.reset();
         // The sender waits to hear that its message is complete.
         if (way == Way::datagram) peer.links.report_news();
-        // What was decoded is in no report.
-        if (message.recovered > 0)
+        // What was decoded is in no report; and if reports were lost, the sender may think that something was.
+        if (coded)
             peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
     } else if (header.has(flag_last) || message.ended) {
         heed_end(exchange, peer, message.second_stage, now);
@@ -396,17 +397,18 @@ void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
         return;
     }
     message.repairs.push_back(chunk);
-    if (anew && message.first_pass_over() && peer.links.lossy() && !peer.queue.only_repairs()) {
-        // Its repair was lost, too. What comes behind the message no longer hides that for long.
-        message.repairs.push_back(chunk);
-    }
-    // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
-    if (message.first_pass_over() && peer.links.lossy() && peer.queue.only_repairs()) {
+    if (message.first_pass_over() && peer.links.lossy()) {
         const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
         const double trip_s = static_cast<double>(peer.links.round_trip()) / static_cast<double>(second);
-        const auto chunks = static_cast<double>(message.repairs.size());
-        const unsigned copies = copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
-        message.echoes.insert(message.echoes.end(), copies - 1, chunk);
+        const auto copies = [&](double chunks) { return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s); };
+        if (peer.queue.only_repairs()) {
+            // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
+            const auto chunks = static_cast<double>(message.repairs.size());
+            message.echoes.insert(message.echoes.end(), copies(chunks) - 1, chunk);
+        } else if (anew && copies(1.0) > 1) {
+            // Its repair was lost, too. What is sent behind the message no longer hides that for long.
+            message.repairs.push_back(chunk);
+        }
     }
     peers_.queue(message);
 }

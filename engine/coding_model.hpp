@@ -22,8 +22,8 @@ struct CodedLink {
 // A stretch of a message.
 struct CodedStretch {
     std::size_t chunks{}, blocks{};
-    std::size_t after{};      // chunks that are still to be sent behind it, which hide the time that its repairs take
-    double messages{1.0};     // messages like this one, all of which somebody waits for
+    std::size_t after{};   // chunks that are still to be sent behind it, which hide the time that its repairs take
+    double messages{1.0};  // messages like this one, all of which somebody waits for
 };
 
 // Chunks of parity for each block of the stretch; 0 where repairing is as good.

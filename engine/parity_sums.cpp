@@ -44,8 +44,7 @@ void ParitySums::fold(std::uint32_t block) {
         positions[i] = waiting[i].position;
     }
     std::array<std::byte*, max_block_chunks> outs{};
-    for (std::uint32_t i = 0; i < parity_; ++i)
-        outs[i] = sums_.data() + (std::size_t{block} * parity_ + i) * bytes_;
+    for (std::uint32_t i = 0; i < parity_; ++i) outs[i] = sums_.data() + (std::size_t{block} * parity_ + i) * bytes_;
     add_to_parity(std::span(chunks).first(waiting.size()), std::span(positions).first(waiting.size()),
                   std::span(outs).first(parity_), bytes_);
     waiting.clear();

@@ -185,7 +185,8 @@ TEST(parity_of_chunks_that_are_overwritten_once_they_left_is_that_of_what_was_se
                 if (encoding.undecided(chunk)) encoding.decide(chunk, parity);
                 encoding.on_sent(chunk, changing.payload(chunk));
                 // Never more than one stretch: its sums, and the few chunks that wait to be added.
-                CHECK(encoding.memory_bytes() <= CodeShape::stretch_blocks * (parity + ParitySums::together) * chunk_bytes);
+                CHECK(encoding.memory_bytes() <=
+                      CodeShape::stretch_blocks * (parity + ParitySums::together) * chunk_bytes);
                 const auto from = changing.bytes.begin() + static_cast<std::ptrdiff_t>(chunk * chunk_bytes);
                 std::fill_n(from, message.cut.size(chunk), std::byte{0xee});
                 while (encoding.due() > 0) {
@@ -244,8 +245,9 @@ TEST(receiver_refuses_parity_that_belongs_nowhere_and_parity_for_which_it_has_no
 
 TEST(model_codes_the_ends_of_messages_on_long_lossy_links_and_nothing_else) {
     const CodedLink far{.loss = 0.1, .burst = 1.1, .round_trip_s = 0.04, .chunk_s = 1.2e-4};
-    CHECK(parity_that_pays(far, {.chunks = 256, .blocks = 2}) > 12);           // more than the mean loss
-    CHECK_EQUAL(parity_that_pays(far, {.chunks = 512, .blocks = 4, .after = 20000}), 0U);  // repairs of these are hidden by what follows
+    CHECK(parity_that_pays(far, {.chunks = 256, .blocks = 2}) > 12);  // more than the mean loss
+    CHECK_EQUAL(parity_that_pays(far, {.chunks = 512, .blocks = 4, .after = 20000}),
+                0U);  // repairs of these are hidden by what follows
     CodedLink clean = far, near = far, bursty = far, thin = far;
     clean.loss = 0.0;
     near.round_trip_s = 1e-4;
@@ -253,6 +255,7 @@ TEST(model_codes_the_ends_of_messages_on_long_lossy_links_and_nothing_else) {
     thin.chunk_s = 0.02;
     CHECK_EQUAL(parity_that_pays(clean, {.chunks = 256, .blocks = 2}), 0U);
     CHECK_EQUAL(parity_that_pays(near, {.chunks = 256, .blocks = 2}), 0U);
-    CHECK(parity_that_pays(bursty, {.chunks = 256, .blocks = 2}) >= parity_that_pays(far, {.chunks = 256, .blocks = 2}));
+    CHECK(parity_that_pays(bursty, {.chunks = 256, .blocks = 2}) >=
+          parity_that_pays(far, {.chunks = 256, .blocks = 2}));
     CHECK(parity_that_pays(thin, {.chunks = 256, .blocks = 2}) < parity_that_pays(far, {.chunks = 256, .blocks = 2}));
 }
