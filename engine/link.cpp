@@ -23,6 +23,7 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
         flight.bytes = 0;
     } else {
         flight.stamp = meter_.on_send(in_flight_bytes_, now);
+        train_.on_send(next_, in_flight_bytes_ == 0);
         if (in_flight_bytes_ == 0) waiting_since_ = now;
         in_flight_bytes_ += flight.bytes;
         unanswered_bytes_ += flight.bytes;

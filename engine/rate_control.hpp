@@ -50,6 +50,8 @@ public:
 
 private:
     enum class Phase : std::uint8_t { startup, drain, cruise, probe_rtt };
+    static constexpr double trickle_bytes_per_s = 1e6;  // by all links of an endpoint, before anything is answered
+    static constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
     // Sums over one round: a round trip, stretched on short links until it holds enough to average.
     struct Round {
         Nanos begin{}, min_rtt{never}, max_rtt{};
@@ -67,6 +69,9 @@ private:
     [[nodiscard]] double loss_queue_s() const;
     [[nodiscard]] bool drained(Nanos now) const;
     void learn_min_rtt(Nanos rtt, Nanos now);
+    void heed_train(const Dispersion& train, Nanos now);  // rate_start.cpp
+    [[nodiscard]] bool may_trickle(std::uint64_t in_flight_bytes, Nanos now);
+    [[nodiscard]] double least_rate() const;
     void end_round(Nanos now);
     [[nodiscard]] double deviation(double loss, double bytes) const;
     void learn_delivery(double queue_s, double round_s);
@@ -84,11 +89,14 @@ private:
 
     RateMode mode_;
     Phase phase_{Phase::startup};
+    bool learning_{true};  // the first rate is not proven: trains decide
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
     double occupancy_bytes_,
         shared_bytes_;  // bytes the link keeps in the bottleneck's queue; bytes all links of the job keep
-    double initial_rate_;
+    double initial_rate_, trickle_rate_;
+    Nanos trickle_at_{};  // when the next batch may leave although nothing is answered yet
+    bool trickles_{};
     std::size_t batch_bytes_;
     Pacer pacer_;
     double rate_, pace_, window_;    // bytes per second; bytes per second with gain; bytes in flight
