@@ -238,6 +238,15 @@ double Core::rate_to(std::uint16_t peer) const {
     return known == nullptr ? 0.0 : known->rate.bytes_per_s();
 }
 
+std::optional<PathFacts> Core::path_facts(std::uint16_t peer) const {
+    const Peer* known = peers_.find(peer);
+    return known == nullptr ? std::nullopt : known->rate.facts();
+}
+
+void Core::recall(std::uint16_t peer, const PathFacts& facts) {
+    if (peers_.find(peer) != nullptr) peers_[peer].rate.recall(facts);
+}
+
 std::size_t Core::path_bytes(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
     return known == nullptr ? config_.datagram_bytes : known->path.bytes();

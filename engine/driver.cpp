@@ -227,8 +227,10 @@ void Driver::readmit(std::uint16_t peer, const Address& address, std::uint16_t i
     const Lock lock(door_);
     check_open();
     attempt([&] {
+        keep_path(peer);
         core_->readmit(peer, incarnation, key, clock_now());
         routes_.assign(peer, address);
+        recall_path(peer);
         near_.erase(peer);
         pass_some();
         flush(clock_now());

@@ -173,6 +173,9 @@ private:
     void arm();
     static void wake(const Descriptor& event);
     void apply_faults();
+    // What is known of the path to a peer: kept for later links to its host, and taken from earlier ones.
+    void keep_path(std::uint16_t peer);
+    void recall_path(std::uint16_t peer);
 
     static constexpr std::size_t burst = 8;  // batches per send call
 

@@ -103,6 +103,7 @@ void Driver::start(CoreConfig config, std::vector<Address> peers) {
     bell_ = std::move(bell);
     inputs_ = std::move(inputs);
     core_->shut_passages(fault_settings_ != nullptr);
+    for (std::uint16_t peer = 0; peer < core_->config().world; ++peer) recall_path(peer);
     listening_ = true;
 }
 
@@ -146,7 +147,10 @@ void Driver::close(Nanos linger) {
             return;
         }
         try {
-            if (!failure_) say_goodbye(lock, linger);
+            if (!failure_) {
+                for (std::uint16_t rank = 0; rank < core_->config().world; ++rank) keep_path(rank);
+                say_goodbye(lock, linger);
+            }
         } catch (...) {
             fail();  // it ends either way
         }
@@ -185,6 +189,17 @@ void Driver::say_goodbye(Lock& lock, Nanos linger) {
     // Everyone gets a goodbye, even if nobody waits for the answers.
     for (int round = 0; round < 64 && flush(clock_now()); ++round) {
     }
+}
+
+void Driver::keep_path(std::uint16_t peer) {
+    const std::optional<PathFacts> facts = core_->path_facts(peer);
+    if (facts) PathMemory::of_process().keep(routes_.present()[peer].host(), core_->config().lane, *facts, clock_now());
+}
+
+void Driver::recall_path(std::uint16_t peer) {
+    const std::optional<PathFacts> facts =
+        PathMemory::of_process().recall(routes_.present()[peer].host(), core_->config().lane, clock_now());
+    if (facts) core_->recall(peer, *facts);
 }
 
 void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {

@@ -29,10 +29,11 @@ constexpr double dip_gain = 0.3;         // of the rate while the queue is empti
 constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
 constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
-constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
-constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
-constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
-constexpr Nanos min_rtt_bucket = 5 * second;    // two of them make the window of ten seconds
+constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
+constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
+constexpr Nanos longest_contest = 16 * second;            // then it is found out anew whose queue it is
+constexpr Nanos long_pause = 10 * second;                 // then what the link knows of its path is checked
+constexpr Nanos min_rtt_bucket = 5 * second;              // two of them make the window of ten seconds
 
 double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
 
@@ -45,7 +46,7 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
                                 2.0 * static_cast<double>(datagram_bytes))),
       shared_bytes_(static_cast<double>(links) * occupancy_bytes_),
       initial_rate_(initial_bytes_per_s / static_cast<double>(links)),
-      trickle_rate_(trickle_bytes_per_s / static_cast<double>(links)),
+      links_(static_cast<double>(links)),
       batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
       pacer_(infinity, 0, now),
       rate_(infinity),
@@ -77,12 +78,13 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
         // The last exchange may have ended with this link alone on the line.
         if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
         crowd_ = busy_;
+        if (now - sent_at_ > long_pause) learn_until_ = now + 3 * min_rtt_;  // the path may have changed
         next_dip_at_ = now + dip_period();
         apply(1, now);
     }
     if (window_full_ && !may_trickle(in_flight_bytes, now)) return false;
     if (!pacer_.try_send(bytes, now)) return false;
-    trickle_at_ = now + static_cast<Nanos>(static_cast<double>(bytes) / trickle_rate_ * static_cast<double>(second));
+    trickle_at_ = now + static_cast<Nanos>(static_cast<double>(bytes) / trickle_rate() * static_cast<double>(second));
     sent_at_ = now;
     return true;
 }
@@ -169,9 +171,11 @@ void RateControl::on_delivery(const Delivery& delivery) {
 void RateControl::end_round(Nanos now) {
     const double round_s = std::min(seconds(now - round_.begin), 4 * seconds(std::max(round_.min_rtt, least_round)));
     const double queue_s = seconds(round_.min_rtt - min_rtt_);
-    if (std::isinf(rate_))
+    if (std::isinf(rate_)) {
         rate_ = pace_ = std::min(initial_rate_, initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt));
-    if (phase_ == Phase::cruise) learning_ = false;
+        if (recalled_rate() > rate_) return cruise_at(recalled_rate(), now);
+    }
+    if (phase_ == Phase::cruise && learn_until_ == never) learn_until_ = now + 2 * round_.min_rtt;
     learn_delivery(queue_s, round_s);
     advance(queue_s, round_s, now);
     if (busy_ >= crowd_) {
