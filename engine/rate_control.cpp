@@ -91,7 +91,8 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
 
 Nanos RateControl::next_send_at(Nanos now) const {
     if (!paced()) return now;
-    return !window_full_ ? pacer_.next_send_at(now) : trickles_ ? trickle_at_ : never;
+    if (window_full_ && !trickles_) return never;
+    return window_full_ ? std::max(trickle_at_, pacer_.next_send_at(now)) : pacer_.next_send_at(now);
 }
 
 void RateControl::set_share(double share, std::size_t busy, Nanos deadline) {
