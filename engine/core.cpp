@@ -251,6 +251,15 @@ double Core::rate_to(std::uint16_t peer) const {
     return known == nullptr ? 0.0 : known->links.bytes_per_s();
 }
 
+std::optional<PathFacts> Core::path_facts(std::uint16_t peer, std::size_t path) const {
+    const Peer* known = peers_.find(peer);
+    return known == nullptr || path >= known->links.size() ? std::nullopt : known->links[path].rate.facts();
+}
+
+void Core::recall(std::uint16_t peer, const PathFacts& facts, std::size_t path) {
+    if (peers_.find(peer) != nullptr && path < peers_[peer].links.size()) peers_[peer].links[path].rate.recall(facts);
+}
+
 std::size_t Core::path_bytes(std::uint16_t peer) const {
     const Peer* known = peers_.find(peer);
     std::size_t least = config_.datagram_bytes;

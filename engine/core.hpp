@@ -25,6 +25,7 @@
 #include "line.hpp"
 #include "line_peaks.hpp"
 #include "pacer.hpp"
+#include "path_memory.hpp"
 #include "peers.hpp"
 #include "pool.hpp"
 #include "rate_control.hpp"
@@ -169,6 +170,10 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
+    // What the link to a peer has learned of its path, if that helps the next link to start.
+    [[nodiscard]] std::optional<PathFacts> path_facts(std::uint16_t peer, std::size_t path = 0) const;
+    // What an earlier link to the peer's host has learned: this one starts with it, unless it knows better.
+    void recall(std::uint16_t peer, const PathFacts& facts, std::size_t path = 0);
     // The most that its line carried since the last call.
     [[nodiscard]] LinePeaks::Peaks take_line_peaks() { return peaks_.take(); }
     // The paths to a peer, by number; none if it is ourselves.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "clock.hpp"
+#include "train.hpp"
 
 namespace storm {
 
@@ -17,6 +18,7 @@ struct Delivery {
     std::uint64_t in_flight_bytes{};  // after this report
     bool app_limited{};               // the sender had nothing more to send when that packet left
     double burst{1};                  // datagrams lost in a row, on average (Outbound)
+    Dispersion train{};               // what the datagrams after a silence show (Train)
     double line_bytes_per_s{};  // most that all links of the endpoint delivered together (LineMeter); 0 if unknown
 };
 

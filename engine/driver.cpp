@@ -225,8 +225,10 @@ void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, 
     if (addresses.empty()) throw std::invalid_argument("a process has at least one address");
     attempt([&] {
         const std::size_t paths = common_paths(addresses);
+        keep_paths(peer);
         core_->readmit(peer, incarnation, key, clock_now(), paths);
         for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
+        recall_paths(peer);
         near_.erase(peer);
         pass_some();
         flush(clock_now());

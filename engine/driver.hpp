@@ -185,6 +185,9 @@ private:
     void arm();
     static void wake(const Descriptor& event);
     void apply_faults();
+    // What is known of the paths to a peer: kept for later links to its host, and taken from earlier ones.
+    void keep_paths(std::uint16_t peer);
+    void recall_paths(std::uint16_t peer);
 
     static constexpr std::size_t burst = 8;  // batches per send call
 

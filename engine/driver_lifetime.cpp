@@ -135,6 +135,7 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
     bell_ = std::move(bell);
     inputs_ = std::move(inputs);
     core_->shut_passages(fault_settings_ != nullptr);
+    for (std::uint16_t peer = 0; peer < core_->config().world; ++peer) recall_paths(peer);
     listening_ = true;
 }
 
@@ -185,7 +186,10 @@ void Driver::close(Nanos linger) {
             return;
         }
         try {
-            if (!failure_) say_goodbye(lock, linger);
+            if (!failure_) {
+                for (std::uint16_t rank = 0; rank < core_->config().world; ++rank) keep_paths(rank);
+                say_goodbye(lock, linger);
+            }
         } catch (...) {
             fail();  // it ends either way
         }
@@ -225,6 +229,23 @@ void Driver::say_goodbye(Lock& lock, Nanos linger) {
     }
     // Everyone gets a goodbye, even if nobody waits for the answers.
     for (int round = 0; round < 64 && flush(clock_now()); ++round) {
+    }
+}
+
+void Driver::keep_paths(std::uint16_t peer) {
+    for (std::size_t path = 0; path < outlets_.size(); ++path) {
+        const std::optional<PathFacts> facts = core_->path_facts(peer, path);
+        if (!facts) continue;
+        const std::string host = outlets_[path]->routes.present()[peer].host();
+        PathMemory::of_process().keep(host, core_->config().lane, *facts, clock_now());
+    }
+}
+
+void Driver::recall_paths(std::uint16_t peer) {
+    for (std::size_t path = 0; path < outlets_.size(); ++path) {
+        const std::string host = outlets_[path]->routes.present()[peer].host();
+        const std::optional<PathFacts> facts = PathMemory::of_process().recall(host, core_->config().lane, clock_now());
+        if (facts) core_->recall(peer, *facts, path);
     }
 }
 

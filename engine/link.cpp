@@ -7,7 +7,8 @@ namespace storm {
 namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
-constexpr unsigned many_probes = 32;  // without an answer: the gap between probes doubles
+constexpr unsigned many_probes = 32;   // without an answer: the gap between probes doubles
+constexpr unsigned early_probes = 16;  // so many follow each other closely on every link
 constexpr Nanos least_probe_gap = millisecond / 2;
 // So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
 constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
@@ -23,6 +24,7 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
         flight.bytes = 0;
     } else {
         flight.stamp = meter_.on_send(in_flight_bytes_, now);
+        train_.on_send(next_, in_flight_bytes_ == 0);
         if (in_flight_bytes_ == 0) waiting_since_ = now;
         in_flight_bytes_ += flight.bytes;
         unanswered_bytes_ += flight.bytes;
@@ -47,11 +49,15 @@ Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
     // Numbers are running out: what is in flight must be given up, however often something else is sent meanwhile.
     if (crowded()) return waiting_since_ + patience();
-    // On a link that loses much, probes follow each other closely at first: a burst that counts datagrams ends only if some
-    // are sent, and one that counts time is over soon.
-    const bool close = probes_ > 0 && lossy();
-    const unsigned doublings = smooth_rtt_ == 0 || hurried_ ? 0 : std::min(probes_, 3U);
-    const Nanos gap = close ? std::max(patience() / 4, least_probe_gap) : patience() << doublings;
+    // Probes follow each other closely at first, and for longer on a link that loses much: a burst of losses that counts
+    // datagrams ends only if some are sent, and one that counts time is over soon. Before the first answer nobody knows how
+    // long one takes, so the first probe leaves early, too.
+    const bool close = probes_ > 0 && (lossy() || probes_ < early_probes);
+    const bool unknown = smooth_rtt_ == 0;
+    const unsigned doublings = unknown || hurried_ ? 0 : std::min(probes_, 3U);
+    const Nanos gap = close                     ? std::max(patience() / (unknown ? 8 : 4), least_probe_gap)
+                      : unknown && probes_ == 0 ? patience() / 4
+                                                : patience() << doublings;
     // A peer that has not answered for long is away: it is asked less and less, at least once a second.
     const Nanos longest = std::clamp(8 * patience(), second / 2, second);
     return active_at_ + std::min(gap << std::min(probes_ / many_probes, 16U), longest);

@@ -14,6 +14,7 @@
 #include "clock.hpp"
 #include "delivery_meter.hpp"
 #include "slots.hpp"
+#include "train.hpp"
 #include "wire.hpp"
 
 namespace storm {
@@ -148,6 +149,7 @@ private:
     std::uint64_t unanswered_bytes_{};  // sent since something was last acknowledged
     Nanos waiting_since_{};             // when that was, or since when something is in flight
     DeliveryMeter meter_;
+    Train train_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
     RecentMin least_trip_, least_way_;  // least round trip; least one-way time, by two clocks with an unknown offset
@@ -235,8 +237,10 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
         in_flight_bytes_ -= flight.bytes;
         delivery.delivered_bytes += flight.bytes;
         if (number > largest_acked_) largest_acked_ = number;
+        train_.on_arrived(number, flight.bytes);
         if (number + report.timed_back == report.largest) {
             delivery.rtt = time_trip(flight.stamp.sent_at, held, report.timed_us, now);
+            train_.on_timed(number, flight.stamp.sent_at, report.timed_us);
         }
         newest = flight.stamp;
         acked(flight);
@@ -256,6 +260,7 @@ void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& los
     delivery.now = now;
     delivery.in_flight_bytes = in_flight_bytes_;
     delivery.burst = burst();
+    delivery.train = train_.take();
     delivery_ = delivery;
 }
 

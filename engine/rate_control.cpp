@@ -29,11 +29,11 @@ constexpr double dip_gain = 0.3;         // of the rate while the queue is empti
 constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
 constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
-constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
-constexpr Nanos least_round = millisecond;      // short links: rates over less than this are noise of batches
-constexpr Nanos longest_yield = 300 * second;   // low priority: then the bare round trip may have changed
-constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
-constexpr Nanos min_rtt_bucket = 5 * second;    // two of them make the window of ten seconds
+constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
+constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
+constexpr Nanos longest_contest = 16 * second;            // then it is found out anew whose queue it is
+constexpr Nanos long_pause = 10 * second;                 // then what the link knows of its path is checked
+constexpr Nanos min_rtt_bucket = 5 * second;              // two of them make the window of ten seconds
 
 double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
 
@@ -46,6 +46,7 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
                                 2.0 * static_cast<double>(datagram_bytes))),
       shared_bytes_(static_cast<double>(links) * occupancy_bytes_),
       initial_rate_(initial_bytes_per_s / static_cast<double>(links)),
+      links_(static_cast<double>(links)),
       batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
       pacer_(infinity, 0, now),
       rate_(infinity),
@@ -77,17 +78,21 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
         // The last exchange may have ended with this link alone on the line.
         if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
         crowd_ = busy_;
+        if (now - sent_at_ > long_pause) learn_until_ = now + 3 * min_rtt_;  // the path may have changed
         next_dip_at_ = now + dip_period();
         apply(1, now);
     }
-    if (window_full_ || !pacer_.try_send(bytes, now)) return false;
+    if (window_full_ && !may_trickle(in_flight_bytes, now)) return false;
+    if (!pacer_.try_send(bytes, now)) return false;
+    trickle_at_ = now + static_cast<Nanos>(static_cast<double>(bytes) / trickle_rate() * static_cast<double>(second));
     sent_at_ = now;
     return true;
 }
 
 Nanos RateControl::next_send_at(Nanos now) const {
     if (!paced()) return now;
-    return window_full_ ? never : pacer_.next_send_at(now);
+    if (window_full_ && !trickles_) return never;
+    return window_full_ ? std::max(trickle_at_, pacer_.next_send_at(now)) : pacer_.next_send_at(now);
 }
 
 void RateControl::set_share(double share, std::size_t busy, Nanos deadline) {
@@ -161,13 +166,17 @@ void RateControl::on_delivery(const Delivery& delivery) {
         phase_ == Phase::startup && round_.weight > 0 && std::isfinite(rate_) && recent_queue_s() > target_queue_s();
     const bool sooner = filled || (phase_ == Phase::drain && drained(now));
     if ((enough && elapsed >= round_.min_rtt) || sooner) end_round(now);
+    heed_train(delivery.train, now);
 }
 
 void RateControl::end_round(Nanos now) {
     const double round_s = std::min(seconds(now - round_.begin), 4 * seconds(std::max(round_.min_rtt, least_round)));
     const double queue_s = seconds(round_.min_rtt - min_rtt_);
-    if (std::isinf(rate_))
+    if (std::isinf(rate_)) {
         rate_ = pace_ = std::min(initial_rate_, initial_datagrams * datagram_bytes_ / seconds(round_.min_rtt));
+        if (recalled_rate() > rate_) return cruise_at(recalled_rate(), now);
+    }
+    if (phase_ == Phase::cruise && learn_until_ == never) learn_until_ = now + 2 * round_.min_rtt;
     learn_delivery(queue_s, round_s);
     advance(queue_s, round_s, now);
     if (busy_ >= crowd_) {
@@ -414,11 +423,13 @@ void RateControl::grow(bool queued, bool empty, double share) {
     }
     const double best = best_delivery();
     if (best > 0) rate_ = std::min(rate_, 1.25 * best);
-    // Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
-    // And no more than that: the floors of all links must fit a slow line.
-    const double floor =
-        std::max(floor_bytes / std::max(seconds(min_rtt_), 0.01), least_datagrams_per_s * datagram_bytes_);
-    rate_ = std::max(rate_, floor);
+    rate_ = std::max(rate_, least_rate());
+}
+
+// Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
+// And no more than that: the floors of all links must fit a slow line.
+double RateControl::least_rate() const {
+    return std::max(floor_bytes / std::max(seconds(min_rtt_), 0.01), least_datagrams_per_s * datagram_bytes_);
 }
 
 void RateControl::apply(double gain, Nanos now) {

@@ -13,10 +13,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "clock.hpp"
 #include "delivery_meter.hpp"
 #include "pacer.hpp"
+#include "path_memory.hpp"
 
 namespace storm {
 
@@ -44,12 +46,18 @@ public:
     // `deadline`: the shortest time that any of its messages was given.
     void set_share(double share, std::size_t busy, Nanos deadline = never);
 
+    // What an earlier link over the same path has learned: this one starts with it, until it has measured the path itself.
+    void recall(const PathFacts& facts);
+    // The same of this link; nothing before it has found its rate, or where finding it takes no time.
+    [[nodiscard]] std::optional<PathFacts> facts() const;
+
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
     [[nodiscard]] Nanos min_rtt() const { return min_rtt_; }  // `never` before the first sample
     [[nodiscard]] double window_bytes() const;                // bytes in flight allowed; infinity when unlimited
 
 private:
     enum class Phase : std::uint8_t { startup, drain, cruise, probe_rtt };
+    static constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
     // Sums over one round: a round trip, stretched on short links until it holds enough to average.
     struct Round {
         Nanos begin{}, min_rtt{never}, max_rtt{};
@@ -67,6 +75,14 @@ private:
     [[nodiscard]] double loss_queue_s() const;
     [[nodiscard]] bool drained(Nanos now) const;
     void learn_min_rtt(Nanos rtt, Nanos now);
+    // rate_start.cpp
+    void heed_train(const Dispersion& train, Nanos now);
+    [[nodiscard]] bool may_trickle(std::uint64_t in_flight_bytes, Nanos now);
+    [[nodiscard]] double trickle_rate() const;
+    [[nodiscard]] double recalled_rate() const;
+    void cruise_at(double rate, Nanos now);
+
+    [[nodiscard]] double least_rate() const;
     void end_round(Nanos now);
     [[nodiscard]] double deviation(double loss, double bytes) const;
     void learn_delivery(double queue_s, double round_s);
@@ -84,11 +100,16 @@ private:
 
     RateMode mode_;
     Phase phase_{Phase::startup};
+    Nanos learn_until_{never};  // the first rate after a start or a long pause is not proven: trains decide
+    PathFacts recalled_{};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
     double occupancy_bytes_,
         shared_bytes_;  // bytes the link keeps in the bottleneck's queue; bytes all links of the job keep
     double initial_rate_;
+    double links_;
+    Nanos trickle_at_{};  // when the next batch may leave although nothing is answered yet
+    bool trickles_{};
     std::size_t batch_bytes_;
     Pacer pacer_;
     double rate_, pace_, window_;    // bytes per second; bytes per second with gain; bytes in flight
