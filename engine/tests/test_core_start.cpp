@@ -110,7 +110,8 @@ TEST(a_path_that_is_remembered_starts_at_once) {
         job.recall(path.bytes_per_s);
         const double first = job.all_reduce();
         check_at_most(job.dropped(), 0.002);
-        check_at_most(first / job.steady(), 1.1);
+        // The first one does not know yet what is lost, and goes without parity.
+        check_at_most(first / job.steady(), 1.2);
     }
 }
 

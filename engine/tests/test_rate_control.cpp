@@ -213,7 +213,9 @@ TEST(a_full_window_waits_for_a_report) {
         now = control.next_send_at(now);
         if (control.try_send(1472, in_flight, now)) in_flight += 1472;
     }
-    CHECK(in_flight >= 2 * 1472 && in_flight <= 65'536);
+    // Beyond the first window a little goes on leaving, as nobody knows how long an answer takes.
+    CHECK(in_flight >= 2 * 1472 && in_flight <= 128 * 1472);
+    CHECK(now > 50 * millisecond);
     CHECK_EQUAL(control.min_rtt(), never);
     now += millisecond;
     control.on_delivery({.now = now, .rtt = millisecond, .bytes_per_s = 1e6, .delivered_bytes = in_flight});
