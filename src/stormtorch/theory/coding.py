@@ -161,9 +161,10 @@ def choose(link: Link, chunks: int, *, after: int = 0, budget: float = 0.0, mess
     """Cheapest way to send a stretch of a message, behind which `after` chunks are still to come.
 
     An exchange ends with the last of its messages: with `messages` of them, a failure that is rare in each of them is
-    not rare in all. Repair of what was lost early is hidden by the chunks that follow; parity pays at the end of a message, where every
-    round costs a round trip. It must save half a millisecond and a tenth of the cost of repair, as it costs processor
-    time. With a budget, what may be missing is neither repaired nor coded: parity pays only if more than that is lost.
+    not rare in all. Repair of what was lost early is hidden by the chunks that follow; parity pays at the end of a
+    message, where every round costs a round trip. It must save half a millisecond and a tenth of the cost of repair, as
+    it costs processor time. With a budget, what may be missing is neither repaired nor coded: parity pays only if more
+    than that is lost.
     """
     check_count("chunks", chunks)
     check_count("after", after, 0)
