@@ -400,7 +400,9 @@ void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
     if (message.first_pass_over() && peer.links.lossy()) {
         const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
         const double trip_s = static_cast<double>(peer.links.round_trip()) / static_cast<double>(second);
-        const auto copies = [&](double chunks) { return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s); };
+        const auto copies = [&](double chunks) {
+            return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
+        };
         if (peer.queue.only_repairs()) {
             // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
             const auto chunks = static_cast<double>(message.repairs.size());

@@ -216,16 +216,10 @@ TEST(a_full_window_waits_for_a_report) {
         in_flight += 1472;
         if (now < 5 * millisecond) at_once = in_flight;
     }
-<<<<<<< HEAD
-    // Beyond the first window a little goes on leaving, as nobody knows how long an answer takes.
-    CHECK(in_flight >= 2 * 1472 && in_flight <= 128 * 1472);
-    CHECK(now > 50 * millisecond);
-=======
     CHECK(at_once >= 2 * 1472 && at_once <= 65'536);
     // A little more leaves before anything is answered, slowly: the path may be long, and it may be thin.
     CHECK(in_flight > at_once && in_flight <= 128 * 1472);
     CHECK(static_cast<double>(in_flight - at_once) <= 1.05e6 * static_cast<double>(now) * 1e-9);
->>>>>>> start
     CHECK_EQUAL(control.min_rtt(), never);
     now += millisecond;
     control.on_delivery({.now = now, .rtt = millisecond, .bytes_per_s = 1e6, .delivered_bytes = in_flight});
