@@ -32,7 +32,6 @@ constexpr double peak_memory_s = 30;                      // how long the longes
 constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
 constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
 constexpr Nanos longest_contest = 16 * second;            // then it is found out anew whose queue it is
-constexpr Nanos long_pause = 10 * second;                 // then what the link knows of its path is checked
 constexpr Nanos min_rtt_bucket = 5 * second;              // two of them make the window of ten seconds
 
 double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
@@ -78,7 +77,6 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
         // The last exchange may have ended with this link alone on the line.
         if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
         crowd_ = busy_;
-        if (now - sent_at_ > long_pause) learn_until_ = now + 3 * min_rtt_;  // the path may have changed
         next_dip_at_ = now + dip_period();
         apply(1, now);
     }

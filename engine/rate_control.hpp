@@ -100,7 +100,7 @@ private:
 
     RateMode mode_;
     Phase phase_{Phase::startup};
-    Nanos learn_until_{never};  // the first rate after a start or a long pause is not proven: trains decide
+    Nanos learn_until_{never};  // the first rate is not proven: until then trains decide
     PathFacts recalled_{};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;

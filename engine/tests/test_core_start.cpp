@@ -136,15 +136,3 @@ TEST(what_a_link_has_learned_is_what_its_line_carries) {
     CHECK(facts->round_trip >= steady_wan.round_trip && facts->round_trip < steady_wan.round_trip + 2 * millisecond);
     CHECK(!job.sim().core(0).path_facts(0));
 }
-
-// Four times slower after a minute: the first train tells, before the queue is full of what is too much.
-TEST(a_line_that_has_become_slower_in_a_long_pause_is_found_out_within_a_round_trip) {
-    Job job(clean, 5);
-    (void)job.steady();
-    const Nanos until = job.sim().now() + 60 * second;
-    while (job.sim().now() < until && job.sim().advance()) {
-    }
-    job.sim().set_rate(clean.bytes_per_s / 4);
-    check_at_most(job.all_reduce() / 4, 1.4);
-    check_at_most(job.dropped(), 0.05);
-}
