@@ -176,7 +176,7 @@ def test_resuming_makes_stale_replicas_the_same() -> None:
         return stale, save(rank.model, rank.optimizer)
 
     found = on_ranks(model, adamw, work, **lossy)
-    assert not torch.equal(found[0][0][0], found[1][0][0])
+    assert any(not torch.equal(first, second) for first, second in zip(found[0][0], found[1][0], strict=True))
     for _, saved in found:
         assert_same_state(load(saved), load(found[0][1]))
 
