@@ -280,3 +280,16 @@ TEST(receiver_without_room_for_parity_gets_everything_by_repair) {
     CHECK_EQUAL(sim.core(0).counters().recovered, 0U);
     CHECK(sim.core(0).counters().repaired > 0);
 }
+
+// A rank that does not know of an exchange looks at first chunks to learn of it (Core::peek).
+TEST(first_chunk_of_a_coded_message_comes_even_if_nobody_has_posted_its_exchange) {
+    for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+        Sim sim(links(2, 0.4, 1.0, seed));
+        AllToAll job(2, 3, [](auto, auto) { return std::size_t{4}; });
+        (void)sim.post(0, job.spec(0, 0, {.redundancy = 4.0}));
+        const Nanos until = sim.now() + 2 * second;
+        while (sim.now() < until && sim.advance()) {
+        }
+        CHECK(!sim.core(1).peek(job.spec(1, 0, {}).channel, 0).empty());
+    }
+}
