@@ -215,7 +215,7 @@ def test_shares_follow_when_rates_change_and_not_too_often() -> None:
 
     found = by_rate(work)
     for thin, after, views, _ in found:
-        # A rank that hears little has little to send, too, so that its line seems thin both ways, and its share less small.
+        # A rank that hears little has little to send, too: its line seems thin both ways, and its share is less small.
         assert thin[1] < 0.65 * min(thin[0], thin[2], thin[3])
         assert after[3] < 0.5 * min(after[0], after[1], after[2])
         assert 3 <= views <= 4
