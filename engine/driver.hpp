@@ -57,7 +57,8 @@ public:
     // Starts the engine towards `peers`, by rank (the own entry is not used). Throws std::system_error where the process has
     // no descriptor or thread left; nothing has happened then, and it may be tried again.
     void start(CoreConfig config, std::vector<Address> peers);
-    // The same with several paths: `peers` has the addresses of each rank by path. Paths that both have are used.
+    // Starts the engine where ranks have several interfaces: `peers` has the addresses of each rank, by path. A path that only
+    // one of two ranks has is not used between them.
     void start(CoreConfig config, const std::vector<std::vector<Address>>& peers);
 
     // Begins an exchange and sends what can be sent at once. Deadlines in the spec are relative to now.
@@ -88,7 +89,7 @@ public:
     void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key) {
         readmit(peer, std::vector{address}, incarnation, key);
     }
-    // The same with several paths.
+    // A new process has taken the place of a peer, and is reached at these addresses, by path.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
                  const std::optional<Key>& key);
     // The peer may be reached at this address: see Routes. Throws std::runtime_error when closed.

@@ -33,7 +33,7 @@ public:
     Endpoint& operator=(const Endpoint&) = delete;
 
     [[nodiscard]] std::vector<std::uint16_t> ports() const;
-    // Of the further paths.
+    // Ports of the second path and of those after it; the first path has those of the lanes.
     [[nodiscard]] std::vector<std::uint16_t> path_ports() const;
     // The least of all lanes.
     [[nodiscard]] std::size_t receive_buffer() const;

@@ -118,8 +118,8 @@ public:
     void report_now();
     void heard_on(const Link& link) { heard_ = link.index; }
 
-    // Of what is sent over all paths that are up: the mean loss by rates, the longest bursts, the sum of rates, the longest
-    // round trip and patience.
+    // What a message meets that goes over all paths that are up: the mean of their losses, weighted by rate; the longest
+    // bursts; the sum of their rates; the longest round trip and patience.
     [[nodiscard]] double loss() const;
     [[nodiscard]] bool lossy() const { return loss() > 0.02; }
     [[nodiscard]] double burst() const;

@@ -48,7 +48,8 @@ public:
 
     // What an earlier link over the same path has learned: this one starts with it, until it has measured the path itself.
     void recall(const PathFacts& facts);
-    // The same of this link; nothing before it has found its rate, or where finding it takes no time.
+    // What this link has learned of its path. Nothing before it has found its rate, or on a path so short that finding it
+    // takes no time.
     [[nodiscard]] std::optional<PathFacts> facts() const;
 
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited

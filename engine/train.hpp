@@ -56,7 +56,7 @@ public:
                  .spread = 4 * arriving > 5 * sending};
         fresh_ = true;
     }
-    // What is known since the last call, if something new is.
+    // How the train was spread on arrival, if reports have told more of it since the last call; otherwise zeros.
     [[nodiscard]] Dispersion take() {
         if (!fresh_) return {};
         fresh_ = false;

@@ -181,7 +181,7 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
 
 
 def _paths(transport: Any, peer: int) -> dict[str, Any]:
-    """What is told of the paths to a peer, if there are several."""
+    """Fields of a record about the paths to a peer; none if there is only one path."""
     if len(transport.options.interfaces) < 2 or len(paths := transport.paths(peer)) < 2:
         return {}
     return {
