@@ -134,8 +134,6 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
         ++counters_.unexpected;
         return true;
     }
-    // Whoever looks at what waits sees first chunks: one that is lost must come again, and not be left to parity.
-    if (header.has(flag_parity) && !header.has(flag_second_stage) && !pool_.has_first(header)) return false;
     if (!pool_.keep(header, payload)) {
         ++counters_.pool_refused;
         peer.refused = true;

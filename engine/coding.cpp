@@ -101,6 +101,11 @@ std::vector<std::uint32_t> Encoding::on_lost(std::uint32_t chunk) {
     if (block == nullptr) return {chunk};
     if (block->data[at.position] == State::arrived) return {};
     if (block->failed) return {chunk};
+    // A receiver that does not know of the exchange yet learns of it by the first chunk that waits: parity cannot stand in.
+    if (exact_ && chunk == 0) {
+        block->data[at.position] = State::flying;
+        return {chunk};
+    }
     block->data[at.position] = State::lost;
     return settle(at.stretch, at.block);
 }

@@ -1,6 +1,5 @@
 #include "pool.hpp"
 
-#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -43,27 +42,13 @@ std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
     return entries;
 }
 
-namespace {
-
-bool is_first(const Header& header) {
-    return header.kind == Kind::data && header.chunk == 0 && (header.flags & (flag_second_stage | flag_parity)) == 0;
-}
-
-}  // namespace
-
-bool Pool::has_first(const Header& of) const {
-    const auto found = waiting_.find(exchange_key(of.channel, of.seq));
-    return found != waiting_.end() && std::any_of(found->second.begin(), found->second.end(), [&](const Entry& entry) {
-               return entry.header.source == of.source && is_first(entry.header);
-           });
-}
-
 std::vector<Pool::First> Pool::peek(std::uint32_t channel, std::uint32_t seq) const {
     const auto found = waiting_.find(exchange_key(channel, seq));
     if (found == waiting_.end()) return {};
     std::vector<First> firsts;
     for (const Entry& entry : found->second) {
-        if (!is_first(entry.header)) continue;
+        if (entry.header.kind != Kind::data || entry.header.chunk != 0) continue;
+        if ((entry.header.flags & (flag_second_stage | flag_parity)) != 0) continue;
         firsts.push_back(
             {.source = entry.header.source, .payload = {entry.payload.get(), entry.payload.get() + entry.bytes}});
     }

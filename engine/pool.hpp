@@ -41,8 +41,6 @@ public:
         std::vector<std::byte> payload;
     };
     [[nodiscard]] std::vector<First> peek(std::uint32_t channel, std::uint32_t seq) const;
-    // Whether the first chunk of the message waits to which this datagram belongs.
-    [[nodiscard]] bool has_first(const Header& of) const;
     // Drops everything that came from a source.
     void forget(std::uint16_t source);
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
