@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -95,11 +95,20 @@ bench-coding: build/bench-coding/build.ninja  ## measure the erasure code, besid
 BURSTS ?= 8,20,64,5ms
 bench-bursts: setup  ## measure all-reduce under bursts of loss, exact and lossy, 4 and 6 hosts (BURSTS=8,20,5ms); writes build/bench/lab-bursts-*
 	@mkdir -p $(BENCH_OUT)
-	@set -e; for ranks in 4 6; do \
-		$(BIN)/stormtorch bench sweep --ranks $$ranks --rates 100mbit,400mbit --delays 0ms --losses 0.05,0.1,0.2 \
+	@set -e; for ranks in 4 6; do for rate in 100mbit 400mbit; do \
+		$(BIN)/stormtorch bench sweep --ranks $$ranks --rates $$rate --delays 0ms --losses 0.05,0.1,0.2 \
 			--bursts $(BURSTS) --backends storm,storm-lossy --ideal-s 0.4 --iters 11 --patience-s 10 \
-			--json $(BENCH_OUT)/lab-bursts-$$ranks.json --plot $(BENCH_OUT)/lab-bursts-$$ranks.png; \
-	done
+			--json $(BENCH_OUT)/lab-bursts-$$ranks-$$rate.json --plot $(BENCH_OUT)/lab-bursts-$$ranks-$$rate.png; \
+	done; done
+
+# About three minutes.
+bench-long: setup  ## measure all-reduce over long, lossy paths, exact and lossy; writes build/bench/lab-long-*
+	@mkdir -p $(BENCH_OUT)
+	@set -e; measure() { $(BIN)/stormtorch bench allreduce --backends storm,storm-lossy --iters 15 --patience-s 40 "$${@:2}" \
+		--json $(BENCH_OUT)/lab-long-$$1.json; }; \
+	measure 100mbit-40ms-loss10 --ranks 4 --rate 100mbit --delay 20ms --loss 0.1 --mb 5; \
+	measure 50mbit-80ms-loss23 --ranks 3 --rate 50mbit --delay 40ms --loss 0.23 --mb 5; \
+	measure 20mbit-150ms-loss3 --ranks 4 --rate 20mbit --delay 75ms --loss 0.03 --mb 1
 
 bench-convergence: setup  ## the part of bench-lab that trains to the same loss; writes build/bench/lab-convergence-*
 	@mkdir -p $(BENCH_OUT)

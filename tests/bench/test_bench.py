@@ -111,7 +111,9 @@ def test_the_report_holds_conditions_and_one_result_per_backend_and_size(
     assert conditions["machine"]["cores"] >= 1
     assert {"cpu", "kernel"} <= set(conditions["machine"])
     assert set(conditions["versions"]) == {"stormtorch", "torch", "python"}
-    assert {"date", "commit", "tcp_congestion_control", "ideal", "kernel_drops"} <= set(conditions)
+    assert {"date", "commit", "tcp_congestion_control", "ideal", "kernel_drops", "processors_withheld"} <= set(
+        conditions
+    )
     assert [(each["mb"], each["backend"]) for each in data["results"]] == [
         (mb, backend) for mb in (1.0, 0.5) for backend in BACKENDS
     ]

@@ -88,6 +88,15 @@ def test_a_sweep_is_a_table_of_conditions_and_backends(swept: SweepReport) -> No
     assert table.row_count == 3
     for cell in ("100 Mbit/s", "40 ms", "10 %", " 8 ", "1.25", "1.50", ">375.0", "failed"):
         assert cell in text
+    assert "*" not in text
+
+
+def test_a_sweep_marks_what_was_measured_while_others_had_the_processors(swept: SweepReport) -> None:
+    swept.points[1] = replace(swept.points[1], processors_withheld=0.3)
+    swept.points[0] = replace(swept.points[0], processors_withheld=0.01)
+    text = text_of(sweep_table(swept))
+    assert text.count("* 100 Mbit/s") == 1
+    assert "*: others withheld" in text
 
 
 def test_a_sweep_is_written_as_plain_data_and_drawn(swept: SweepReport, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ class SweepPoint:
     """Counts of the network itself."""
     network: str | None = None
     """Kind of the lab."""
+    processors_withheld: float | None = None
+    """Share of the processor time which this machine, if it is a virtual one, asked for and did not get."""
     results: list[AllReduceResult] = field(default_factory=list)
     error: str | None = None
     """Reason why there are no results."""
@@ -168,6 +170,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
                     requested=requested,
                     measured=report.conditions["measured"],
                     network=report.conditions["network"],
+                    processors_withheld=report.conditions["processors_withheld"],
                     mb=point.mb[0],
                     results=report.results,
                 )

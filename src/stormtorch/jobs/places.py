@@ -11,6 +11,7 @@ from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import Measured
 from stormtorch.results.progress import Advance
+from stormtorch.results.surroundings import Withheld
 
 Result = TypeVar("Result")
 
@@ -44,10 +45,13 @@ def run_here(
     """
     told = _rounds(advance, f"{hosts} ranks", hear)
     place: dict[str, Any] = {"network": "loopback"}
+    withheld = Withheld()
     if by_mpi:
         place["started_by"] = mpi_version()
-        return run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, listen=told), place
-    return run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told), place
+        results = run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, listen=told)
+    else:
+        results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told)
+    return results, place | {"processors_withheld": withheld.share()}
 
 
 def run_in_lab(
@@ -67,6 +71,7 @@ def run_in_lab(
     """
     lab.set(loss=0.0)
     counts: list[Measured] = []
+    withheld = Withheld()
     told = _rounds(advance, f"{hosts} hosts", hear)
 
     def listen(rank: int, what: object) -> None:
@@ -90,6 +95,7 @@ def run_in_lab(
         "measured": measured.to_json(),
         "loss_measured": measured.loss,
         "overflow_measured": measured.overflow,
+        "processors_withheld": withheld.share(),
     }
     if lab.conditions.tcp is not None:
         conditions["tcp_congestion_control"] = lab.conditions.tcp

@@ -33,6 +33,31 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+class Withheld:
+    """Processor time that others withheld from this machine, which is a virtual one then, from now on."""
+
+    def __init__(self, stat: str = "/proc/stat") -> None:
+        self._stat = stat
+        self._before = _processor_times(stat)
+
+    def share(self) -> float | None:
+        """Fraction of the time that this machine asked for; None where the kernel does not tell."""
+        now = _processor_times(self._stat)
+        if self._before is None or now is None:
+            return None
+        withheld, wanted = (after - before for before, after in zip(self._before, now, strict=True))
+        return max(withheld, 0) / wanted if wanted > 0 else 0.0
+
+
+def _processor_times(stat: str) -> tuple[int, int] | None:
+    """Ticks of all processors so far: withheld ones, and all that were wanted, which are those that were not idle."""
+    line = _first_line(stat)
+    if line is None:
+        return None
+    user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = map(int, line.split()[1:9])
+    return stolen, user + nice + system + interrupts + soft_interrupts + stolen
+
+
 def cpu_model() -> str:
     """Name of the processor, or its architecture where the kernel does not tell (as on many ARM machines)."""
     try:
@@ -68,6 +93,6 @@ def _git(where: Path, *command: str) -> str | None:
 
 def _first_line(path: str) -> str | None:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8").strip().partition("\n")[0]
     except OSError:
         return None

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from stormtorch.bench.results import AllReduceReport, AllReduceResult
 from stormtorch.cli.screen import new_table
-from stormtorch.cli.tables.captions import drops_text, loss_sentence, round_text
+from stormtorch.cli.tables.captions import loss_sentence, much_withheld, round_text, troubles_text
 from stormtorch.results.text import (
     bursts_of,
     crowding_text,
@@ -79,7 +79,7 @@ _CPU = "CPU: processor time of all ranks per GB of the tensor."
 def _cable_caption(conditions: dict[str, Any]) -> str:
     text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}"
     text += f"Gbit/s: what each rank sends, and receives as much, over the median. {_CPU}"
-    return text + drops_text(conditions)
+    return text + troubles_text(conditions)
 
 
 def _loopback_caption(conditions: dict[str, Any]) -> str:
@@ -91,14 +91,14 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
             f"{loss_text(conditions['loss_measured'])} measured, for the storm backends only. "
             "gloo ran without loss: it cannot be injected below TCP without root."
         )
-    return text + drops_text(conditions)
+    return text + troubles_text(conditions)
 
 
 def _lab_caption(conditions: dict[str, Any]) -> str:
     text = f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; {_RATIOS}"
     if conditions["requested"]["rate_bits_per_s"] is not None:
         text += "Ideal: what each host must send, at the rate of its line. "
-    return text + _CPU + drops_text(conditions)
+    return text + _CPU + troubles_text(conditions)
 
 
 def sweep_table(report: "SweepReport") -> Table:
@@ -110,6 +110,8 @@ def sweep_table(report: "SweepReport") -> Table:
         f"Interleaved rounds, {conditions['iters']} asked for: where patience ended with fewer, their number stands in "
         f"brackets; > where a call did not end within {conditions['patience_s']:g} s."
     )
+    if any(much_withheld(point.processors_withheld) for point in report.points):
+        caption += " *: others withheld over 5 % of the processor time that this machine asked for: times say little."
     table = new_table("all-reduce under real loss, x ideal", caption)
     for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "bursts", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -121,8 +123,9 @@ def sweep_table(report: "SweepReport") -> Table:
         if last and network != last:
             table.add_section()
         last = network
+        mark = "* " if much_withheld(point.processors_withheld) else ""
         cells = [
-            rate_text(point.requested["rate_bits_per_s"]),
+            mark + rate_text(point.requested["rate_bits_per_s"]),
             f"{1e3 * point.requested['round_trip_s']:.3g} ms",
             f"{loss_of(point.requested) * 100:g} %",
             "" if point.measured is None else loss_text(point.measured["loss"]),

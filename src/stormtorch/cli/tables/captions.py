@@ -31,7 +31,15 @@ def loss_sentence(requested: dict[str, Any], measured: dict[str, Any]) -> str:
     return text
 
 
-def drops_text(conditions: dict[str, Any]) -> str:
-    """Datagrams that the kernel dropped, if any."""
-    drops = conditions["kernel_drops"]
-    return f" The kernel dropped {drops} datagrams for want of buffer." if drops else ""
+def troubles_text(conditions: dict[str, Any]) -> str:
+    """What went wrong on this machine, if anything: datagrams that were dropped, processors that were withheld."""
+    drops, withheld = conditions["kernel_drops"], conditions.get("processors_withheld")
+    text = f" The kernel dropped {drops} datagrams for want of buffer." if drops else ""
+    if much_withheld(withheld):
+        text += f" Others withheld {withheld:.0%} of the processor time that this machine asked for: times say little."
+    return text
+
+
+def much_withheld(share: float | None) -> bool:
+    """Whether so much processor time was withheld from this virtual machine that threads woke late."""
+    return share is not None and share > 0.05

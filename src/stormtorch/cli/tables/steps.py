@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from stormtorch.cli.screen import new_table
-from stormtorch.cli.tables.captions import drops_text, loss_sentence, round_text
+from stormtorch.cli.tables.captions import loss_sentence, round_text, troubles_text
 from stormtorch.results.text import (
     condition_text,
     crowding_text,
@@ -82,7 +82,7 @@ def _ddp_caption(conditions: dict[str, Any]) -> str:
     text += " CPU: processor time of all ranks beyond that of no_sync, per GB of gradients."
     if not in_lab:
         text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
-    return text + drops_text(conditions)
+    return text + troubles_text(conditions)
 
 
 def _opposite(bound: str) -> str:
