@@ -1,10 +1,10 @@
-"""Writes the table of figures in benchmarks/README.md from the files beside it: `python benchmarks/figures.py`."""
+"""Writes the tables of figures in benchmarks/README.md from the files beside it: `python benchmarks/figures.py`."""
 
 import json
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-BEGIN, END = "<!-- figures: python benchmarks/figures.py -->\n", "<!-- end of figures -->\n"
+MARKS = ("figures", "ugly paths")
 # Files of exchanges and steps on one machine or by cable, in the order of the table.
 FILES = (
     "allreduce-2-hosts",
@@ -23,6 +23,9 @@ FILES = (
     "lanes-8972-16-cores",
     "ddp-cuda-4-ranks",
 )
+# Labs with bursts of losses, and with long paths.
+BURSTS = ("lab-bursts-4-100mbit", "lab-bursts-4-400mbit", "lab-bursts-6-100mbit", "lab-bursts-6-400mbit")
+LONG = ("lab-long-100mbit-40ms-loss10", "lab-long-50mbit-80ms-loss23", "lab-long-20mbit-150ms-loss3")
 
 
 def table() -> str:
@@ -53,11 +56,37 @@ def _ratio(value: float | None, base: float | None) -> str:
     return f"{value / base:.2f}" if value is not None and base else ""
 
 
+def ugly_paths() -> str:
+    """One row per network: lossy and exact all-reduce over the ideal, their worst rounds, and what disturbed them."""
+    rows = ["| file | lost | in bursts of | lossy | worst | exact | worst | processors withheld |"]
+    rows.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for name in (*BURSTS, *LONG):
+        path = FOLDER / f"{name}.json"
+        if not path.exists():
+            continue
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for point in data.get("points", [data["conditions"] | {"results": data.get("results")}]):
+            loss = point["requested"]["loss"]
+            lost, burst = (loss["p"], f"{loss['burst']:g}") if isinstance(loss, dict) else (loss, "")
+            results = {each["backend"]: each for each in point["results"]}
+            cells = [name, f"{100 * lost:g} %", burst]
+            for each in (results["storm-lossy"], results["storm"]):
+                cells += [_ratio(each["median_s"], each["ideal_s"]), _ratio(each["worst_s"], each["ideal_s"])]
+            cells.append(f"{100 * point['processors_withheld']:.1f} %")
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def renewed(text: str) -> str:
-    """The README with the table as the files have it now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    """The README with the tables as the files have them now."""
+    for mark, content in zip(MARKS, (table(), ugly_paths()), strict=True):
+        begin, end = f"<!-- {mark}: python benchmarks/figures.py -->\n", f"<!-- end of {mark} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"README.md has no place for {mark}")
+        text = f"{before}{begin}{content}{end}{after}"
+    return text
 
 
 if __name__ == "__main__":
