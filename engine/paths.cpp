@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 namespace storm {
 namespace {
@@ -79,13 +80,14 @@ Links::Order Links::order(Nanos now) const {
         if (!link.down) found.paths[found.count++] = link.index;
     }
     if (found.count < 2) return found;
-    std::array<std::pair<bool, Nanos>, most_paths> keys{};
+    // With the number as the last key: a stable sort would ask for memory, at every batch.
+    std::array<std::tuple<bool, Nanos, std::uint8_t>, most_paths> keys{};
     for (const std::uint8_t path : found) {
         const Nanos trip = all_[path].out.smooth_rtt();
-        keys[path] = {all_[path].suspect(now), trip == 0 ? never : trip};
+        keys[path] = {all_[path].suspect(now), trip == 0 ? never : trip, path};
     }
-    std::stable_sort(found.paths.begin(), found.paths.begin() + static_cast<std::ptrdiff_t>(found.count),
-                     [&](std::uint8_t a, std::uint8_t b) { return keys[a] < keys[b]; });
+    std::sort(found.paths.begin(), found.paths.begin() + static_cast<std::ptrdiff_t>(found.count),
+              [&](std::uint8_t a, std::uint8_t b) { return keys[a] < keys[b]; });
     return found;
 }
 
