@@ -69,10 +69,13 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
     window_full_ =
         !dark && in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
-    // On a long path, the next exchange begins while what this one sent last is not answered yet.
+    const bool paused = in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round;
+    // Where the path is long, not just its queue, the next exchange begins while what this one sent last is not answered yet.
+    // Then a pause counts that outlasts what the link keeps in the queue.
     const Nanos silence = now - ready_at_;
-    const bool long_since = !window_full_ && silence > std::max(16 * least_round, min_rtt_ / 4);
-    if (known && (long_since || (in_flight_bytes == 0 && app_limited_ && silence > 4 * least_round))) {
+    const bool long_since = known && !window_full_ && silence > std::max(16 * least_round, min_rtt_ / 4) &&
+                            seconds(std::min(silence, min_rtt_ / 2)) > target_queue_s();
+    if (known && (paused || long_since)) {
         // A pause empties the queue. So send at full rate at once, and put off the next dip: the first datagrams see the
         // path without a queue anyway.
         phase_ = Phase::cruise;
@@ -86,6 +89,7 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
     if (window_full_ && !may_trickle(in_flight_bytes, now)) return false;
     if (!pacer_.try_send(bytes, now)) return false;
     trickle_at_ = now + static_cast<Nanos>(static_cast<double>(bytes) / trickle_rate() * static_cast<double>(second));
+    sent_at_ = now;
     ready_at_ = pacer_.next_send_at(now);
     return true;
 }

@@ -137,7 +137,7 @@ private:
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 
     Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_;
-    Nanos drain_from_{}, dip_until_{}, dip_seen_at_{}, next_dip_at_{};
+    Nanos drain_from_{}, dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
     Nanos ready_at_{};  // from when on the rate would have let the next batch go
     Round round_;
     std::array<Nanos, 3> recent_rtt_;  // of the latest reports
