@@ -22,6 +22,7 @@ from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.bench import COLOURS, plot_allreduce
 from stormtorch.cli.plots.sweep import plot_sweep
 from stormtorch.cli.tables.bench import allreduce_table, sweep_table
+from stormtorch.cli.tables.captions import troubles_text
 from stormtorch.jobs.counters import Log, Sample
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.ranks import Member, run_ranks
@@ -97,6 +98,13 @@ def test_a_sweep_marks_what_was_measured_while_others_had_the_processors(swept: 
     text = text_of(sweep_table(swept))
     assert text.count("* 100 Mbit/s") == 1
     assert "*: others withheld" in text
+
+
+def test_a_caption_tells_of_dropped_datagrams_and_of_processors_that_others_had() -> None:
+    assert troubles_text({"kernel_drops": 0, "processors_withheld": 0.04}) == ""
+    assert troubles_text({"kernel_drops": 0, "processors_withheld": None}) == ""
+    assert "dropped 7 datagrams" in troubles_text({"kernel_drops": 7})
+    assert "withheld 30%" in troubles_text({"kernel_drops": 0, "processors_withheld": 0.3})
 
 
 def test_a_sweep_is_written_as_plain_data_and_drawn(swept: SweepReport, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is told about the machine on which something was measured."""
+"""Tests of `stormtorch.results.surroundings`: the conditions of the machine that are stored with every measurement."""
 
 from pathlib import Path
 

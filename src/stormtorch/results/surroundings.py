@@ -34,7 +34,7 @@ def surroundings() -> dict[str, Any]:
 
 
 class Withheld:
-    """Processor time that others withheld from this machine, which is a virtual one then, from now on."""
+    """Measures, from its making on, how much processor time a hypervisor withheld from this virtual machine."""
 
     def __init__(self, stat: str = "/proc/stat") -> None:
         self._stat = stat
