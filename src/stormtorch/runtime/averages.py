@@ -11,7 +11,8 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.wire import Wire
-from stormtorch.policies.policy import RankPolicy, applied, overrides
+from stormtorch.policies.policy import applied, overrides
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.chunked import chunked

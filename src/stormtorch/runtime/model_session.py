@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.errors import Interrupted
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.runtime.gate import Gate

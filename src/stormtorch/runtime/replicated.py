@@ -12,7 +12,7 @@ from torch import nn
 from stormtorch.collectives import Group, Pending
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime import objects
 from stormtorch.runtime.averages import Averages
 from stormtorch.runtime.bucket import Bucket
