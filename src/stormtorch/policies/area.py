@@ -47,7 +47,7 @@ class AREA(RankPolicy):
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
         """Divides the sum of differences by the number of all ranks: those that sent nothing differ by nothing."""
-        return mean * rules.share_of_all(count, present)
+        return mean.mul_(rules.share_of_all(count, present))
 
     def update(self, owner: Memory, combined: torch.Tensor) -> torch.Tensor:
         """Moves the mean by the differences."""

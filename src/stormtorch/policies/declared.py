@@ -48,7 +48,8 @@ def check_class(policy: Any) -> None:
 
 def _check_functions(kind: type[Any], own: list[type[Any]], base: type[Any]) -> None:
     """Refuses functions that nobody calls: misspelt ones, and those of the other kind of policy."""
-    siblings = [each for each in base.__mro__[1].__subclasses__() if each is not base and each.__dict__.get("is_base")]
+    kinds: list[type[Any]] = base.__mro__[1].__subclasses__()
+    siblings = [each for each in kinds if each is not base and each.__dict__.get("is_base")]
     for sibling in siblings:
         for function in set(sibling.functions) - set(base.functions):
             if any(function in each.__dict__ for each in own):

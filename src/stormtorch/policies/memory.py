@@ -115,7 +115,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
             target.copy_(values)  # broadcasts, and refuses other shapes
         self._store.wrote(name, self._first, self._last)
 
-    def setdefault(self, name: str, default: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # None is no tensor
+    def setdefault(self, name: str, default: torch.Tensor) -> torch.Tensor:
         """Returns what is remembered under a name; first writes the default there, if nothing is."""
         if name not in self:
             self[name] = default

@@ -54,7 +54,7 @@ class MIFA(RankPolicy):
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
         """Divides the sum of differences by the number of all ranks."""
-        return mean * rules.share_of_all(count, present)
+        return mean.mul_(rules.share_of_all(count, present))
 
     def update(self, owner: Memory, combined: torch.Tensor) -> torch.Tensor:
         """Moves the parameters by the mean of all ranks' latest updates."""

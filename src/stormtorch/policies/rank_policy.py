@@ -86,6 +86,9 @@ class RankPolicy(Policy):
             )
         if self.meets_in_pairs and (overrides(self, "update") or overrides(self, "combine")):
             raise TypeError(f"{name} overrides partners, so that there are no owners to call update or combine")
+        if self.meets_in_pairs:
+            check(not self.reports, "sent", "not be overridden beside partners", name)
+            check(self.pace == "together", "pace", 'be "together" where ranks meet in pairs', self.pace)
 
     def begins_at(self, number: int) -> int:
         """Returns after how many optimizer steps an exchange begins, by its number from 0 on."""
@@ -195,7 +198,7 @@ class RankPolicy(Policy):
 
 def remembers(policy: RankPolicy) -> bool:
     """Whether ranks under a policy keep something from one exchange to the next."""
-    return overrides(policy, "begin_rank") or any(_takes_rank(getattr(policy, name)) for name in ("send", "accept"))
+    return overrides(policy, "begin_rank") or any(takes_rank(getattr(policy, name)) for name in ("send", "accept"))
 
 
 def with_rank(function: Callable[..., torch.Tensor], rank: Memory) -> Callable[..., torch.Tensor]:
@@ -204,12 +207,13 @@ def with_rank(function: Callable[..., torch.Tensor], rank: Memory) -> Callable[.
     def call(*arguments: Any) -> torch.Tensor:
         return function(*arguments, rank)
 
-    if not _takes_rank(function):
+    if not takes_rank(function):
         return function
     call.__qualname__ = function.__qualname__
     return call
 
 
-def _takes_rank(function: Callable[..., torch.Tensor]) -> bool:
+def takes_rank(function: Callable[..., torch.Tensor]) -> bool:
+    """Whether `send` or `accept`, as a policy defines it, takes the memory of a rank."""
     defined_here = getattr(function, "__module__", "") == __name__
     return not defined_here and "rank" in inspect.signature(function).parameters
