@@ -55,8 +55,14 @@ class DiLoCo(RankPolicy):
     def accept(
         self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
     ) -> torch.Tensor:
-        """Continues with the anchor, mixed with a rank's own parameters; with its own alone where it was lost."""
-        return torch.where(arrived, came.lerp(own, self.alpha) if self.alpha else came, own)
+        """Continues with the anchor, mixed with a rank's own parameters; with its own alone where it was lost.
+
+        What arrives takes more of the anchor the less of it does, so that ranks are drawn to it as much on average.
+        """
+        if not self.alpha:
+            return torch.where(arrived, came, own)
+        share = arrived.float().mean().clamp(min=1.0 - self.alpha)
+        return torch.where(arrived, own.lerp(came, (1.0 - self.alpha) / share), own)
 
 
 @dataclass(frozen=True, kw_only=True)
