@@ -16,11 +16,16 @@ from grid import Run, above, explain, main, mean_text, seeds
 from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
 
-SEEDS = 8
+SEEDS = 6
 LOSSES = (0.0, 0.1, 0.4)
 STEPS = 900
 # Outer learning rate and momentum. Published ones are for hundreds of exchanges, and too hot for the 9 to 30 of these.
-OUTER = {"diloco": (1.0, 0.5), "streaming-diloco": (1.0, 0.5), "gossip": (1.0, 0.5)}
+OUTER: dict[str, tuple[float, float] | None] = {
+    "diloco": (1.0, 0.5),
+    "streaming-diloco": (1.0, 0.5),
+    "sparse-diloco": None,
+    "gossip": (1.0, 0.5),
+}
 TRIED = ((0.7, 0.9), (0.4, 0.9), (1.0, 0.5), (1.0, 0.0))
 EVERY = (30, 100)
 BASE = "data-parallel/0"

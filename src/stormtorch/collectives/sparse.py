@@ -173,7 +173,8 @@ class SparseWire:
         return [(first, min(first + self._blocks, blocks)) for first in range(0, blocks, self._blocks)]
 
     def _rooms(self, message: torch.Tensor) -> list[torch.Tensor]:
-        return list(message.view(torch.uint8).split(self._chunk_bytes))
+        packed = message.view(torch.uint8)
+        return [packed[first : first + self._chunk_bytes] for first in range(0, packed.numel(), self._chunk_bytes)]
 
 
 def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
