@@ -115,5 +115,6 @@ class Owned:
         return {
             **whole,
             **{name: value for name, value in local.items() if name != "state"},
+            "state": whole["state"] | self._shards.personal_state(local),
             "param_groups": [{**own, "params": each["params"]} for own, each in groups],
         }

@@ -21,6 +21,7 @@ from stormtorch.collectives.group import Islands
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
+from stormtorch.runtime import personal
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
@@ -74,21 +75,30 @@ class Session(ABC):
         self._channels_used: set[str] = set()
         weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
         self._given = {
-            "model": [(each.shape, each.dtype, each.requires_grad) for each in trained(optimizer)],
+            "choice of personal parts": personal.names(model),
+            # Personal parameters never meet, so each rank's may have a shape of its own.
+            "model": [
+                None if personal.is_personal(each) else (each.shape, each.dtype, each.requires_grad)
+                for each in trained(optimizer)
+            ],
             "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
             "policy": policy,
         }
         self.given_policy = policy
         """The policy as the user gave it."""
-        self.frozen = [each for each in trained(optimizer) if not each.requires_grad]
-        """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.parameters = trained(optimizer)
         """All parameters of the optimizer as the user gave it, in the order of its groups."""
+        self.personal = [each for each in self.parameters if personal.is_personal(each)]
+        """Parameters that never leave this rank. No bucket has them."""
+        self.shared = [each for each in self.parameters if not personal.is_personal(each)]
+        """All other parameters."""
+        self.frozen = [each for each in self.shared if not each.requires_grad]
+        """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.buckets: list[Bucket] = []
         self.looked = False
         """Whether parameters that no prepared optimizer has were looked for."""
         check_model(model, self.parameters)
-        check_parameters(self.parameters)
+        check_parameters(self.shared)
 
     def backward_ended(self) -> None:
         """Completes the gradients of all optimizers of the model, in the same order on all ranks.
@@ -154,6 +164,14 @@ class Session(ABC):
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer."""
         return whole
+
+    def forget_personal(self, *, set_to_none: bool) -> None:
+        """Forgets the gradients of personal parameters."""
+        for parameter in self.personal:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
 
     def arriving(self) -> bool:
         """Whether parameters are on their way."""
@@ -373,10 +391,11 @@ class Session(ABC):
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
+            if parameter.requires_grad and not personal.is_personal(parameter):
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
         if not kinds:
-            raise ValueError("the optimizer has no parameter that requires a gradient")
+            others = " and is not personal" if self.personal else ""
+            raise ValueError(f"the optimizer has no parameter that requires a gradient{others}")
         layouts: list[Layout] = []
         for (dtype, _), numbers in kinds.items():
             counts = [self.parameters[number].numel() for number in numbers]
@@ -426,7 +445,7 @@ class Session(ABC):
 
     @torch.no_grad()
     def hand_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
-        """Gives ranks the root's buffers, and its parameters that are not trained.
+        """Gives ranks the root's buffers, and its parameters that are not trained; nothing that is personal.
 
         Args:
             group: Ranks that take part.
@@ -435,7 +454,7 @@ class Session(ABC):
             take: Whether this rank takes them.
         """
         homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        for tensor in personal.shared(self.model):
             if id(tensor) not in homes and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
                 self.hand(group, values, root)
