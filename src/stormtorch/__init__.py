@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stormtorch.runtime.elastic_sampler import ElasticSampler
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
+    from stormtorch.runtime.pruning import prune
     from stormtorch.simulation import simulate
     from stormtorch.transport.etcd import EtcdStore
     from stormtorch.transport.leaving import leave
@@ -46,6 +47,7 @@ _PLACES = {
     "lossy_reduce_scatter": "backend.lossy",
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
+    "prune": "runtime.pruning",
     "simulate": "simulation",
     "use_as_default": "backend",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "lossy_reduce_scatter",
     "no_sync",
     "prepare",
+    "prune",
     "simulate",
     "use_as_default",
 ]

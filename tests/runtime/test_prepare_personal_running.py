@@ -2,19 +2,17 @@
 # torch's own backward is untyped, and a prepared optimizer has more than torch's.
 """Personal parts of a model in real time: a process joins, and a rank is slow."""
 
-import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import local_world, store_of_threads
+from conftest import local_world
 from test_prepare_personal import WORLD, Body, train
 from torch import nn
 
-import stormtorch
-from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Policy, connect, exact, prepare
+from returning import with_a_rank_that_returns
+from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Policy, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.transport.exchange import Transport
 from training import assert_same, values
@@ -24,56 +22,22 @@ from training import assert_same, values
     "policy", [BoundedDrift(give_up_s=20.0), ModelAveraging(give_up_s=20.0), GradientAveraging(give_up_s=20.0)]
 )
 def test_a_process_that_joins_gets_the_body_and_keeps_its_own_head(policy: Policy) -> None:
-    options = stormtorch.Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)
-    store = store_of_threads()
-    found: dict[int, list[torch.Tensor]] = {}
-    errors: list[BaseException] = []
-
-    def model_of(rank: int, value: float) -> Any:
-        model = Body(rank)
+    def begin(transport: Transport, again: bool) -> tuple[Any, Any]:
+        model = Body(transport.rank)
         with torch.no_grad():
             for each in (*model.parameters(), *model.buffers()):
-                each.fill_(value)
-        return model
+                each.fill_(7.0 if again else 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return prepare(model, optimizer, policy=policy, personal=[model.head], group=Group(transport))
 
-    def take_part(rank: int) -> None:
-        try:
-            transport = connect(store, rank, 3, options)
-            model = model_of(rank, 1.0)
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
-            prepare(model, optimizer, policy=policy, personal=[model.head], group=Group(transport))
-            train(model, optimizer, rank, range(2))
-            if rank == 2:
-                transport.close(0.2)
-                transport = connect(store, rank, 3, replace(options, rejoin=True))
-                model = model_of(rank, 7.0)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-                prepare(model, optimizer, policy=policy, personal=[model.head], group=Group(transport))
-            else:
-                while optimizer.session.view.number == 1 or len(optimizer.session.view.members) < 3:
-                    train(model, optimizer, rank, range(1))
-                    time.sleep(0.01)
-            until = optimizer.session.view.step + 4
-            while optimizer.session.steps < until:
-                train(model, optimizer, rank, range(1))
-            with exact(model):
-                found[rank] = [*values(model.body), *values(model.head)]
-            transport.part()
-            transport.close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(40.0)
-    if errors:
-        raise errors[0]
-    for rank, head in ((0, 1.0), (2, 7.0)):
-        body, own = found[rank][:4], found[rank][4:]
-        assert_same(body, [torch.ones_like(each) for each in body])
-        assert_same(own, [torch.full_like(each, head) for each in own])
+    found = with_a_rank_that_returns(
+        begin,
+        lambda model, optimizer: train(model, optimizer, 0, range(1)),
+        lambda model: [*values(model.body), *values(model.head)],
+    )
+    for own, head in zip(found, (1.0, 1.0, 7.0), strict=True):
+        assert_same(own[:4], [torch.ones_like(each) for each in own[:4]])
+        assert_same(own[4:], [torch.full_like(each, head) for each in own[4:]])
 
 
 def test_a_slow_rank_moves_its_head_once_for_each_of_its_own_backwards() -> None:

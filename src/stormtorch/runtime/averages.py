@@ -93,7 +93,7 @@ class Averages:
 
     def chunks_of(self, owner: int) -> int:
         """Returns the number of chunks in an owner's shards."""
-        return sum(self._wires[each.index].chunks(each.layout.spans[owner][1]) for each in self._buckets)
+        return sum(self._wires[each.index].chunks(each.spans[owner][1]) for each in self._buckets)
 
     @property
     def fused(self) -> bool:
@@ -120,7 +120,7 @@ class Averages:
         wire = self._wires[bucket.index]
         fused = self._plain and wire.dtype == bucket.dtype
         with shown("all_reduce" if fused else "reduce_scatter", bucket.index, vector.numel(), wire.dtype):
-            moments = bucket.fetch(host, vector) if bucket.on_gpu else []
+            moments = bucket.fetch(host, vector) if bucket.apart else []
             if fused:
                 mean = host.new_empty(0)
 
@@ -128,7 +128,7 @@ class Averages:
                     reliability, share = self._policy.up, self._policy.down
                     return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
             else:
-                mean = torch.empty(bucket.layout.spans[group.rank][1], dtype=torch.float32, device="cpu")
+                mean = torch.empty(bucket.spans[group.rank][1], dtype=torch.float32, device="cpu")
 
                 def begin() -> Pending:
                     return self._reduce(bucket, group, host, mean)
@@ -162,7 +162,7 @@ class Averages:
             with shown("all_gather wait", bucket.index, vector.numel(), self._wires[bucket.index].dtype):
                 arrivals = round_.back.wait()
             self._accept(bucket, host, round_, arrivals[0] if arrivals else None)
-        if bucket.on_gpu:
+        if bucket.apart:
             bucket.bring(vector, host)
 
     def _turn(self, bucket: Bucket) -> None:
@@ -171,7 +171,7 @@ class Averages:
         if round_.back is not None or not round_.begun:
             return
         name = "all_reduce wait" if round_.fused else "reduce_scatter wait"
-        with shown(name, bucket.index, bucket.layout.elements, self._wires[bucket.index].dtype):
+        with shown(name, bucket.index, bucket.travels, self._wires[bucket.index].dtype):
             (pending,) = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
             arrivals = pending.wait()
         round_.begun = ()
@@ -196,7 +196,7 @@ class Averages:
 
         value = chunked(update, wire.per_chunk, [value])
         message = wire.encode(value, round_.seed)
-        round_.rooms = [wire.room(count) for _, count in bucket.layout.spans]
+        round_.rooms = [wire.room(count) for _, count in bucket.spans]
         round_.rooms[group.rank] = message
         round_.back = collectives.all_gather(group, round_.rooms, message, reliability=policy.down)
 

@@ -394,6 +394,22 @@ class ShardedSession(Session):
         self._row.view_wait_s += time.perf_counter() - began
         return held
 
+    @torch.no_grad()
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and the optimizer's state of what this rank owns and follows."""
+        if self._standby is not None:
+            self._standby.follow()
+        held = self._holds()
+        for bucket, kept in zip(self.buckets, masks, strict=True):
+            bucket.prune(kept)
+        for holding in (held.own, held.followed):
+            if holding is not None:
+                holding.clear_pruned(self.buckets)
+        self.prunings += 1
+        self._held.clear()
+        self._begin_view(held.followed)
+        self._versions = [each._version for each in self.shared]
+
     def _holds(self) -> Held:
         standby = self._standby
         followed = None if standby is None else standby.holding()
@@ -421,6 +437,7 @@ class ShardedSession(Session):
             self.steps = hello.steps
             membership.enter(latest, self.steps)
             self.machines = hello.machines
+            self.learn_masks(hello.told)
             self._recut(after, moved.masters)
             self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
             self._begin_view(moved.followed)

@@ -187,7 +187,7 @@ class TimedSession(ShardedSession):
         for bucket in self.buckets:
             if bucket.index in self._spent:
                 continue
-            if bucket.on_gpu:
+            if bucket.apart:
                 for moment in bucket.fetch(bucket.host_grads, bucket.grads):
                     moment.synchronize()
             total, count = self._handed.get(bucket.index, (None, 0))
