@@ -13,6 +13,7 @@ from example_runs import EXAMPLES
 from own_policies import Anchored, Blended, Damped, Weighed
 from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
+from stormtorch.policies import AREA, MIFA, DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.presets import PolicySettings, make_policy
 from stormtorch.runtime.arrivals import Links
@@ -146,6 +147,10 @@ POLICIES: dict[str, Policy] = {
     "model averaging in bfloat16": ModelAveraging(wire=torch.bfloat16),
     "gradient averaging": GradientAveraging(),
     "gradient averaging in bfloat16": GradientAveraging(wire=torch.bfloat16),
+    "diloco": DiLoCo(every=2, outer_lr=0.8, momentum=0.5),
+    "diloco used a step later": DiLoCo(every=3, delay=1, alpha=0.5),
+    "area": AREA(every=2, at_least=2, pace="together"),
+    "mifa": MIFA(every=2),
     "blended": Blended(),
     "anchored": Anchored(),
     "weighed": Weighed(),

@@ -37,14 +37,14 @@ def redundancy_of(text: str) -> float | Literal["auto"]:
 
 def check_taken(settings: StudySettings) -> None:
     """Raises `BadSetting` for a setting of policies that was chosen, but that none of the policies takes."""
-    from stormtorch.policies.presets import PRESETS, PolicySettings
+    from stormtorch.policies.presets import PolicySettings, names
 
     usual = PolicySettings()
-    for knob in (each.name for each in fields(usual) if each.name != "given"):
+    for knob in (each.name for each in fields(usual) if each.name not in ("given", "more")):
         chosen = getattr(settings, knob)
         if chosen == getattr(usual, knob) or any(_takes(name, knob, chosen) for name in settings.policies):
             continue
-        takers = [name for name in PRESETS if _takes(name, knob, chosen)]
+        takers = [name for name in names() if _takes(name, knob, chosen)]
         has = ", ".join(settings.labels)
         raise BadSetting(knob, f"belongs to {', '.join(takers)}, and --policy has {has}")
 

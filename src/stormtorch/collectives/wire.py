@@ -47,6 +47,15 @@ class Wire:
         _engine.int8_encode(source.data_ptr(), source.numel(), self.chunk_bytes, seed, message.data_ptr())
         return message
 
+    def rounded(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+        """Returns a tensor as receivers see it; the tensor itself if nothing is rounded."""
+        if self.dtype == tensor.dtype:
+            return tensor
+        result = torch.empty_like(tensor)
+        everything = torch.ones(self.chunks(tensor.numel()), dtype=torch.bool, device="cpu")
+        self.place(self.encode(tensor, seed), result, everything)
+        return result
+
     def place(self, message: torch.Tensor, target: torch.Tensor, arrived_C: torch.Tensor) -> None:
         """Copies the chunks of a message that arrived into `target`; lost ones keep their old values. C chunks."""
         everything = bool(arrived_C.all())

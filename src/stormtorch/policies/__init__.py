@@ -1,8 +1,25 @@
 """What ranks exchange and what they make of what arrives: one file per policy, plain tensors, no network."""
 
+from stormtorch.policies.area import AREA
 from stormtorch.policies.bounded_drift import BoundedDrift
+from stormtorch.policies.diloco import DiLoCo, StreamingDiLoCo
+from stormtorch.policies.gossip import Gossip
 from stormtorch.policies.gradient_averaging import GradientAveraging
+from stormtorch.policies.mifa import MIFA
 from stormtorch.policies.model_averaging import ModelAveraging
-from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
+from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.rank_policy import RankPolicy
 
-__all__ = ["BoundedDrift", "GradientAveraging", "ModelAveraging", "OwnerPolicy", "Policy", "RankPolicy"]
+__all__ = [
+    "AREA",
+    "MIFA",
+    "BoundedDrift",
+    "DiLoCo",
+    "Gossip",
+    "GradientAveraging",
+    "ModelAveraging",
+    "OwnerPolicy",
+    "Policy",
+    "RankPolicy",
+    "StreamingDiLoCo",
+]

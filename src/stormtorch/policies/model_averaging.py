@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,15 @@ was given; it writes only into tensors where its description allows that.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from stormtorch.checks import check
+from stormtorch.policies.declared import check_class
 from stormtorch.reliability import LOSSY, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -34,6 +33,13 @@ Numbers = float | torch.Tensor
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Base of all policies; subclass `OwnerPolicy` or `RankPolicy`, which say who runs the optimizer."""
+
+    is_base: ClassVar[bool] = True
+    """Whether a class, by its own definition, is one that policies derive from."""
+    name: ClassVar[str] = ""
+    """Name by which commands know a policy of the library; a subclass may choose one."""
+    functions: ClassVar[tuple[str, ...]] = ("send", "combine", "accept", "protect")
+    """Names of the functions that a policy may override."""
 
     reliability: Reliability = LOSSY
     """How much of a message may be missing, in both stages. The default never sends anything twice."""
@@ -62,7 +68,7 @@ class Policy:
     """Number of parameter elements that ranks compare at every exchange, to measure how far apart replicas are."""
 
     def __post_init__(self) -> None:
-        _check_class(self)
+        check_class(self)
         check(self.wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", self.wire)
         check(self.bucket_mb > 0.0, "bucket_mb", "be above 0", self.bucket_mb)
         check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
@@ -143,6 +149,9 @@ class OwnerPolicy(Policy):
     Gradients go up, parameters come down. The optimizer's state exists once in the world. Other ranks have copies of an
     owner's parameters, which become stale where the broadcast is lost and are healed by the next one that arrives.
     """
+
+    is_base: ClassVar[bool] = True
+    functions: ClassVar[tuple[str, ...]] = (*Policy.functions, "ahead", "publish")
 
     gradients: Reliability | None = None
     """Reliability of stage 1, gradients to their owners; None is `reliability`."""
@@ -235,55 +244,10 @@ def _check_shards(shards: object) -> None:
         check(shards in ("equal", "rate"), "shards", f"be {words}", shards)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPolicy(Policy):
-    """Base of policies under which every rank runs the user's optimizer on a model of its own.
-
-    The ranks exchange what `sends` says: "parameters" after every `every`-th step, or "gradients" before each step.
-    """
-
-    sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
-    """What the ranks exchange; a subclass chooses it."""
-
-    every: int = 1
-    """Optimizer steps between two exchanges of parameters."""
-    settings: Literal["same", "rank 0", "any"] = "any"
-    """What happens where the optimizer's settings differ between ranks; by default each rank uses its own."""
-    seed: int = 0
-    """Seed of the generator that `order` draws from; the same on all ranks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.sends in ("gradients", "parameters"), "sends", 'be "gradients" or "parameters"', self.sends)
-        check(self.every >= 1, "every", "be at least 1", self.every)
-        if self.sends == "gradients":
-            check(self.every == 1, "every", "be 1 where gradients are exchanged", self.every)
-
-    def order(self, ranks: int, random: torch.Generator) -> list[int]:
-        """Returns the rank that owns each shard in the next exchange; by default shard i belongs to rank i.
-
-        Args:
-            ranks: Number of ranks.
-            random: Generator that draws the same numbers on all ranks.
-        """
-        return list(range(ranks))
-
-    def update(self, owner: MutableMapping[str, torch.Tensor], combined: torch.Tensor) -> torch.Tensor:
-        """Returns what an owner sends to all ranks; by default what `combine` returned.
-
-        Args:
-            owner: Memory of the owner for these chunks, empty at first: an anchor, a momentum. It stays with the shard,
-                so only policies with a fixed `order` can use it.
-            combined: What `combine` returned.
-        """
-        return combined
-
-
 def overrides(policy: Policy, name: str) -> bool:
     """Whether a policy replaces the default function of that name."""
-    kinds: tuple[type[Policy], ...] = (OwnerPolicy, RankPolicy, Policy)
-    for kind in kinds:
-        if isinstance(policy, kind) and hasattr(kind, name):
+    for kind in type(policy).__mro__:
+        if kind.__dict__.get("is_base") and hasattr(kind, name):
             return getattr(type(policy), name) is not getattr(kind, name)
     raise AttributeError(f"policies have no function {name!r}")
 
@@ -304,55 +268,3 @@ def applied(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Ten
         return result
     got = f"one of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
     raise TypeError(f"{function.__qualname__} must return a tensor of shape {tuple(like.shape)}, it returned {got}")
-
-
-_OWNERS_ONLY, _RANKS_ONLY = ("ahead", "publish"), ("update", "order", "sends")
-_FUNCTIONS = ("send", "combine", "accept", "protect", *_OWNERS_ONLY, *_RANKS_ONLY)
-
-
-def _check_class(policy: Policy) -> None:
-    """Refuses classes that would train otherwise than they read: what they define would be ignored in silence.
-
-    Raises:
-        TypeError: The class has fields or functions that no policy of its kind has.
-    """
-    kind = type(policy)
-    name = kind.__name__
-    if not isinstance(policy, OwnerPolicy | RankPolicy):
-        raise TypeError(f"{name} must derive from OwnerPolicy or RankPolicy")
-    own = [each for each in kind.__mro__ if each.__module__ != __name__ and each is not object]
-    known = {each.name for each in fields(policy)}
-    ignored = [
-        field
-        for each in own
-        if "__dataclass_fields__" not in each.__dict__
-        for field, annotation in inspect.get_annotations(each).items()
-        if "ClassVar" not in str(annotation)
-    ]
-    if ignored:
-        raise TypeError(
-            f"decorate {name} with @dataclass(frozen=True, kw_only=True): without it, {', '.join(ignored)} is ignored"
-        )
-    bare = [
-        field
-        for each in own
-        for field in each.__dict__
-        if field in known and field not in inspect.get_annotations(each)
-    ]
-    if bare:
-        raise TypeError(f"write {bare[0]} in {name} with its type, as in `every: int = 4`: without it, it is ignored")
-    others = _RANKS_ONLY if isinstance(policy, OwnerPolicy) else _OWNERS_ONLY
-    base, other = ("an OwnerPolicy", "RankPolicy") if others is _RANKS_ONLY else ("a RankPolicy", "OwnerPolicy")
-    for function in others:
-        if hasattr(kind, function):
-            raise TypeError(f"{name} is {base}, which has no {function}: derive it from {other}, or remove that")
-    for each in own:
-        for function, value in each.__dict__.items():
-            near = difflib.get_close_matches(function, _FUNCTIONS, n=1, cutoff=0.75)
-            if callable(value) and near and function not in _FUNCTIONS and not function.startswith("_"):
-                raise TypeError(f"{name}.{function} is never called: did you mean {near[0]}?")
-    if isinstance(policy, RankPolicy) and overrides(policy, "update") and overrides(policy, "order"):
-        raise TypeError(
-            f"{name} overrides both update and order: what an owner remembers stays with its shard, and the order "
-            "gives that shard to another rank; derive it from RankPolicy and keep the default order"
-        )

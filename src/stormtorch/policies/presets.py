@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import importlib.util
+import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from stormtorch import policies
 from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
 
 PRESETS = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
-"""Names of the library's policies, from the most careful to the least."""
+"""Names of policies whose settings commands choose, from the most careful to the least."""
 WIRES = {str(each).removeprefix("torch."): each for each in policy.WIRES}
 """Number formats that gradients and parameters may travel in, by name."""
 
@@ -43,15 +47,36 @@ class PolicySettings:
     """Steps between two averagings of models."""
     shards: Literal["equal", "rate"] = "equal"
     """How much of the parameters each rank owns: the same, or by measured speed. Virtual workers have no speed."""
+    more: tuple[tuple[str, str], ...] = ()
+    """Other fields of policies and their values, as text. Policies that do not have a field ignore it."""
     given: frozenset[str] = frozenset()
     """Names of settings that the user gave. A class from a file keeps its own defaults for the others."""
+
+
+@functools.cache
+def named() -> dict[str, type[Policy]]:
+    """Returns the library's other policies by their names: classes in its files that set `name`.
+
+    A file that is added to the folder of policies needs to be mentioned nowhere.
+    """
+    found: dict[str, type[Policy]] = {}
+    for module in pkgutil.iter_modules(policies.__path__):
+        for value in vars(importlib.import_module(f"{policies.__name__}.{module.name}")).values():
+            if isinstance(value, type) and issubclass(value, Policy) and value.__dict__.get("name"):
+                found[value.name] = value
+    return {name: found[name] for name in sorted(found)}
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all policies of the library."""
+    return (*PRESETS, *named())
 
 
 def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """Makes the policy that a command names.
 
     Args:
-        name: One of `PRESETS`, or a class in a file: `my.py:MyPolicy`.
+        name: One of `names()`, or a class in a file: `my.py:MyPolicy`.
         settings: What the user chose. A class from a file gets those of its fields that the user gave, or that differ
             from their usual values.
 
@@ -61,6 +86,8 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     settings = settings or PolicySettings()
     if ":" in name or name.endswith(".py"):
         return _from_file(name, settings)
+    if name in named():
+        return _of_class(named()[name], name, settings)
     if settings.wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {settings.wire!r}")
     wire = WIRES[settings.wire]
@@ -73,7 +100,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
         return BoundedDrift(reliability=EXACT, wire=wire, shards=settings.shards)
     if name not in PRESETS:
         raise ValueError(
-            f"policy must be one of {', '.join(PRESETS)}, or a class in a file as in my.py:MyPolicy, got {name!r}"
+            f"policy must be one of {', '.join(names())}, or a class in a file as in my.py:MyPolicy, got {name!r}"
         )
     return BoundedDrift(
         reliability=lossy,
@@ -97,6 +124,11 @@ def _from_file(name: str, settings: PolicySettings) -> Policy:
         raise ValueError(f"policy: {path} has no class {class_name}{_of_these(path)}")
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ValueError(f"policy: derive {class_name} in {path} from stormtorch.OwnerPolicy or stormtorch.RankPolicy")
+    return _of_class(kind, f"{class_name}() in {path}", settings)
+
+
+def _of_class(kind: type[Policy], described: str, settings: PolicySettings) -> Policy:
+    """Makes a policy with those of its fields that the user gave, or that differ from their usual values."""
     usual = PolicySettings()
     chosen = {
         each.name: getattr(settings, each.name)
@@ -104,14 +136,32 @@ def _from_file(name: str, settings: PolicySettings) -> Policy:
         if each.name in settings.given or getattr(settings, each.name) != getattr(usual, each.name)
     }
     chosen.pop("given", None)
-    known = {each.name for each in dataclasses.fields(kind)}  # whoever derives from a dataclass is one
+    fields = {each.name: each for each in dataclasses.fields(kind)}  # whoever derives from a dataclass is one
     given = {knob: WIRES.get(value, value) if knob == "wire" else value for knob, value in chosen.items()}
-    if "budget" in given and "budget" not in known and "reliability" in known:
+    if "budget" in given and "budget" not in fields and "reliability" in fields:
         given["reliability"] = Reliability(budget=given.pop("budget"))
+    for knob, text in given.pop("more", ()):
+        if knob in fields:
+            given[knob] = _read(knob, text, fields[knob].default)
     try:
-        return kind(**{knob: value for knob, value in given.items() if knob in known})
+        return kind(**{knob: value for knob, value in given.items() if knob in fields})
     except TypeError as error:
-        raise ValueError(f"policy: {class_name}() in {path} could not be made: {error}") from error
+        raise ValueError(f"policy: {described} could not be made: {error}") from error
+
+
+def _read(knob: str, text: str, default: Any) -> Any:
+    """Reads a field's value as what its default is.
+
+    Raises:
+        ValueError: The text is no such value; the message names the field.
+    """
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[text.lower()]
+        return type(default)(text) if isinstance(default, int | float | str) else float(text)
+    except (KeyError, ValueError) as error:
+        kind = "true or false" if isinstance(default, bool) else type(default).__name__
+        raise ValueError(f"{knob} must be {kind}, got {text!r}") from error
 
 
 def _of_these(path: str) -> str:

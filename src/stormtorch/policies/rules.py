@@ -18,6 +18,18 @@ def mean_of_arrived(sums_CE: torch.Tensor, count_C: torch.Tensor) -> torch.Tenso
     return sums_CE.div_(count_C.clamp(min=1).unsqueeze(-1))
 
 
+def weighted_mean(sums_CE: torch.Tensor, weight_C: torch.Tensor, own_CE: torch.Tensor) -> torch.Tensor:
+    """Divides each chunk's weighted sum by the weights of the ranks that delivered it.
+
+    Args:
+        sums_CE: Sum of what arrived, each rank's multiplied by its weight.
+        weight_C: Sum of the weights of what arrived.
+        own_CE: The owner's own, unweighted: the result where nothing that has a weight arrived.
+    """
+    weight_C1 = weight_C.unsqueeze(-1)
+    return torch.where(weight_C1 > 0.0, sums_CE / weight_C1.clamp(min=1e-30), own_CE)
+
+
 def chance_weight(loss: float | torch.Tensor) -> Any:
     """Factor that makes the sum of what arrives unbiased, for a sender that loses this fraction."""
     return 1.0 / (1.0 - (loss.clamp(max=MOST_LOSS) if isinstance(loss, torch.Tensor) else min(loss, MOST_LOSS)))

@@ -54,10 +54,10 @@ class Gate:
         """Whether nothing is on its way."""
         return not self._closed and not self._receiving
 
-    def close(self) -> None:
-        """Called when all parameters are on their way; waits for them unless modules do."""
+    def close(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Called when parameters are on their way, by default all; waits for them unless modules do."""
         self.waited_s = 0.0
-        self._closed = {bucket.index for bucket in self._buckets}
+        self._closed = {bucket.index for bucket in (self._buckets if buckets is None else buckets)}
         if not self.overlap:
             self.open()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch.collectives import Group
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.gradients import GradientCollector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.errors import Interrupted
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL, NAMES, Calls
 from stormtorch.runtime.gate import Gate
@@ -29,10 +29,13 @@ class ModelSession(ReplicatedSession):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
     ) -> None:
+        self._telling: Pending | None = None
+        self._lands_at = self._turn = self._round_began_at = 0
         super().__init__(model, optimizer, group, name, policy)
         for bucket in self.buckets:
             bucket.release_gradients()
-        self._telling: Pending | None = None
+        self._fragments = fragments_of(self.buckets, policy.fragments)
+        self._made = [0] * len(self._fragments)
         self._digest = 0
         if self.membership.newcomer:
             self.change()
@@ -80,32 +83,66 @@ class ModelSession(ReplicatedSession):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Begins a round after every `every`-th step."""
+        """Ends a round whose delay is over, and begins the next if it is due."""
         self.steps += 1
+        self._made = [steps + 1 for steps in self._made]
         self._buffers.remember()
-        if self.steps % self.policy.every == 0:
+        if self._telling is not None and self.steps >= self._lands_at:
+            self._land()
+        if self._telling is None and self._due():
             self._begin_round()
         self.stepped()
 
+    def _due(self) -> bool:
+        """Whether a round begins after this step."""
+        policy, number = self.policy, self.round_number
+        if policy.pace == "together":
+            return self.steps >= policy.begins_at(number)
+        before = policy.begins_at(number - 1) if number else 0
+        return self._since_round() >= policy.begins_at(number) - before or bool(self._rounds.waiting())
+
+    def _since_round(self) -> int:
+        return self.steps - self._round_began_at
+
+    def made(self) -> int:
+        """Returns the steps since this rank last took part in an exchange of the fragment whose turn it is."""
+        return self._made[self._turn]
+
     def _begin_round(self) -> None:
+        self._turn = self.round_number % len(self._fragments)
+        self.round_number += 1
+        self._round_began_at = self.steps
         self._row.step = self.steps - 1
-        for bucket in reversed(self.buckets):
+        fragment = self._fragments[self._turn]
+        for bucket in reversed(fragment):
             bucket.bring_home()
             self.begin(bucket)
+        if self._standing.takes:
+            self._made[self._turn] = 0
         self._digest = self._rounds.hyperparameters.digest(anywhere=True)
-        self._telling = self.tell(self.steps, self._digest)
-        self._gate.close()
+        self._telling = self.tell(self._nominal(), self._digest)
+        self._lands_at = self.steps + self.policy.delay
+        if not self.policy.delay:
+            self._land()
+
+    def _nominal(self) -> int:
+        """Number of the step at which the round under way begins on ranks that keep the pace, the same on all."""
+        return self.policy.begins_at(self.round_number - 1) if self.round_number else 0
+
+    def _land(self) -> None:
+        """Takes what has come of the round under way."""
+        self._gate.close(self._fragments[self._turn])
 
     def _passed(self) -> None:
         """Completes a round: all parameters have arrived or are lost."""
         telling, self._telling = self._telling, None
         assert telling is not None
         row, waited_s = self._row, self._gate.waited_s
-        here = self.complete(telling, row, self.steps, self._digest)
+        here = self.complete(telling, row, self._nominal(), self._digest)
         self.complete_row(row, waited_s)
         if not here:
             self.change()
-        self.sample(self.steps + 1)
+        self.sample(self._nominal() + 1)
 
     def _begin_view(self) -> None:
         super()._begin_view()
@@ -115,15 +152,22 @@ class ModelSession(ReplicatedSession):
 
     def steps_of_rounds(self) -> int:
         """Returns the number of steps at the last round, without one that is about to begin."""
-        return (self.steps - self._open) // self.policy.every * self.policy.every
+        number = self.round_number - self._open
+        return self.policy.begins_at(number - 1) if number else 0
 
     def count_from(self, steps: int) -> None:
-        """Counts steps as the others do, with those of the round that this rank is about to begin."""
-        self.steps = steps + self._open * self.policy.every
+        """Counts steps and rounds as the others do, with the round that this rank is about to begin."""
+        number = 0
+        while self.policy.begins_at(number) <= steps:
+            number += 1
+        self.round_number = number + self._open
+        self.steps = self._nominal()
+        self._round_began_at = self.steps
+        self._made = [0] * len(self._made)
 
     def at_rest(self) -> bool:
         """Whether no round is under way, and no view begins."""
-        return self._gate.is_open and not self._entering
+        return self._gate.is_open and self._telling is None and not self._entering
 
     # --- for the user ------------------------------------------------------------------------------------------------
 
@@ -145,14 +189,16 @@ class ModelSession(ReplicatedSession):
         self._buffers.remember()
 
     def wait(self) -> None:
-        """Waits until the last round has ended."""
+        """Waits until the last round has ended, also one whose delay is not over."""
         self._gate.open()
+        if self._telling is not None:
+            self._land()
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:
         """Gives this rank the mean of all models, and of all ranks' floating-point buffers."""
         with doing(NAMES[call]):
-            self._gate.open()
+            self.wait()
         while True:
             try:
                 with self._calls.call(call) as kept:
@@ -189,7 +235,7 @@ class ModelSession(ReplicatedSession):
     def exact(self) -> Iterator[None]:
         """Enters a context with the mean of all models as parameters. Afterwards each rank has its own again."""
         self.bring_home()
-        self._gate.open()
+        self.wait()
         own = [bucket.flat.clone() for bucket in self.buckets]
         self.synchronise()
         try:
@@ -197,3 +243,15 @@ class ModelSession(ReplicatedSession):
         finally:
             with torch.no_grad():
                 self._take(own)
+
+
+def fragments_of(buckets: Sequence[Bucket], count: int) -> list[list[Bucket]]:
+    """Divides buckets into fragments of about the same size, fewer than asked for if there are fewer buckets."""
+    elements = sum(bucket.layout.elements for bucket in buckets)
+    found: dict[int, list[Bucket]] = {}
+    before = 0
+    for bucket in buckets:
+        middle = before + bucket.layout.elements / 2
+        found.setdefault(int(middle * count / elements), []).append(bucket)
+        before += bucket.layout.elements
+    return [found[place] for place in sorted(found)]

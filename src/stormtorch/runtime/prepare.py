@@ -13,7 +13,8 @@ from torch import nn
 
 from stormtorch.collectives import Group
 from stormtorch.policies import BoundedDrift
-from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
+from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime import personal as personal_parts
 from stormtorch.runtime.gradient_session import GradientSession
 from stormtorch.runtime.hooks import take_over

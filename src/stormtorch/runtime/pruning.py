@@ -11,6 +11,7 @@ from torch import nn
 from stormtorch.checks import check
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.policies.rank_policy import RankPolicy, remembers
 from stormtorch.runtime import objects
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.gradient_session import GradientSession
@@ -49,6 +50,12 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
         policy = session.given_policy
         if isinstance(policy, OwnerPolicy) and policy.deadline is not None:
             raise ValueError('prune() needs all ranks at the same step: set deadline=None instead of "auto"')
+        if isinstance(policy, RankPolicy):
+            if remembers(policy) or policy.owners_remember:
+                name = type(policy).__name__
+                raise ValueError(f"prune() under {name}: what it remembers of pruned weights would be of no use")
+            if policy.delay or policy.pace == "fastest":
+                raise ValueError('prune() needs all ranks at the same step: set delay=0 and pace="together"')
         session.wait()
         if not session.at_rest():
             raise RuntimeError("prune() between backward() and step(): call it after step()")

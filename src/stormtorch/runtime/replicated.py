@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime import objects
-from stormtorch.runtime.averages import Averages
+from stormtorch.runtime.averages import Averages, Standing
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.drift_samples import apart
 from stormtorch.runtime.holdings import clear_pruned
 from stormtorch.runtime.layout import recut
+from stormtorch.runtime.memories import Call, Memories
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
@@ -40,9 +42,14 @@ class ReplicatedSession(Session):
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
         self.policy = policy
-        self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=False)
+        self.buckets = buckets = self.make_buckets(self._bucket_mb(), whole=False)
         self._planned = [bucket.layout for bucket in buckets]
         self._rounds = Rounds(self, optimizer, policy)
+        self._memories = Memories(policy, buckets, self._planned)
+        self._standing = Standing()
+        self._partners: list[int] = []
+        self.round_number = 0
+        """Number of exchanges of all ranks that this rank has begun."""
         self._staging = Order()
         self._row = Row(0)
         self._buffers = buffers_of(model)
@@ -54,7 +61,13 @@ class ReplicatedSession(Session):
         if not self.membership.newcomer:
             self.agree(buckets)
             self._rounds.agree()
+            self._memories.begin(group.transport.rank, self.view.number, self.view.members)
             self._begin_view()
+
+    def _bucket_mb(self) -> float:
+        """Returns the size of buckets: small enough that every fragment has one of its own."""
+        bytes_ = sum(each.numel() * each.element_size() for each in self.parameters if each.requires_grad)
+        return min(self.policy.bucket_mb, max(bytes_ / self.policy.fragments / 1e6, 1e-6))
 
     def _begin_view(self) -> None:
         """Makes all that depends on the number of ranks."""
@@ -63,8 +76,13 @@ class ReplicatedSession(Session):
             bucket.divide(recut(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
         rounds = self._rounds
         rounds.begin_view(self.buckets)
-        self._averages = Averages(self.policy, self.buckets, self.exchanged, self._staging, rounds.here)
+        self._averages = Averages(
+            *(self.policy, self.buckets, self.exchanged, self._staging, rounds.here, self._memories),
+            reports=rounds.channels("arrived") if self.policy.reports else [],
+            following=rounds.channels("follow") if self.policy.owners_remember else [],
+        )
         self._groups = rounds.channels("mean")
+        self._weighing = self.channel("weights") if self.policy.pace == "fastest" else None
         chunks = [self._averages.chunks_of(owner) for owner in range(len(members))]
         rounds.open(chunks, [0] * len(members))
         self._order = torch.Generator(device="cpu").manual_seed(self.policy.seed + self.view.number - 1)
@@ -83,13 +101,33 @@ class ReplicatedSession(Session):
             self._open = True
             while not self.membership.complete():
                 self.change()
+            self._stand()
         group = self._groups[bucket.index]
         if not self._orders:
             # All at once: buckets may begin in another order on another rank, and must have the same owners there.
             self._orders = {each.index: self.policy.order(group.size, self._order) for each in reversed(self.buckets)}
         order = self._orders.pop(bucket.index)
         turned = group if order == list(range(group.size)) else group.turned(order)
-        self._averages.start(bucket, turned, self.steps * group.size + group.rank)
+        seed = self.membership.round * group.size + group.rank
+        self._averages.start(bucket, turned, self._standing, seed)
+
+    def made(self) -> int:
+        """Returns the optimizer steps that this rank has made since it last took part in a round like this one."""
+        return 1
+
+    def _stand(self) -> None:
+        """Finds out what this rank contributes to the round that begins, and whom it meets."""
+        policy, group, steps = self.policy, self._groups[0], self.made()
+        self._standing = standing = Standing(takes=policy.pace == "together" or steps >= policy.at_least)
+        self._memories.call = Call(group.rank, group.size, self.membership.round, steps)
+        if self._weighing is not None:
+            most = policy.every if policy.by_steps else max(steps, 1)
+            standing.weight = min(steps / most, 1.0) if standing.takes else 0.0
+            standing.weights_N = [torch.zeros(1, device="cpu") for _ in range(group.size)]
+            own = torch.tensor([standing.weight], device="cpu")
+            standing.all_weights = collectives.all_gather(self._weighing, standing.weights_N, own)
+        if policy.meets_in_pairs:
+            standing.partner = policy.partners(group.size, self._order)[group.rank]
 
     def tell(self, step: int, digest: int) -> Pending:
         """Begins to send reports about the previous round."""
@@ -194,7 +232,16 @@ class ReplicatedSession(Session):
         members = membership.members_of(latest)
         before = membership.view.members
         holds = not membership.blank() and base in (self._ready, membership.settled)
-        own = {"holds": holds, "steps": self.steps_of_rounds(), "carried": self.given()}
+        memories = self._memories
+        if holds and memories.view != base:
+            memories.go_back(base)
+        own = {
+            "holds": holds,
+            "steps": self.steps_of_rounds(),
+            "carried": self.given(),
+            "members": memories.members(),
+            "names": memories.names(),
+        }
         try:
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if group.transport.rank not in members:
@@ -211,6 +258,14 @@ class ReplicatedSession(Session):
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)
             self.learn_masks(told)
+            memories.move(
+                self.channel("memories", interruptible=True),
+                latest.number,
+                told[root]["members"],
+                members,
+                there,
+                sorted({name for rank in there for name in told[rank]["names"]}),
+            )
             self._begin_view()
             self._ready = latest.number
             objects.gather(True, self.channel("settle", interruptible=True))
@@ -218,6 +273,7 @@ class ReplicatedSession(Session):
             return None
         if not membership.settle(round_):
             return None
+        memories.settle()
         self.forget_channels()
         words = self.told_of(before, members, newcomers)
         self._row.events.append(words)
@@ -234,5 +290,7 @@ class ReplicatedSession(Session):
             if new:
                 bucket.flat.copy_(message)
                 bucket.adopt()
+        if new:
+            self._memories.begin_ranks()
         self.hand_rest(group, self.buckets, root, take=new)
         self._rounds.hyperparameters.take(group, root, new=new)

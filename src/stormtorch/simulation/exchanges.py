@@ -24,11 +24,15 @@ class Exchanges:
     Args:
         setting: Setting of the simulation.
         policy: The user's policy: messages have room for the most parity that it may want.
+        owner_C: Owners of the chunks that travel; None is those of the whole model.
+        seed: Tells apart several exchanges of one training.
     """
 
-    def __init__(self, setting: Setting, policy: Policy) -> None:
+    def __init__(self, setting: Setting, policy: Policy, owner_C: Tensor | None = None, seed: int = 0) -> None:
         self._setting = setting
-        n, owner_C, seed, device = setting.workers, setting.chunks.owner_C, setting.seed, setting.device
+        owner_C = setting.chunks.owner_C if owner_C is None else owner_C
+        n, seed, device = setting.workers, setting.seed + 7919 * seed, setting.device
+        self._chunks = owner_C.numel()
         self._masks: Masks | CodedMasks
         self._senders: Senders | None = None
         longest = int(torch.bincount(owner_C).max())
@@ -58,7 +62,7 @@ class Exchanges:
         setting, senders = self._setting, self._senders
         reliability = EXACT if exact else policy.up if up else policy.down
         each = setting.datagram_bytes / setting.workers
-        row.bytes_sent += round(setting.chunks.count * (setting.workers - 1) * each)
+        row.bytes_sent += round(self._chunks * (setting.workers - 1) * each)
         redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
         arrived_WC = arrived(self._masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
         if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
@@ -68,6 +72,21 @@ class Exchanges:
             row.bytes_sent += round(counts.parity * each)
             row.parity_bytes += round(counts.parity * each)
             row.recovered += int(counts.recovered)
+        return arrived_WC
+
+    def draw_pairs(self, policy: Policy, row: Row, partner_W: list[int]) -> Tensor:
+        """Returns which chunks (W, C) of its partner have reached each worker; none where it has no partner.
+
+        All chunks must have one owner, so that a link carries a whole model.
+        """
+        setting = self._setting
+        arrived_WC = torch.zeros(setting.workers, self._chunks, dtype=torch.bool, device=setting.device)
+        for worker, partner in enumerate(partner_W):
+            if partner != worker:
+                row.bytes_sent += round(self._chunks * setting.datagram_bytes / setting.workers)
+                source_C = torch.full((self._chunks,), partner)
+                from_partner_WC = arrived(self._masks, policy.up, up=False, owner_C=source_C)
+                arrived_WC[worker] = from_partner_WC[worker]
         return arrived_WC
 
     def changed(self, policy: Policy, *, up: bool) -> list[tuple[float, float]] | None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from stormtorch.policies import rules
-from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import RankPolicy, applied, overrides
-from stormtorch.simulation.exchanges import Exchanges
-from stormtorch.simulation.links import LinkLosses
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.simulation.rank_rounds import RankRounds, Round
 from stormtorch.simulation.setting import MakeOptimizer, Setting
 from stormtorch.simulation.workers import Workers
 
@@ -50,11 +49,11 @@ class Replicated(Workers):
         self._own = [self._parameters(worker) for worker in range(own)]
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
         self.optimizers = [optimizer(each) for each in self._own]
-        self._exchanges = Exchanges(setting, policy)
-        self._order = torch.Generator().manual_seed(policy.seed)
-        self._link_losses = LinkLosses(n if policy.weighs else 0, device)
-        self._memory: dict[str, torch.Tensor] = {}
-        """Memory of the owners, for the policy's `update`."""
+        initial_CE = chunks.empty(device=device)
+        for values, parameter in zip(chunks.views(initial_CE), self._trained, strict=True):
+            values.copy_(parameter.detach())
+        self._rounds = RankRounds(setting, policy, initial_CE)
+        self._under_way: Round | None = None
         self._samples = torch.Generator().manual_seed(setting.seed)
         self._steps = 0
 
@@ -71,21 +70,36 @@ class Replicated(Workers):
     @torch.no_grad()
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
         """Makes one step of all workers; see `Workers.step`."""
-        row = Row(number)
+        policy, rounds = self.policy, self._rounds
         losses = self._compute(batches)
-        gradients = self.policy.sends == "gradients"
+        gradients = policy.sends == "gradients"
+        ended: Row | None = None
         if gradients:
-            self._exchange(self._grads, row)
+            ended = Row(number)
+            rounds.end(policy, self._grads, rounds.begin(policy, self._grads, ended, number))
         self._clip()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        works_W = self.setting.works_at(number)
+        for optimizer, works in zip(self.optimizers, works_W[self.first : self.last].tolist(), strict=True):
+            if works:
+                optimizer.step()
         self._steps += 1
+        rounds.stepped(works_W)
         if not gradients:
-            if self._steps % self.policy.every:
-                return losses, None
-            self._exchange(self._models, row)
-        row.pair_drift = self._sampled_drift()
-        return losses, row
+            ended = self._exchange(number)
+        if ended is not None:
+            ended.pair_drift = self._sampled_drift()
+        return losses, ended
+
+    def _exchange(self, number: int) -> Row | None:
+        """Ends an exchange that is due, and begins the next. Returns the row of one that has ended."""
+        policy, rounds = self.policy, self._rounds
+        ended: Row | None = None
+        if self._under_way is None and self._steps >= policy.begins_at(rounds.number):
+            self._under_way = rounds.begin(policy, self._models, Row(number), self._steps + policy.delay)
+        if self._under_way is not None and self._steps >= self._under_way.ends:
+            rounds.end(policy, self._models, self._under_way)
+            ended, self._under_way = self._under_way.row, None
+        return ended
 
     def _compute(self, batches: Callable[[int, int], Any]) -> torch.Tensor:
         losses = []
@@ -113,49 +127,6 @@ class Replicated(Workers):
         if self.setting.clip is not None:
             norm_W = torch.linalg.vector_norm(self._grads, dim=(1, 2))
             self._grads.mul_((self.setting.clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))
-
-    def _exchange(self, vectors_WCE: torch.Tensor, row: Row) -> None:
-        """Sends vectors to the owners of their chunks, and the owners' results back to all workers."""
-        setting, policy, n = self.setting, self.policy, self.setting.workers
-        owner_C = torch.tensor(policy.order(n, self._order))[setting.chunks.owner_C]
-        changed_W = self._exchanges.changed(policy, up=True)
-        if changed_W is not None and policy.weighs:
-            self._link_losses.translate(changed_W)
-        up_WC = self._exchanges.draw(policy, row, up=True, owner_C=owner_C)
-        down_WC = self._exchanges.draw(policy, row, up=False, owner_C=owner_C)
-        self._exchanges.end_step()
-        loss_WC: torch.Tensor | None = None
-        if policy.weighs:
-            owner_dev_C = owner_C.to(setting.device)
-            loss_WC = self._link_losses.next(~up_WC, owner_dev_C, torch.bincount(owner_dev_C, minlength=n))
-        # Worker by worker: a copy of all models at once would need as much memory as the models.
-        sums_CE = torch.zeros_like(vectors_WCE[0])
-        for worker, (own_CE, came_C) in enumerate(zip(vectors_WCE, up_WC[self.first : self.last], strict=True)):
-            sent_CE = (
-                own_CE if loss_WC is None else applied(policy.send, own_CE, loss_WC[self.first + worker].unsqueeze(-1))
-            )
-            rounded_CE = setting.rounded(sent_CE, step=row.step, sender=self.first + worker)
-            sums_CE.add_(rounded_CE.masked_fill(~came_C.unsqueeze(-1), 0.0))
-        setting.processes.add_up(sums_CE)
-        count_C = up_WC.sum(0)
-        combined_CE = applied(policy.combine, rules.mean_of_arrived(sums_CE, count_C), count_C.unsqueeze(-1), n)
-        result_CE = setting.rounded(applied(policy.update, self._memory, combined_CE), step=row.step, sender=n)
-        accepts = overrides(policy, "accept")
-        keeps = policy.sends == "parameters" and setting.wire in (torch.bfloat16, torch.float16)
-        for own_CE, came_C in zip(vectors_WCE, down_WC[self.first : self.last], strict=True):
-            # A policy of its own gets a copy, in which what was lost is no number: using it shows at once.
-            came_CE = result_CE.masked_fill(~came_C.unsqueeze(-1), torch.nan) if accepts else result_CE
-            if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
-                came_CE = came_CE + (own_CE - own_CE.to(setting.wire))
-            own_CE.copy_(applied(policy.accept, own_CE, came_CE, came_C.unsqueeze(-1)))
-        # Fractions of what travels: a worker's own chunks do not.
-        others_W = (setting.chunks.count - torch.bincount(owner_C, minlength=n)).clamp(min=1)
-        row.gradients, row.broadcast = (
-            links_of(range(n), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
-            for mask_WC in (up_WC, down_WC)
-        )
-        row.effective_batch = float(count_C.double().mean()) / n
-        row.variance_inflation = float(count_C.double().reciprocal().mean()) * n
 
     def _sampled_drift(self) -> float:
         n, device = self.setting.workers, self.setting.device
@@ -209,13 +180,11 @@ class Replicated(Workers):
         return {
             "models": self._models,
             "optimizers": [each.state_dict() for each in self.optimizers],
-            "masks": self._exchanges.state_dict(),
+            "rounds": self._rounds.state_dict(),
+            "under_way": None if self._under_way is None else vars(self._under_way),
             "buffers": self._gradients.buffers,
-            "order": self._order.get_state(),
             "samples": self._samples.get_state(),
             "steps": self._steps,
-            "links": self._link_losses.state_dict(),
-            "memory": self._memory,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,10 +192,13 @@ class Replicated(Workers):
         self._models.copy_(state["models"])
         for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
             own.load_state_dict(saved)
-        self._exchanges.load_state_dict(state["masks"])
+        self._rounds.load_state_dict(state["rounds"])
+        self._under_way = None if state["under_way"] is None else self._moved(Round(**state["under_way"]))
         self._gradients.load_buffers(state["buffers"])
-        self._order.set_state(state["order"])
         self._samples.set_state(state["samples"])
         self._steps = state["steps"]
-        self._link_losses.load_state_dict(state["links"])
-        self._memory = {name: each.to(self.setting.device) for name, each in state["memory"].items()}
+
+    def _moved(self, round_: Round) -> Round:
+        """Brings what a checkpoint has of an exchange to this simulation's device."""
+        device = self.setting.device
+        return replace(round_, down_WC=round_.down_WC.to(device), results=round_.results.to(device))

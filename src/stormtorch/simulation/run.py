@@ -20,7 +20,8 @@ from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import OwnerPolicy, Policy, RankPolicy
+from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.simulation.checkpoints import Checkpoint, digest
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.fit import fitting
@@ -28,7 +29,7 @@ from stormtorch.simulation.gradients import How, Loss
 from stormtorch.simulation.outcome import Simulated, Spot
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.replicated import Replicated
-from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting
+from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting, Works
 from stormtorch.simulation.sharded import Sharded
 from stormtorch.simulation.workers import Evaluate, Workers
 
@@ -75,6 +76,7 @@ def simulate(
     policy: Policy | Callable[[int], Policy] | None = None,
     seed: int = 0,
     rate: Callable[[int], float] | None = None,
+    works: Works | None = None,
     clip: float | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
@@ -104,6 +106,8 @@ def simulate(
             effect. A function returns the policy of each step; all must be of one class.
         seed: Seed of the losses.
         rate: Returns the learning rate of each step; None leaves it to the optimizer.
+        works: `works(step)` returns whether each worker makes an optimizer step, where a `RankPolicy` has workers of
+            different speeds; None has all of them make every step.
         clip: Norm to which larger gradients are scaled down; None never does that.
         evaluate: Judges a model with the owners' exact parameters, or with the mean of all models.
         evaluate_every: Steps between two evaluations; None makes ten of them. The last step always has one.
@@ -139,6 +143,7 @@ def simulate(
     check(workers >= 1, "workers", "be at least 1", workers)
     check(steps >= 1, "steps", "be at least 1", steps)
     check(clip is None or clip > 0, "clip", "be above 0", clip)
+    check(works is None or isinstance(first_policy, RankPolicy), "works", "be None under an OwnerPolicy", works)
     check(at_once is None or at_once >= 1, "at_once", "be at least 1", at_once)
     wire = first_policy.wire
     check(evaluate_every is None or evaluate_every >= 1, "evaluate_every", "be at least 1", evaluate_every)
@@ -170,6 +175,7 @@ def simulate(
         capture=capture,
         fuse=fuse,
         processes=processes,
+        works=works,
         reuse=reuse,
     )
     setting = fitting(setting, exact, batches, last - first) if at_once is None else setting.with_at_once(at_once)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,9 @@ from stormtorch.simulation.rounding import round_to_grids_
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for some parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."""
+
+Works = Callable[[int], torch.Tensor | Sequence[bool]]
+"""Returns whether each worker makes an optimizer step, given the number of the step: slow ones make fewer."""
 
 
 @dataclass
@@ -49,7 +52,18 @@ class Setting:
     capture: bool
     fuse: bool
     processes: Processes
+    works: Works | None = None
+    """Which workers make an optimizer step; None is all of them, always."""
     reuse: Reuse | None = None
+
+    def works_at(self, step: int) -> torch.Tensor:
+        """Returns whether each worker makes an optimizer step (W)."""
+        if self.works is None:
+            return torch.ones(self.workers, dtype=torch.bool)
+        found = torch.as_tensor(self.works(step), dtype=torch.bool)
+        if found.shape != (self.workers,):
+            raise ValueError(f"works must return one flag for each of {self.workers} workers, got {found.shape}")
+        return found
 
     def gradients(self, model: nn.Module, workers: int) -> Gradients:
         """Returns what computes gradients for this process's workers; the last simulation's, if that fits."""

@@ -13,7 +13,7 @@ from stormtorch.checks import BadSetting, blaming, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
 from stormtorch.network.loss import LossModel, PerLink, Stragglers, Trace, has_timed_bursts, in_time, loss_in_bursts
 from stormtorch.policies.policy import Policy
-from stormtorch.policies.presets import PRESETS, WIRES, PolicySettings, make_policy
+from stormtorch.policies.presets import WIRES, PolicySettings, make_policy, names
 from stormtorch.reliability import MOST_REDUNDANCY
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.data.images import open_images
@@ -77,7 +77,7 @@ class StudySettings(PolicySettings):
 
     def _check_policies(self) -> None:
         if not self.policies:
-            raise BadSetting("policy", f"must name at least one of {', '.join(PRESETS)}, or a class in a file")
+            raise BadSetting("policy", f"must name at least one of {', '.join(names())}, or a class in a file")
         if len(set(self.labels)) != len(self.policies):
             raise BadSetting("policy", f"must name each only once, got {','.join(self.policies)}")
         for label in self.labels:
@@ -117,7 +117,7 @@ class StudySettings(PolicySettings):
     def key_of(self, label: str) -> str:
         """Name of a policy's files. That of a class depends on its source: a policy that was edited is another one."""
         name = self.typed(label)
-        if name in PRESETS:
+        if name in names():
             return name
         path = Path(name.rpartition(":")[0])
         return f"{label}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"

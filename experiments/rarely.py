@@ -1,0 +1,141 @@
+"""What do lost packets cost training that talks rarely: DiLoCo, streaming, sparse, gossip, beside BoundedDrift?
+
+Learns the bytes of WikiText-2 from scratch with a LLaMA-style model of 0.63 M parameters on 8 workers, in 900 steps of
+16 sequences each. Both directions lose. Every run is compared with the lossless one of its policy and seed; all of
+them, at equal steps, with data parallel training.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from grid import Run, above, explain, main, mean_text, seeds
+
+from stormtorch.results.statistics import mean
+from stormtorch.studies.settings import SimSettings
+
+SEEDS = 8
+LOSSES = (0.0, 0.1, 0.4)
+STEPS = 900
+# Outer learning rate and momentum. Published ones are for hundreds of exchanges, and too hot for the 9 to 30 of these.
+OUTER = {"diloco": (1.0, 0.5), "streaming-diloco": (1.0, 0.5), "gossip": (1.0, 0.5)}
+TRIED = ((0.7, 0.9), (0.4, 0.9), (1.0, 0.5), (1.0, 0.0))
+EVERY = (30, 100)
+BASE = "data-parallel/0"
+
+
+def settings(chosen: argparse.Namespace, policy: str, loss: float, seed: int, **other: Any) -> SimSettings:
+    """The model, the data and the network of every run."""
+    options: dict[str, Any] = {
+        "model": "llama",
+        "data": chosen.data / "wikitext-2",
+        "workers": 8,
+        "width": 128,
+        "layers": 3,
+        "context": 64,
+        "batch": 16,
+        "held_out": 2048,
+        "steps": STEPS,
+        "device": chosen.device,
+        "policies": (policy,),
+        "loss": loss,
+        "first_seed": seed,
+    }
+    return SimSettings(**(options | other))
+
+
+def rare(
+    chosen: argparse.Namespace, policy: str, every: int, loss: float, seed: int, outer: tuple[float, float] | None
+) -> SimSettings:
+    """A training that exchanges every so many steps."""
+    more = () if outer is None else (("outer_lr", str(outer[0])), ("momentum", str(outer[1])))
+    given = frozenset({"every"})
+    return settings(chosen, policy, loss, seed, every=every, more=more, given=given)
+
+
+def runs(chosen: argparse.Namespace) -> list[Run]:
+    """The comparison, seed by seed; then the outer optimizers that were tried."""
+    found = []
+    for seed in range(SEEDS):
+        found.append(Run(key=f"{BASE}/{seed}", settings=settings(chosen, "lossless", 0.0, seed)))
+        found += [
+            Run(key=f"bounded-drift/{loss:g}/{seed}", settings=settings(chosen, "lead", loss, seed))
+            for loss in LOSSES[1:]
+        ]
+        found += [
+            Run(
+                key=f"{policy}-{every}/{loss:g}/{seed}",
+                settings=rare(chosen, policy, every, loss, seed, outer),
+            )
+            for policy, outer in OUTER.items()
+            for every in EVERY
+            for loss in LOSSES
+        ]
+    found += [
+        Run(
+            key=f"tried/{policy}-{every}-{lr:g}-{momentum:g}/{seed}",
+            settings=rare(chosen, policy, every, 0.0, seed, (lr, momentum)),
+        )
+        for policy in ("diloco", "streaming-diloco")
+        for every in EVERY
+        for lr, momentum in TRIED
+        if (lr, momentum) != OUTER[policy]
+        for seed in range(2)
+    ]
+    return found
+
+
+LABELS = {
+    "bounded-drift": "BoundedDrift",
+    "diloco-30": "DiLoCo, every 30",
+    "diloco-100": "DiLoCo, every 100",
+    "streaming-diloco-30": "streaming, every 30",
+    "streaming-diloco-100": "streaming, every 100",
+    "sparse-diloco-30": "sparse, every 30",
+    "sparse-diloco-100": "sparse, every 100",
+    "gossip-30": "gossip, every 30",
+    "gossip-100": "gossip, every 100",
+}
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Perplexity above the policy's own lossless run, and above data parallel training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    own, all_ = figure.subplots(1, 2)
+    base_bytes = mean([run["bytes_sent"] for run in seeds(found, BASE)]) * STEPS
+    for kind, label in LABELS.items():
+        first = BASE if kind == "bounded-drift" else f"{kind}/0"
+        if not seeds(found, first):
+            continue
+        costs, beside = [0.0], [0.0 if kind == "bounded-drift" else mean(above(found, first, BASE))]
+        words = [f"{label}: {beside[0]:+.1f} % of data parallel"]
+        for loss in LOSSES[1:]:
+            more = above(found, f"{kind}/{loss:g}", first)
+            if more:
+                costs.append(mean(more))
+                beside.append(mean(above(found, f"{kind}/{loss:g}", BASE)))
+                words.append(f"{loss:.0%}: {mean_text(more)} %")
+        every = kind.rpartition("-")[2]
+        sent = [run["bytes_sent"] for run in seeds(found, first)]
+        rounds = STEPS if kind == "bounded-drift" else STEPS // int(every)
+        rounds *= 8 if "streaming" in kind else 1
+        words.append(f"1/{base_bytes / (mean(sent) * rounds):.0f} of the bytes")
+        print("; ".join(words))
+        losses = [100 * loss for loss in LOSSES[: len(costs)]]
+        own.plot(losses, costs, "o-", markersize=4, label=label)
+        all_.plot(losses, beside, "o-", markersize=4, label=label)
+    for axis, title in ((own, "above its own lossless run"), (all_, "above data parallel without loss")):
+        axis.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
+        axis.set(xlabel="packet loss, per cent", ylabel="perplexity, per cent")
+        axis.set_title(title, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    explain(all_, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main("rarely", __doc__, runs, draw)

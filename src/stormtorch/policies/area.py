@@ -1,0 +1,54 @@
+"""AREA: ranks of any speed, whose last models count alike, however often each of them reports."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from stormtorch.policies import rules
+from stormtorch.policies.memory import Memory
+from stormtorch.policies.policy import Numbers
+from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AREA(RankPolicy):
+    """Asynchronous training whose memory cancels uneven participation.
+
+    A rank sends by how much its model differs from what it sent last, and owners add that to the mean: the mean is
+    always that of the latest models of all ranks. A plain mean of what comes in would favour the data of fast ranks. A
+    rank remembers as sent only what owners report to have arrived, so that the next difference contains what was lost.
+    """
+
+    name: ClassVar[str] = "area"
+    by_steps: ClassVar[bool] = False
+    every: int = 10
+    """Steps that a rank makes before it reports."""
+    pace: Literal["together", "fastest"] = "fastest"
+    """When an exchange begins; "fastest" waits for nobody."""
+    at_least: int = 10
+    """Steps that a rank must have made to take part; the others go on."""
+
+    def begin_owner(self, owner: Memory, values: torch.Tensor) -> None:
+        """Takes the parameters at the beginning as the mean: that is what all ranks have."""
+        owner["mean"] = values
+
+    def begin_rank(self, rank: Memory, values: torch.Tensor) -> None:
+        """Remembers the parameters at the beginning as sent: owners have them in their mean."""
+        rank["told"] = values
+
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+        """Sends the difference to what the owners know of this rank."""
+        return own - rank["told"]
+
+    def sent(self, rank: Memory, sent: torch.Tensor, arrived: torch.Tensor) -> None:
+        """Remembers what has arrived."""
+        rank["told"].add_(sent.masked_fill(~arrived, 0.0))
+
+    def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
+        """Divides the sum of differences by the number of all ranks: those that sent nothing differ by nothing."""
+        return mean.mul_(rules.share_of_all(count, present))
+
+    def update(self, owner: Memory, combined: torch.Tensor) -> torch.Tensor:
+        """Moves the mean by the differences."""
+        return owner["mean"].add_(combined)

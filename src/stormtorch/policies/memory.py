@@ -1,0 +1,134 @@
+"""What a policy remembers from one exchange to the next, for every parameter, on its owner and on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+
+import torch
+
+
+class Store:
+    """Vectors with one element for each of some parameters, by name.
+
+    Args:
+        count: Number of elements of each vector.
+        device: Device of the vectors.
+    """
+
+    def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
+        self.count = count
+        self.vectors: dict[str, torch.Tensor] = {}
+        """The vectors, float32. An element that was never written is 0."""
+        self._device = device
+        self._written: dict[str, list[tuple[int, int]]] = {}
+
+    def chunks(self, first: int, rows: int, per_chunk: int) -> Memory:
+        """Returns the memory of some chunks, as a policy sees it.
+
+        Args:
+            first: First element of the chunks.
+            rows: Number of chunks.
+            per_chunk: Elements of each.
+        """
+        return Memory(self, first, rows, per_chunk)
+
+    def has(self, name: str, first: int, last: int) -> bool:
+        """Whether all elements from `first` to before `last` were written under a name."""
+        for begin, end in sorted(self._written.get(name, ())):
+            if begin <= first < end:
+                first = end
+        return first >= last
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Returns the vector of a name, which is made if it is missing."""
+        if name not in self.vectors:
+            self.vectors[name] = torch.zeros(self.count, dtype=torch.float32, device=self._device)
+        return self.vectors[name]
+
+    def wrote(self, name: str, first: int, last: int) -> None:
+        """Called when elements have been written under a name."""
+        if not self.has(name, first, last):
+            self._written.setdefault(name, []).append((first, last))
+
+    def read(self, names: list[str], first: int, count: int) -> torch.Tensor:
+        """Returns some elements of several vectors, stacked; zeros where there is nothing."""
+        return torch.stack([self.vector(name)[first : first + count] for name in names])
+
+    def write(self, names: list[str], first: int, values: torch.Tensor) -> None:
+        """Writes what `read` returned, perhaps on another rank."""
+        for name, each in zip(names, values, strict=True):
+            self.vector(name)[first : first + each.numel()] = each
+            self.wrote(name, first, first + each.numel())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the vectors, for a checkpoint."""
+        return dict(self.vectors)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Continues from the vectors of a checkpoint."""
+        self.vectors = {name: each.to(self._device) for name, each in state.items()}
+        self._written = {name: [(0, self.count)] for name in state}
+
+
+class Memory(MutableMapping[str, torch.Tensor]):
+    """What a policy remembers of some chunks: tensors (C, E) by name, with float32 elements.
+
+    Reading gives a view, so that arithmetic in place is remembered. Writing copies: read it again before you change it
+    in place. It also says for whom and when a function of a policy is called.
+
+    Args:
+        store: Vectors that hold the elements.
+        first: First element of the chunks in the vectors.
+        rows: Number of chunks, C.
+        per_chunk: Elements of each, E.
+    """
+
+    def __init__(self, store: Store, first: int, rows: int, per_chunk: int) -> None:
+        self._store = store
+        self._first, self._last = first, first + rows * per_chunk
+        self._shape = (rows, per_chunk)
+        self.index = 0
+        """Place of this rank among the members."""
+        self.ranks = 1
+        """Number of members."""
+        self.round = 0
+        """Number of the exchange, from 0 on."""
+        self.steps = 0
+        """Optimizer steps that this rank has made since it last took part in an exchange of these chunks."""
+        self.offset = first
+        """Place of the first element in the model, the same for all ranks."""
+
+    def told(self, *, index: int, ranks: int, round_: int, steps: int = 0, offset: int = 0) -> Memory:
+        """Fills in for whom and when a function is called, and returns itself."""
+        self.index, self.ranks, self.round, self.steps = index, ranks, round_, steps
+        self.offset = offset + self._first
+        return self
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self:
+            raise KeyError(f"nothing is remembered as {name!r} here: write it in begin_owner or begin_rank")
+        return self._store.vector(name)[self._first : self._last].view(self._shape)
+
+    def __setitem__(self, name: str, values: torch.Tensor) -> None:
+        target = self._store.vector(name)[self._first : self._last].view(self._shape)
+        if values.data_ptr() != target.data_ptr() or values.shape != target.shape:
+            target.copy_(values)  # broadcasts, and refuses other shapes
+        self._store.wrote(name, self._first, self._last)
+
+    def setdefault(self, name: str, default: torch.Tensor) -> torch.Tensor:
+        """Returns what is remembered under a name; first writes the default there, if nothing is."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._store.vectors and self._store.has(name, self._first, self._last)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a policy's memory of a name stays: write other values")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._store.vectors if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,279 @@
+"""Policies that talk rarely, on ranks of a simulated network, beside a process that does what must come out."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormtorch import EXACT, LOSSY, ModelAveraging, Policy, RankPolicy
+from stormtorch.collectives.spans import shards
+from stormtorch.policies import AREA, MIFA, DiLoCo, Gossip, StreamingDiLoCo
+from training import Rank, on_ranks, perceptron, regression, sgd, vectors
+from views import Member, with_members
+
+pytestmark = pytest.mark.pure
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).clone()
+
+
+def put(model: nn.Module, values: torch.Tensor) -> None:
+    first = 0
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(values[first : first + each.numel()].view_as(each))
+            first += each.numel()
+
+
+class Apart:
+    """Models that train apart in one process."""
+
+    def __init__(self, world: int, make: Callable[[], nn.Module] = perceptron) -> None:
+        self.models = [copy.deepcopy(make()) for _ in range(world)]
+        self.optimizers = [sgd(model) for model in self.models]
+
+    def step(self, rank: int, number: int) -> None:
+        regression(self.models[rank], vectors(rank, number)).backward()  # type: ignore[no-untyped-call]
+        self.optimizers[rank].step()
+        self.optimizers[rank].zero_grad()
+
+
+class Outer:
+    """DiLoCo's outer optimizer, as torch's own."""
+
+    def __init__(self, policy: DiLoCo, make: Callable[[], nn.Module] = perceptron) -> None:
+        self.anchor = nn.Parameter(flat(make()))
+        self.optimizer = torch.optim.SGD(
+            [self.anchor], lr=policy.outer_lr, momentum=policy.momentum, nesterov=policy.momentum > 0.0
+        )
+
+    def step(self, mean: torch.Tensor) -> torch.Tensor:
+        self.anchor.grad = self.anchor.detach() - mean
+        self.optimizer.step()
+        return self.anchor.detach().clone()
+
+    def speed(self) -> torch.Tensor:
+        found = self.optimizer.state[self.anchor].get("momentum_buffer")
+        return torch.zeros_like(self.anchor) if found is None else found.clone()
+
+    def take_back(self, where: slice, anchor: torch.Tensor, speed: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.anchor[where] = anchor[where]
+            self.optimizer.state[self.anchor]["momentum_buffer"][where] = speed[where]
+
+
+def by_torch(policy: DiLoCo, steps: int, world: int) -> torch.Tensor:
+    apart, outer, rounds = Apart(world), Outer(policy), 0
+    for step in range(steps):
+        for rank in range(world):
+            apart.step(rank, step)
+        if step + 1 == policy.begins_at(rounds):
+            rounds += 1
+            anchor = outer.step(torch.stack([flat(model) for model in apart.models]).mean(0))
+            for model in apart.models:
+                put(model, anchor)
+    return torch.stack([flat(model) for model in apart.models]).mean(0)
+
+
+def on_real(policy: Policy, steps: int, world: int = 4, **network: Any) -> list[torch.Tensor]:
+    def work(rank: Rank) -> torch.Tensor:
+        rank.train(steps)
+        rank.optimizer.session.wait()
+        return flat(rank.model)
+
+    return on_ranks(perceptron(), sgd, work, policy=policy, world=world, **network)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        DiLoCo(every=3, reliability=EXACT),
+        DiLoCo(every=2, outer_lr=1.0, momentum=0.0, reliability=EXACT, bucket_mb=5e-4),
+        DiLoCo(every=4, together_until=3, outer_lr=1.0, momentum=0.5, reliability=EXACT),
+    ],
+    ids=["published", "local SGD", "post-local"],
+)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_without_loss_it_is_an_outer_optimizer_of_torch_on_the_mean(policy: DiLoCo, world: int) -> None:
+    expected = by_torch(policy, 13, world)
+    found = on_real(policy, 13, world)
+    torch.testing.assert_close(torch.stack(found).mean(0), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_at_every_step_without_an_outer_optimizer_it_is_model_averaging() -> None:
+    plain = on_real(ModelAveraging(reliability=EXACT), 6)
+    found = on_real(DiLoCo(every=1, outer_lr=1.0, momentum=0.0, reliability=EXACT), 6)
+    for ours, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def linear() -> nn.Linear:
+    """A model of one parameter, so that its shards are easily found."""
+    torch.manual_seed(3)
+    return nn.Linear(8, 6, bias=False)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_anchors_and_momentum_outlive_their_owner(victim: int) -> None:
+    policy = DiLoCo(every=2, outer_lr=0.7, momentum=0.9, reliability=EXACT)
+
+    def work(member: Member) -> torch.Tensor | None:
+        if member.rank == victim:
+            member.train(6)
+            member.die()
+            return None
+        member.train(14)
+        member.session.wait()
+        return flat(member.model)
+
+    apart, outer = Apart(4, linear), Outer(policy, linear)
+    first, count = shards(48, 4, 4)[victim]
+    orphaned = slice(first, first + count)
+    for step in range(14):
+        living = [rank for rank in range(4) if rank != victim or step < 6]
+        for rank in living:
+            apart.step(rank, step)
+        if (step + 1) % 2 == 0:
+            anchor, speed = outer.anchor.detach().clone(), outer.speed()
+            new = outer.step(torch.stack([flat(apart.models[rank]) for rank in living]).mean(0))
+            own = [flat(model)[orphaned] for model in apart.models]
+            if step + 1 == 8:  # the owner's silence is noticed: its shard makes no outer step, and ranks keep their own
+                outer.take_back(orphaned, anchor, speed)
+            for rank in living:
+                put(apart.models[rank], new)
+                if step + 1 == 8:
+                    values = flat(apart.models[rank])
+                    values[orphaned] = own[rank]
+                    put(apart.models[rank], values)
+    found = with_members(work, world=4, make=sgd, model=linear(), policy=policy)
+    living = [rank for rank in range(4) if rank != victim]
+    for rank in living:
+        torch.testing.assert_close(found[rank], flat(apart.models[rank]), rtol=1e-4, atol=1e-5)
+
+
+def test_fragments_take_turns_and_all_of_them_are_exchanged() -> None:
+    policy = StreamingDiLoCo(
+        every=4, fragments=2, delay=0, alpha=0.0, outer_lr=1.0, momentum=0.0, reliability=EXACT, bucket_mb=5e-4
+    )
+    found = on_real(policy, 4)
+    # After steps 2 and 4 one half each: after step 4, only that half is the same on all ranks.
+    same = (torch.stack(found) - found[0]).abs().amax(0) < 1e-6
+    assert 0.2 < float(same.float().mean()) < 0.8
+    later = on_real(policy, 6)
+    same_later = (torch.stack(later) - later[0]).abs().amax(0) < 1e-6
+    assert not bool((same & same_later).any())
+    assert bool((same | same_later).all())
+
+
+def test_a_result_that_is_used_later_is_mixed_with_what_was_learned_meanwhile() -> None:
+    policy = StreamingDiLoCo(every=4, fragments=1, delay=2, outer_lr=1.0, momentum=0.0, reliability=EXACT)
+    apart, means = Apart(4), torch.zeros(0)
+    for step in range(6):
+        for rank in range(4):
+            apart.step(rank, step)
+        if step + 1 == 4:
+            means = torch.stack([flat(each) for each in apart.models]).mean(0)
+    expected = [0.5 * means + 0.5 * flat(each) for each in apart.models]
+    for ours, theirs in zip(on_real(policy, 6), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_keep_the_mean_of_all_models_and_bring_them_together() -> None:
+    policy = Gossip(every=1, outer_lr=1.0, momentum=0.0, reliability=EXACT)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+        put(rank.model, torch.full((flat(rank.model).numel(),), float(rank.rank)))
+        for group in rank.optimizer.param_groups:
+            group["lr"] = 0.0
+        rank.train(1)
+        once = flat(rank.model)
+        rank.train(12)
+        return once, flat(rank.model)
+
+    found = on_ranks(perceptron(), sgd, work, policy=policy, world=4)
+    firsts = sorted(float(once[0]) for once, _ in found)
+    assert firsts[0] == firsts[1] and firsts[2] == firsts[3] and sum(firsts) == 6.0
+    assert all(float((last - 1.5).abs().max()) < 0.5 for _, last in found)
+
+
+@pytest.mark.parametrize("policy", [AREA(every=2, at_least=2, pace="together"), MIFA(every=2)], ids=["AREA", "MIFA"])
+def test_with_all_ranks_at_each_exchange_memories_change_nothing(policy: RankPolicy) -> None:
+    expected = on_real(DiLoCo(every=2, outer_lr=1.0, momentum=0.0, reliability=EXACT), 8)
+    lossless = type(policy)(**{**vars(policy), "reliability": EXACT})
+    for ours, theirs in zip(on_real(lossless, 8), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_lost_is_contained_in_the_next_difference() -> None:
+    policy = AREA(every=1, at_least=1, pace="together")
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rank.train(12)
+        rank.optimizer.session.wait()
+        session = rank.optimizer.session
+        memories = session._memories
+        place = session.membership.index
+        told = memories._ranks[0].vectors["told"]
+        return told, memories.held.owned[0].vectors["mean"], torch.tensor(session.buckets[0].layout.spans[place])
+
+    found = on_ranks(perceptron(), sgd, work, policy=policy, world=4, loss=0.3, seed=3)
+    mean = torch.stack([told for told, _, _ in found]).mean(0)
+    for _, owned, span in found:
+        first, count = span.tolist()
+        torch.testing.assert_close(owned, mean[first : first + count], rtol=1e-4, atol=1e-5)
+
+
+def test_slower_ranks_make_fewer_steps_and_count_for_less() -> None:
+    policy = DiLoCo(every=6, outer_lr=1.0, momentum=0.0, pace="fastest", reliability=EXACT)
+
+    def work(rank: Rank) -> tuple[int, torch.Tensor]:
+        # In the network's time, rank 0 takes three times as long for a step.
+        session = rank.optimizer.session
+        transport = session.group.transport
+        step = 0
+        while session.round_number < 1:
+            regression(rank.model, vectors(rank.rank, step)).backward()  # type: ignore[no-untyped-call]
+            transport.wait_view(1 << 30, 3.0 if rank.rank == 0 else 1.0)  # there is no such view: time passes
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+            step += 1
+        return step, flat(rank.model)
+
+    found = on_ranks(perceptron(), sgd, work, policy=policy, world=3)
+    steps = [made for made, _ in found]
+    assert steps[1] == steps[2] == 6 and 1 <= steps[0] <= 3
+    apart = Apart(3)
+    for rank, made in enumerate(steps):
+        for number in range(made):
+            apart.step(rank, number)
+    weights = torch.tensor([float(made) for made in steps])
+    expected = (torch.stack([flat(each) for each in apart.models]) * weights.unsqueeze(-1)).sum(0) / weights.sum()
+    for _, values in found:
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        DiLoCo(every=3, reliability=LOSSY),
+        StreamingDiLoCo(every=4, fragments=2, delay=1, bucket_mb=5e-4),
+        Gossip(every=2),
+        AREA(every=2, at_least=1, pace="together"),
+        MIFA(every=2),
+        DiLoCo(every=2, wire=torch.int8),
+        AREA(every=2, at_least=1, pace="together", wire=torch.int8),
+        MIFA(every=2, wire=torch.bfloat16),
+    ],
+    ids=["DiLoCo", "streaming", "gossip", "AREA", "MIFA", "DiLoCo int8", "AREA int8", "MIFA bfloat16"],
+)
+def test_they_learn_on_a_network_that_loses(policy: RankPolicy) -> None:
+    def work(rank: Rank) -> tuple[float, float]:
+        losses = rank.train(60)
+        return sum(losses[:6]), sum(losses[-6:])
+
+    for first, last in on_ranks(perceptron(), sgd, work, policy=policy, world=4, loss=0.2, seed=2):
+        assert last < 0.97 * first
