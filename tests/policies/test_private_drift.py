@@ -64,6 +64,14 @@ def test_weighed_gradients_carry_weighed_noise() -> None:
     assert float(sent.std()) == pytest.approx(2.0, rel=0.03)
 
 
+def test_noise_does_not_change_how_what_arrived_is_weighed() -> None:
+    mean = torch.ones(3, 4)
+    count = torch.tensor([[1.0], [2.0], [4.0]])
+    assert torch.equal(NOISY.combine(mean.clone(), count, 4), mean)
+    weighed = replace(NOISY, weights="horvitz-thompson").combine(mean.clone(), count, 4)
+    assert torch.equal(weighed, mean * count / 4)
+
+
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_the_mean_of_all_ranks_has_the_noise_that_was_asked_for(wire: torch.dtype) -> None:
     world, count = 4, 20_000

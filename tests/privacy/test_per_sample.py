@@ -47,7 +47,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 4, 100])
-@pytest.mark.parametrize("clip", [0.05, 0.5, math.inf])
+@pytest.mark.parametrize("clip", [0.05, 0.5, 3.0, math.inf])
 def test_gradients_are_the_mean_of_clipped_ones(clip: float, at_once: int | None) -> None:
     model, batch = model_of(), vectors(0, 0, 10)
     expected = one_by_one(model, batch, clip)
