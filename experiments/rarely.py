@@ -16,11 +16,13 @@ from grid import Run, above, explain, main, mean_text, seeds
 from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
 
-SEEDS = 8
+SEEDS = 6
 LOSSES = (0.0, 0.1, 0.4)
 STEPS = 900
 # Outer learning rate and momentum. Published ones are for hundreds of exchanges, and too hot for the 9 to 30 of these.
 OUTER = {"diloco": (1.0, 0.5), "streaming-diloco": (1.0, 0.5), "gossip": (1.0, 0.5)}
+# Elements of a block of which 64 go up. The published 4,096 are for models a thousand times larger.
+BLOCKS = (1024, 4096)
 TRIED = ((0.7, 0.9), (0.4, 0.9), (1.0, 0.5), (1.0, 0.0))
 EVERY = (30, 100)
 BASE = "data-parallel/0"
@@ -46,13 +48,10 @@ def settings(chosen: argparse.Namespace, policy: str, loss: float, seed: int, **
     return SimSettings(**(options | other))
 
 
-def rare(
-    chosen: argparse.Namespace, policy: str, every: int, loss: float, seed: int, outer: tuple[float, float] | None
-) -> SimSettings:
+def rare(chosen: argparse.Namespace, policy: str, every: int, loss: float, seed: int, **more: float) -> SimSettings:
     """A training that exchanges every so many steps."""
-    more = () if outer is None else (("outer_lr", str(outer[0])), ("momentum", str(outer[1])))
-    given = frozenset({"every"})
-    return settings(chosen, policy, loss, seed, every=every, more=more, given=given)
+    fields = tuple((name, str(value)) for name, value in more.items())
+    return settings(chosen, policy, loss, seed, every=every, more=fields, given=frozenset({"every"}))
 
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
@@ -67,16 +66,25 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
         found += [
             Run(
                 key=f"{policy}-{every}/{loss:g}/{seed}",
-                settings=rare(chosen, policy, every, loss, seed, outer),
+                settings=rare(chosen, policy, every, loss, seed, outer_lr=lr, momentum=momentum),
             )
-            for policy, outer in OUTER.items()
+            for policy, (lr, momentum) in OUTER.items()
+            for every in EVERY
+            for loss in LOSSES
+        ]
+        found += [
+            Run(
+                key=f"sparse-diloco-{block}-{every}/{loss:g}/{seed}",
+                settings=rare(chosen, "sparse-diloco", every, loss, seed, block=block),
+            )
+            for block in BLOCKS
             for every in EVERY
             for loss in LOSSES
         ]
     found += [
         Run(
             key=f"tried/{policy}-{every}-{lr:g}-{momentum:g}/{seed}",
-            settings=rare(chosen, policy, every, 0.0, seed, (lr, momentum)),
+            settings=rare(chosen, policy, every, 0.0, seed, outer_lr=lr, momentum=momentum),
         )
         for policy in ("diloco", "streaming-diloco")
         for every in EVERY
@@ -93,8 +101,10 @@ LABELS = {
     "diloco-100": "DiLoCo, every 100",
     "streaming-diloco-30": "streaming, every 30",
     "streaming-diloco-100": "streaming, every 100",
-    "sparse-diloco-30": "sparse, every 30",
-    "sparse-diloco-100": "sparse, every 100",
+    "sparse-diloco-1024-30": "sparse, every 30",
+    "sparse-diloco-1024-100": "sparse, every 100",
+    "sparse-diloco-4096-30": "sparser, every 30",
+    "sparse-diloco-4096-100": "sparser, every 100",
     "gossip-30": "gossip, every 30",
     "gossip-100": "gossip, every 100",
 }

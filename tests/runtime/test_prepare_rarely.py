@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch import EXACT, LOSSY, ModelAveraging, Policy, RankPolicy
 from stormtorch.collectives.spans import shards
-from stormtorch.policies import AREA, MIFA, DiLoCo, Gossip, StreamingDiLoCo
+from stormtorch.policies import AREA, MIFA, DiLoCo, Gossip, SparseDiLoCo, StreamingDiLoCo
 from training import Rank, on_ranks, perceptron, regression, sgd, vectors
 from views import Member, with_members
 
@@ -227,6 +227,33 @@ def test_what_was_lost_is_contained_in_the_next_difference() -> None:
         torch.testing.assert_close(owned, mean[first : first + count], rtol=1e-4, atol=1e-5)
 
 
+def test_a_sparse_exchange_of_everything_is_local_sgd_but_for_its_rounding() -> None:
+    policy = SparseDiLoCo(every=3, keep=256, answer=256, block=256, reliability=EXACT)
+    expected = on_real(DiLoCo(every=3, outer_lr=1.0, momentum=0.0, reliability=EXACT), 3)
+    start = flat(perceptron())
+    for ours, theirs in zip(on_real(policy, 3), expected, strict=True):
+        # Two magnitudes for all elements are coarse; what they point to must be the same.
+        assert float(torch.nn.functional.cosine_similarity(ours - start, theirs - start, dim=0)) > 0.8
+
+
+def test_what_a_sparse_message_leaves_out_or_loses_stays_in_the_error() -> None:
+    policy = SparseDiLoCo(every=1, decay=1.0, keep=8, answer=64, block=64)
+
+    def work(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+        session = rank.optimizer.session
+        store = session._memories._ranks[0]
+        rank.train(5)
+        error, start = store.vectors["error"].clone(), store.vectors["start"].clone()
+        for group in rank.optimizer.param_groups:
+            group["lr"] = 0.0  # nothing more is learned
+        rank.train(range(5, 60))
+        assert torch.isfinite(start).all()
+        return error, store.vectors["error"]
+
+    for error, later in on_ranks(perceptron(), sgd, work, policy=policy, world=4, loss=0.3, seed=4):
+        assert float(later.norm()) < 0.2 * float(error.norm())
+
+
 def test_slower_ranks_make_fewer_steps_and_count_for_less() -> None:
     policy = DiLoCo(every=6, outer_lr=1.0, momentum=0.0, pace="fastest", reliability=EXACT)
 
@@ -264,11 +291,12 @@ def test_slower_ranks_make_fewer_steps_and_count_for_less() -> None:
         Gossip(every=2),
         AREA(every=2, at_least=1, pace="together"),
         MIFA(every=2),
+        SparseDiLoCo(every=2, keep=16, answer=64, block=256),
         DiLoCo(every=2, wire=torch.int8),
         AREA(every=2, at_least=1, pace="together", wire=torch.int8),
         MIFA(every=2, wire=torch.bfloat16),
     ],
-    ids=["DiLoCo", "streaming", "gossip", "AREA", "MIFA", "DiLoCo int8", "AREA int8", "MIFA bfloat16"],
+    ids=["DiLoCo", "streaming", "gossip", "AREA", "MIFA", "sparse", "DiLoCo int8", "AREA int8", "MIFA bfloat16"],
 )
 def test_they_learn_on_a_network_that_loses(policy: RankPolicy) -> None:
     def work(rank: Rank) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from stormtorch.policies.mifa import MIFA
 from stormtorch.policies.model_averaging import ModelAveraging
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.policies.sparse_diloco import SparseDiLoCo
 
 __all__ = [
     "AREA",
@@ -21,5 +22,6 @@ __all__ = [
     "OwnerPolicy",
     "Policy",
     "RankPolicy",
+    "SparseDiLoCo",
     "StreamingDiLoCo",
 ]

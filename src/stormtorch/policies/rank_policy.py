@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
+from stormtorch.collectives.sparse import Sparse
 from stormtorch.policies.memory import Memory, Store
 from stormtorch.policies.policy import Numbers, Policy, overrides
 
@@ -109,6 +110,14 @@ class RankPolicy(Policy):
     def reports(self) -> bool:
         """Whether ranks are told what has arrived of what they sent."""
         return overrides(self, "sent")
+
+    @property
+    def codes(self) -> tuple[Sparse, Sparse] | None:
+        """Sparse codes in which values go up and results come down; None sends all of them, as `wire` says.
+
+        With codes, elements of `update`'s result that are NaN do not travel, and come as NaN.
+        """
+        return None
 
     def order(self, ranks: int, random: torch.Generator) -> list[int]:
         """Returns the rank that owns each shard in the next exchange; by default shard i belongs to rank i.

@@ -10,6 +10,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
+from stormtorch.collectives.sparse import SparseWire
 from stormtorch.collectives.wire import Wire
 from stormtorch.policies import rules
 from stormtorch.policies.memory import Memory
@@ -76,12 +77,21 @@ class _Round:
     """Memory for what the owner that this rank follows has combined."""
 
 
-def wires_of(policy: RankPolicy, buckets: Sequence[Bucket], chunk_bytes: int) -> list[Wire]:
-    """Returns how the vector of each bucket travels: never in a wider format than its own."""
-    return [
+AnyWire = Wire | SparseWire
+
+
+def wires_of(
+    policy: RankPolicy, buckets: Sequence[Bucket], chunk_bytes: int
+) -> tuple[Sequence[AnyWire], Sequence[AnyWire]]:
+    """Returns how the vector of each bucket goes up, and how answers come down: not in a wider format than its own."""
+    if policy.codes is not None:
+        up, down = ([SparseWire(code, chunk_bytes)] * len(buckets) for code in policy.codes)
+        return up, down
+    wires = [
         Wire(policy.wire if policy.wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes)
         for bucket in buckets
     ]
+    return wires, wires
 
 
 class Averages:
@@ -130,9 +140,9 @@ class Averages:
         self._memories = memories
         self._reports, self._following = reports, following
         self._relays = Relays(group.transport)
-        self._wires = wires_of(policy, buckets, group.transport.chunk_bytes)
+        self._wires, self._answers = wires_of(policy, buckets, group.transport.chunk_bytes)
         # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
-        self._keeps = policy.sends == "parameters" and policy.wire != torch.int8
+        self._keeps = policy.sends == "parameters" and policy.wire != torch.int8 and policy.codes is None
         changed = any(overrides(policy, name) for name in ("send", "combine", "update", "accept", "sent"))
         self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.meets_in_pairs)
         self._accepts = overrides(policy, "accept")
@@ -240,11 +250,11 @@ class Averages:
         round_.begun = [self._relays.begin(needed, then, group.others())]
         return round_
 
-    def _by_messages(self, wire: Wire) -> bool:
-        """Whether an owner must see each rank's message: a sum in the engine would not tell how values were rounded."""
-        return wire.dtype == torch.int8 and self._policy.reports
+    def _by_messages(self, wire: AnyWire) -> bool:
+        """Whether an owner reads each rank's message: the engine knows no sparse ones, and tells not how it rounds."""
+        return isinstance(wire, SparseWire) or (wire.dtype == torch.int8 and self._policy.reports)
 
-    def _add_up(self, wire: Wire, round_: _Round) -> torch.Tensor:
+    def _add_up(self, wire: AnyWire, round_: _Round) -> torch.Tensor:
         """Adds up the messages of all ranks, and returns how many copies of each chunk there are."""
         group, sums = round_.group, torch.zeros_like(round_.mean)
         counts_C = torch.zeros(wire.chunks(sums.numel()), device="cpu")
@@ -273,8 +283,9 @@ class Averages:
         if self._follows:
             begun += self._let_follow(bucket, round_, value)
         value = self._update(self._memories.owner(bucket.index, call), wire.per_chunk, value)
-        message = wire.encode(value, round_.seed)
-        round_.rooms = [wire.room(count) for _, count in bucket.spans]
+        answer = self._answers[bucket.index]
+        message = answer.encode(value, round_.seed)
+        round_.rooms = [answer.room(count) for _, count in bucket.spans]
         round_.rooms[group.rank] = message
         begun.insert(0, collectives.all_gather(group, round_.rooms, message, reliability=policy.down))
         if policy.reports:
@@ -379,7 +390,7 @@ class Averages:
             if not own.numel():
                 continue
             if owner == group.rank or answer is None:
-                arrived_C = torch.ones(wire.chunks(own.numel()), dtype=torch.bool, device="cpu")
+                arrived_C = torch.ones(self._answers[bucket.index].chunks(own.numel()), dtype=torch.bool, device="cpu")
             else:
                 arrived_C = answer.mask(group.ranks[owner])
             self._take(bucket, own, room, arrived_C, spans[owner][0])
@@ -408,7 +419,7 @@ class Averages:
 
     def _take(self, bucket: Bucket, own: torch.Tensor, room: torch.Tensor, arrived_C: torch.Tensor, first: int) -> None:
         """Takes what came of one message."""
-        wire, policy = self._wires[bucket.index], self._policy
+        wire, policy = self._answers[bucket.index], self._policy
         keeps = self._keeps and wire.dtype != bucket.dtype
         if not (self._accepts or keeps):
             wire.place(room, own, arrived_C)

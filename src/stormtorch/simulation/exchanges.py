@@ -11,6 +11,7 @@ from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.simulation.coded import CodedMasks, Counts
 from stormtorch.simulation.masks import Masks
@@ -33,6 +34,14 @@ class Exchanges:
         owner_C = setting.chunks.owner_C if owner_C is None else owner_C
         n, seed, device = setting.workers, setting.seed + 7919 * seed, setting.device
         self._chunks = owner_C.numel()
+        self._up_cells, self._down_cells = _cells_per_chunk(setting, policy)
+        self._cells = self._chunks
+        down_C = owner_C
+        if self._up_cells > 1 or self._down_cells > 1:
+            (owner_C, self._chunk_of_up), (down_C, self._chunk_of_down) = (
+                _grouped(owner_C, cells) for cells in (self._up_cells, self._down_cells)
+            )
+            self._chunks = owner_C.numel()
         self._masks: Masks | CodedMasks
         self._senders: Senders | None = None
         longest = int(torch.bincount(owner_C).max())
@@ -46,6 +55,9 @@ class Exchanges:
             self._senders = Senders(longest, setting.narrower, n)
         else:
             self._masks = Masks(setting.network, n, owner_C, seed, device)
+        self._masks_down = self._masks
+        if down_C is not owner_C:
+            self._masks_down = Masks(setting.network, n, down_C, seed + 1, device)
 
     def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
         """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
@@ -62,9 +74,14 @@ class Exchanges:
         setting, senders = self._setting, self._senders
         reliability = EXACT if exact else policy.up if up else policy.down
         each = setting.datagram_bytes / setting.workers
-        row.bytes_sent += round(self._chunks * (setting.workers - 1) * each)
+        masks = self._masks if up else self._masks_down
+        chunks = masks.owner_C.numel()
+        row.bytes_sent += round(chunks * (setting.workers - 1) * each)
         redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
-        arrived_WC = arrived(self._masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        if chunks != self._cells or self._masks_down is not self._masks:
+            arrived_WC = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
+            return arrived_WC[:, self._chunk_of_up if up else self._chunk_of_down]
+        arrived_WC = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
         if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
             counts = self._masks.counts
             assert counts is not None
@@ -108,13 +125,37 @@ class Exchanges:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
         state = self._masks.state_dict()
+        if self._masks_down is not self._masks:
+            return {"up": state, "down": self._masks_down.state_dict()}
         return state if self._senders is None else {"masks": state, "senders": self._senders.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
+        if self._masks_down is not self._masks:
+            self._masks.load_state_dict(state["up"])
+            self._masks_down.load_state_dict(state["down"])
+            return
         self._masks.load_state_dict(state if self._senders is None else state["masks"])
         if self._senders is not None:
             self._senders.load_state_dict(state["senders"])
+
+
+def _cells_per_chunk(setting: Setting, policy: Policy) -> tuple[int, int]:
+    """How many of the simulation's chunks travel in one datagram, up and down: more than one only in sparse codes."""
+    codes = policy.codes if isinstance(policy, RankPolicy) else None
+    if codes is None:
+        return 1, 1
+    chunk_bytes = setting.float32_per_chunk * 4
+    return codes[0].blocks(chunk_bytes), codes[1].blocks(chunk_bytes)
+
+
+def _grouped(owner_C: Tensor, cells: int) -> tuple[Tensor, Tensor]:
+    """Puts neighbouring chunks of an owner into datagrams: the owner of each, and the datagram of each chunk."""
+    counts = torch.bincount(owner_C)
+    each = -(-counts // cells)
+    firsts, places = counts.cumsum(0) - counts, each.cumsum(0) - each
+    datagram_C = places[owner_C] + (torch.arange(len(owner_C)) - firsts[owner_C]) // cells
+    return torch.arange(len(counts)).repeat_interleave(each), datagram_C
 
 
 class Senders:

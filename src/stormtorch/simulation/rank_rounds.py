@@ -207,8 +207,10 @@ class RankRounds:
             return policy.update(owner, values)
 
         update.__qualname__ = policy.update.__qualname__
-        results_CE = setting.rounded(applied(update, combined_CE), step=row.step, sender=n)
-        return results_CE, down_WC
+        results_CE = applied(update, combined_CE)
+        if policy.codes is not None:
+            return policy.codes[1].rounded(results_CE), down_WC
+        return setting.rounded(results_CE, step=row.step, sender=n), down_WC
 
     def _sent(
         self,
@@ -222,6 +224,8 @@ class RankRounds:
     ) -> torch.Tensor:
         if overrides(policy, "send"):
             own_CE = applied(with_rank(policy.send, self._rank(fragment, worker, steps_W)), own_CE, loss)
+        if policy.codes is not None:
+            return policy.codes[0].rounded(own_CE)
         return self._setting.rounded(own_CE, step=row.step, sender=worker)
 
     def _count(

@@ -155,7 +155,9 @@ def simulate(
     exact = copy.deepcopy(model).to(device)
     trained = _trained(exact)
     chunk_bytes = _engine.chunk_bytes(DATAGRAM_BYTES, False)
-    chunks = Chunks.of(trained, workers, Wire(wire, chunk_bytes).per_chunk)
+    codes = first_policy.codes if isinstance(first_policy, RankPolicy) else None
+    per_chunk = Wire(wire, chunk_bytes).per_chunk if codes is None else codes[0].of
+    chunks = Chunks.of(trained, workers, per_chunk)
     first, last = processes.part(workers)
     setting = Setting(
         workers=workers,

@@ -1,8 +1,9 @@
 """Trainings on ranks: a model once for each policy and seed, over UDP that loses."""
 
 import contextlib
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
 from stormtorch.policies.policy import Policy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.statistics import mean, median
 from stormtorch.results.surroundings import surroundings
@@ -86,8 +88,9 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
 def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
     """Makes one result of what all ranks saw of a training."""
     first = trainings[0]
-    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=True)]
-    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=True)]
+    # Where slower ranks make fewer steps, what all of them have made counts.
+    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=False)]
+    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=False)]
     counters = sum((each.counters for each in trainings), Counters())
     _, val_loss, accuracy = first.validations[-1]
     return TrainResult(
@@ -144,11 +147,11 @@ def _train(
     model, optimizer = prepare(model, task.optimizer(model.parameters()), policy=policy, group=group)
     rank = stage.member.rank
     stage.barrier()
-    for step in range(steps):
+    for step, done in _steps(policy, optimizer, steps):
         begin = time.perf_counter()
         batch = task.batch(training.seed, step, rank, stage.member.world)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = task.rate(step, steps)
+            parameters["lr"] = task.rate(min(step, steps - 1), steps)
         loss = task.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if task.clip is not None:
@@ -157,17 +160,56 @@ def _train(
         optimizer.zero_grad()
         training.losses.append(float(loss.detach()))
         training.times_s.append(time.perf_counter() - begin)
-        done = step + 1
+        done.count(step + 1)
         if rank == 0:
             stage.member.tell(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
-        if done == steps:
+        if done.all:
             # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
             with torch.no_grad():
                 model.eval()(batch.inputs)
             training.drift = _drift(stage, group, model)
             training.arrived = float(optimizer.ledger.summary()["arrived"])  # type: ignore[attr-defined]  # given by prepare
-        if done == steps or done % max(steps // _VALIDATIONS, 1) == 0:
-            training.validations.append((done, *_validate(stage, model, task)))
+        if done.validates:
+            training.validations.append((done.steps, *_validate(stage, model, task)))
+
+
+class _Done:
+    """How far a training has come, the same on all ranks whenever they validate."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._session: Any = optimizer.session if isinstance(policy, RankPolicy) and policy.pace == "fastest" else None  # type: ignore[attr-defined]  # given by prepare
+        self._last = steps
+        if self._session is not None:
+            # Ranks of different speeds have made different steps: what they have in common are exchanges.
+            rounds = sum(policy.begins_at(number) <= steps for number in range(steps))  # type: ignore[attr-defined]  # as above
+            self._last = policy.begins_at(max(rounds, 1) - 1)  # type: ignore[attr-defined]
+        self._next = self._every = max(steps // _VALIDATIONS, 1)
+        self.steps = 0
+        """Steps that are done."""
+        self.validates = False
+        """Whether all ranks validate now."""
+
+    @property
+    def all(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps >= self._last
+
+    def count(self, steps: int) -> None:
+        """Counts a step of this rank."""
+        before = self.steps
+        self.steps = steps if self._session is None else self._session.steps_of_rounds()
+        self.validates = self.steps > before and (self.all or self.steps >= self._next)
+        while self._next <= self.steps:
+            self._next += self._every
+
+
+def _steps(policy: Policy, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[int, _Done]]:
+    """Counts this rank's steps, until all ranks have made theirs."""
+    done = _Done(policy, optimizer, steps)
+    for step in itertools.count():
+        if done.all:
+            return
+        yield step, done
 
 
 def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
