@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from stormtorch.collectives.joining import join
     from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
     from stormtorch.policies.ledger import Ledger
+    from stormtorch.policies.light_dp import LightDp
+    from stormtorch.policies.private_drift import PrivateDrift
     from stormtorch.runtime.elastic_sampler import ElasticSampler
     from stormtorch.runtime.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
+    from stormtorch.runtime.pruning import prune
     from stormtorch.simulation import simulate
     from stormtorch.transport.etcd import EtcdStore
     from stormtorch.transport.leaving import leave
@@ -32,10 +35,12 @@ _PLACES = {
     "EtcdStore": "transport.etcd",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
+    "LightDp": "policies.light_dp",
     "LossyGradients": "backend.lossy",
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
     "Policy": "policies",
+    "PrivateDrift": "policies.private_drift",
     "RankPolicy": "policies",
     "clip_grad_norm_": "runtime.norms",
     "connect": "transport.rendezvous",
@@ -46,6 +51,7 @@ _PLACES = {
     "lossy_reduce_scatter": "backend.lossy",
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
+    "prune": "runtime.pruning",
     "simulate": "simulation",
     "use_as_default": "backend",
 }
@@ -59,11 +65,13 @@ __all__ = [
     "EtcdStore",
     "GradientAveraging",
     "Ledger",
+    "LightDp",
     "LossyGradients",
     "ModelAveraging",
     "Options",
     "OwnerPolicy",
     "Policy",
+    "PrivateDrift",
     "RankPolicy",
     "Reliability",
     "StormError",
@@ -78,6 +86,7 @@ __all__ = [
     "lossy_reduce_scatter",
     "no_sync",
     "prepare",
+    "prune",
     "simulate",
     "use_as_default",
 ]

@@ -152,7 +152,7 @@ class Averages:
 
     def chunks_of(self, owner: int) -> int:
         """Returns the number of chunks in an owner's shards."""
-        return sum(self._wires[each.index].chunks(each.layout.spans[owner][1]) for each in self._buckets)
+        return sum(self._wires[each.index].chunks(each.spans[owner][1]) for each in self._buckets)
 
     @property
     def fused(self) -> bool:
@@ -181,7 +181,7 @@ class Averages:
         fused = self._plain and wire.dtype == bucket.dtype
         name = "all_reduce" if fused else "exchange" if self._policy.meets_in_pairs else "reduce_scatter"
         with shown(name, bucket.index, vector.numel(), wire.dtype):
-            moments = bucket.fetch(host, vector) if bucket.on_gpu else []
+            moments = bucket.fetch(host, vector) if bucket.apart else []
             if fused:
 
                 def begin() -> Pending:
@@ -223,7 +223,7 @@ class Averages:
         """Begins the first stage; the second follows it on a background thread."""
         wire, policy = self._wires[bucket.index], self._policy
         travels = torch.float32 if wire.dtype == torch.int8 else wire.dtype
-        spans = bucket.layout.spans
+        spans = bucket.spans
         parts = [
             self._sent(bucket, part, first, self.losses[self._all.ranks.index(rank)])
             for part, (first, _), rank in zip(bucket.shards(host), spans, group.ranks, strict=True)
@@ -285,7 +285,7 @@ class Averages:
         value = self._update(self._memories.owner(bucket.index, call), wire.per_chunk, value)
         answer = self._answers[bucket.index]
         message = answer.encode(value, round_.seed)
-        round_.rooms = [answer.room(count) for _, count in bucket.layout.spans]
+        round_.rooms = [answer.room(count) for _, count in bucket.spans]
         round_.rooms[group.rank] = message
         begun.insert(0, collectives.all_gather(group, round_.rooms, message, reliability=policy.down))
         if policy.reports:
@@ -330,13 +330,13 @@ class Averages:
         """Sends what was combined to the standby of this rank's shard, and receives that of the shard before."""
         group = self._following[bucket.index]
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        round_.combined = torch.empty(bucket.layout.spans[before][1], dtype=torch.float32, device="cpu")
+        round_.combined = torch.empty(bucket.spans[before][1], dtype=torch.float32, device="cpu")
         return [collectives.send(group, combined, after), collectives.receive(group, round_.combined, before)]
 
     def _report(self, bucket: Bucket, round_: _Round) -> Pending:
         """Tells every rank which of its chunks have reached this owner."""
         wire, group = self._wires[bucket.index], self._reports[bucket.index]
-        spans = bucket.layout.spans
+        spans = bucket.spans
         told = []
         for rank in group.ranks:
             if rank == group.transport.rank or not round_.up:
@@ -363,13 +363,13 @@ class Averages:
                 self._count(arrival)
                 self.down.add(self._all, arrival, stage=1)
         elif round_.standing.takes:
-            if bucket.on_gpu and self._policy.delay:
-                host.copy_(vector)  # training has gone on since the exchange began
+            if bucket.apart and self._policy.delay:
+                host.copy_(bucket.taken(vector))  # training has gone on since the exchange began
             if self._policy.meets_in_pairs:
                 self._accept_pair(bucket, host, round_, arrivals)
             else:
                 self._accept(bucket, host, round_, arrivals)
-        if bucket.on_gpu:
+        if bucket.apart:
             bucket.bring(vector, host)
 
     def _accept(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrivals: list[Arrival]) -> None:
@@ -385,7 +385,7 @@ class Averages:
             self._update(self._memories.followed(bucket.index), wire.per_chunk, round_.combined)
         if self._policy.reports:
             self._learn(bucket, round_)
-        spans = bucket.layout.spans
+        spans = bucket.spans
         for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.rooms, strict=True)):
             if not own.numel():
                 continue
@@ -408,7 +408,7 @@ class Averages:
     def _learn(self, bucket: Bucket, round_: _Round) -> None:
         """Has the policy learn which of this rank's chunks have reached their owners."""
         wire, policy = self._wires[bucket.index], self._policy
-        for part, known_C, (first, count) in zip(round_.parts, round_.known_C, bucket.layout.spans, strict=True):
+        for part, known_C, (first, count) in zip(round_.parts, round_.known_C, bucket.spans, strict=True):
             memory = self._memories.rank(bucket.index, first)
             assert memory is not None
             sent = part if round_.messages else wire.rounded(part.float(), round_.seed)

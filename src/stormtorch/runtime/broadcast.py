@@ -64,7 +64,7 @@ class Broadcast:
         self.ages = [
             [
                 torch.zeros(self.wires[bucket.index].chunks(count), dtype=torch.int32, device="cpu")
-                for _, count in bucket.layout.spans
+                for _, count in bucket.spans
             ]
             for bucket in buckets
         ]
@@ -118,9 +118,10 @@ class Broadcast:
         ahead = self._published(bucket, lead)
         bucket.settle()
         moments = []
-        if bucket.on_gpu:
-            ahead, device_ahead = torch.empty(ahead.shape, dtype=ahead.dtype, pin_memory=True, device="cpu"), ahead
-            moments = bucket.fetch(ahead, device_ahead)
+        if bucket.apart:
+            count = bucket.spans[self._rank][1]
+            ahead, there = torch.empty(count, dtype=ahead.dtype, pin_memory=bucket.on_gpu, device="cpu"), ahead
+            moments = bucket.fetch(ahead, there)
             if self._forwarding is not None:
                 moments += bucket.fetch(bucket.shard(bucket.host_flat, self._rank), bucket.own)
 
@@ -159,7 +160,7 @@ class Broadcast:
         return lead != 0.0 or self._publishes
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.layout.elements, self.wires[bucket.index].dtype)
+        return shown(what, bucket.index, bucket.travels, self.wires[bucket.index].dtype)
 
     def _begin_exact(
         self,
@@ -184,7 +185,7 @@ class Broadcast:
                 )
         for owner, chunks_C in enumerate(fetch):
             if chunks_C is not None and bool(chunks_C.any()):
-                where = _elements(chunks_C, wire.per_chunk, bucket.layout.spans[owner][1])
+                where = _elements(chunks_C, wire.per_chunk, bucket.spans[owner][1])
                 message = torch.empty(where.numel(), dtype=torch.float32, device="cpu")
                 pending = collectives.receive(group, message, owner, tag=bucket.index, reliability=certain)
                 fetches.append(Fetch(owner, where, message, pending))
@@ -213,10 +214,8 @@ class Broadcast:
                     self.fetched += chunks_C.numel()
         for serving in self._serves.pop(bucket.index):
             serving.wait()
-        if bucket.on_gpu:
-            first, count = bucket.layout.spans[self._rank]
-            bucket.bring(bucket.flat[:first], bucket.host_flat[:first])
-            bucket.bring(bucket.flat[first + count :], bucket.host_flat[first + count :])
+        if bucket.apart:
+            bucket.bring_others()
 
     def _take(self, bucket: Bucket, came: Came) -> None:
         """Counts what came by machines. It is where it belongs already."""

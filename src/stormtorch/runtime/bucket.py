@@ -42,26 +42,29 @@ class Bucket:
         self._homes = [view.data_ptr() for view in self.grad_views]
         self._home: torch.Tensor | None = None
         self._spare = torch.empty(0)
+        self.kept: torch.Tensor | None = None
+        """Whether each element is kept, once `prune` was called. All others are zero, and do not travel."""
+        self._lay_out()
         self.finite: bool | None = None
         """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
         self._own(torch.empty(0))
         self.previous: torch.Tensor | None = None
         """Owned parameters before the last step, where `remember` was called."""
         # The network reads and writes main memory; on the CPU that is the vectors themselves.
-        self.host_flat = self._pinned(self.flat) if self.on_gpu else self.flat
-        self.host_grads = self._pinned(self.grads) if self.on_gpu else self.grads
-        if self.on_gpu:
-            self.host_flat.copy_(self.flat)
+        self.host_flat = self._host(self.flat, self.travels)
+        self.host_grads = self._host(self.grads, self.travels)
+        self.renew_host()
 
     def _own(self, masters: torch.Tensor) -> None:
         """Allocates what belongs to this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
         self.own = self.shard(self.flat, self.rank)
+        self._owned = self.layout.spans[self.rank]
         # Owners compute in float32. A float32 bucket is its own master.
         wide = self.dtype == torch.float32
         self.masters = self.own if wide else (masters if masters.numel() else self.own.float())
         # In memory of its own: if a rank dies, the others repeat the exchange from the gradients that they have.
         self.own_grads = torch.zeros_like(self.masters)
-        self.host_own_grads = self._pinned(self.own_grads) if self.on_gpu else self.own_grads
+        self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
 
     def recut(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
         """Gives this rank another shard. Parameters and their gradients stay where they are.
@@ -73,11 +76,13 @@ class Bucket:
         """
         self.layout, self.rank = layout, rank
         self.previous = None
+        self._lay_out()
         self._own(masters)
 
     def divide(self, layout: Layout, rank: int) -> None:
         """Divides the bucket into other shards, for sessions in which nobody owns parameters."""
         self.layout, self.rank = layout, rank
+        self._lay_out()
 
     def show_own_gradients(self) -> None:
         """Copies the averaged gradients of this rank's shard to where the user sees gradients."""
@@ -90,12 +95,18 @@ class Bucket:
         """Whether the parameters are on a GPU, so that they must be copied for the network."""
         return self.device.type == "cuda"
 
+    @property
+    def apart(self) -> bool:
+        """Whether the network reads and writes other memory than the model does, so that values must be copied."""
+        return self.on_gpu or self.kept is not None
+
     def shard(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
-        """Returns an owner's part of a vector like `flat`."""
-        return vector.narrow(0, *self.layout.spans[owner])
+        """Returns an owner's part of a vector like `flat`, or like `host_flat`, which pruning makes shorter."""
+        spans = self.layout.spans if vector.numel() == self.layout.elements else self.spans
+        return vector.narrow(0, *spans[owner])
 
     def shards(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Returns all owners' parts of a vector like `flat`."""
+        """Returns all owners' parts of such a vector."""
         return [self.shard(vector, owner) for owner in range(len(self.layout.spans))]
 
     def pieces(self) -> list[Piece]:
@@ -219,8 +230,69 @@ class Bucket:
     def adopt(self) -> None:
         """Takes over loaded parameters: masters keep their extra bits where they round to the same value."""
         self.follow()
-        if self.on_gpu:
-            self.host_flat.copy_(self.flat)
+        self.renew_host()
+
+    # --- what does not travel -----------------------------------------------------------------------------------------
+
+    def prune(self, kept_E: torch.Tensor) -> None:
+        """Sets all but some elements to zero for good: from now on, only these travel.
+
+        Args:
+            kept_E: Whether each element of `flat` is kept. What earlier calls have pruned stays so.
+        """
+        if self.kept is None:
+            self.kept = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                part = self.kept[slot.first : slot.first + slot.count].view(parameter.shape)
+                # It holds the mask alone, whose memory later calls write into: a hook must not hold its parameter.
+                parameter.register_hook(lambda gradient, part=part: _masked(gradient, part))  # type: ignore[no-untyped-call]
+        self.kept &= kept_E.to(self.device)
+        with torch.no_grad():
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                if parameter.grad is not None:
+                    part = self.kept[slot.first : slot.first + slot.count].view(parameter.shape)
+                    parameter.grad.masked_fill_(~part, 0.0)
+        self._lay_out()
+        self.clear_pruned()
+        self.host_flat = self._host(self.flat, self.travels)
+        self.renew_host()
+        if self.grads.numel():
+            self.host_grads = self._host(self.grads, self.travels)
+            self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
+
+    @torch.no_grad()
+    def clear_pruned(self) -> None:
+        """Sets pruned elements to zero again: some optimizers move them though their gradients are zero."""
+        if self.kept is not None:
+            self.flat.masked_fill_(~self.kept, 0.0)
+            if self.masters is not self.own:
+                self.masters.masked_fill_(~self.kept.narrow(0, *self._owned), 0.0)
+
+    def _lay_out(self) -> None:
+        """Finds where the elements that travel are, in `flat` and in what the network reads and writes."""
+        self.spans = self.layout.spans
+        """First element and number of elements of each owner's shard in `host_flat`."""
+        self.travels = self.layout.elements
+        """Number of elements of `host_flat`."""
+        if self.kept is None:
+            return
+        (self._places,) = torch.nonzero(self.kept, as_tuple=True)
+        firsts = [first for first, _ in self.layout.spans]
+        ends = [first + count for first, count in self.layout.spans]
+        bounds = torch.tensor([firsts, ends], device=self.device)
+        begins, stops = torch.searchsorted(self._places, bounds).tolist()
+        self.spans = tuple((begin, stop - begin) for begin, stop in zip(begins, stops, strict=True))
+        self.travels = self._places.numel()
+        first, count = self.spans[self.rank]
+        self._own_places = self._places[first : first + count] - self.layout.spans[self.rank][0]
+
+    def places(self, first: int, count: int) -> torch.Tensor | None:
+        """Returns the places of what travels of a range of `flat`, counted in the range; None if all of it does."""
+        return None if self.kept is None else torch.nonzero(self.kept.narrow(0, first, count), as_tuple=True)[0]
+
+    def _where(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns the places of what travels in a vector like `flat` or like `masters`."""
+        return self._places if vector.numel() == self.layout.elements else self._own_places
 
     def release_gradients(self) -> None:
         """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
@@ -254,25 +326,62 @@ class Bucket:
 
     def _dwell(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        if not self.on_gpu:
+        if not self.apart:
             self.host_flat = flat
         is_master = self.masters is self.own
         self.own = self.shard(flat, self.rank)
         if is_master:
             self.masters = self.own
 
-    # --- to and from a GPU ------------------------------------------------------------------------------------------
+    # --- to and from the network's memory -----------------------------------------------------------------------------
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Moment]:
-        """Begins to copy to main memory. The copy is complete when the returned moments have happened."""
+        """Begins to copy what travels of a vector like `flat` or `masters` to the network's memory.
+
+        The copy is complete when the returned moments have happened.
+        """
+        if self.kept is not None:
+            source = source.index_select(0, self._where(source))
+        if not self.on_gpu:
+            target.copy_(source)
+            return []
         visit = Visit(self.device)
         visit.fetch_into(target, source)
         return [event for event in (visit.fetched(),) if event is not None]
 
     def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies to the GPU, after all work on its current stream."""
-        target.copy_(source, non_blocking=True)
+        """Copies what came into a vector like `flat` or `masters`; on a GPU after all work on its current stream."""
+        if self.kept is None:
+            target.copy_(source, non_blocking=True)
+        else:
+            target.zero_().index_copy_(0, self._where(target), source.to(target, non_blocking=True))
 
-    @staticmethod
-    def _pinned(like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+    def taken(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in main memory of what travels of a vector like `flat` or `masters`."""
+        values = vector if self.kept is None else vector.index_select(0, self._where(vector))
+        return values.detach().to("cpu", copy=True)
+
+    def bring_others(self) -> None:
+        """Copies all parameters but this rank's shard from the network's memory."""
+        first, count = self.spans[self.rank]
+        for begin, end in ((0, first), (first + count, self.travels)):
+            values = self.host_flat[begin:end]
+            if self.kept is None:
+                self.flat[begin:end].copy_(values, non_blocking=True)
+            else:
+                self.flat.index_copy_(0, self._places[begin:end], values.to(self.device, non_blocking=True))
+
+    def renew_host(self) -> None:
+        """Gives the network's memory the parameters that the model has."""
+        if self.apart:
+            self.host_flat.copy_(self.taken(self.flat))
+
+    def _host(self, like: torch.Tensor, travels: int) -> torch.Tensor:
+        """Returns memory for what travels of a vector: the vector itself, unless the network's memory is apart."""
+        if not self.apart:
+            return like
+        return torch.zeros(travels, dtype=like.dtype, device="cpu", pin_memory=self.on_gpu)
+
+
+def _masked(gradient: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).masked_fill(~kept, 0.0)

@@ -10,10 +10,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
 from stormtorch.runtime.objects import complete
+from stormtorch.runtime.personal import personal_buffers
 
 
 class Buffers:
-    """A model's floating-point buffers, found by name, as forward may replace them by new tensors.
+    """A model's floating-point buffers, found by name, as forward may replace them by new tensors; no personal ones.
 
     All sessions of a model share one, from `buffers_of`: a call of one session starts from what the last call made.
 
@@ -23,6 +24,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._personal = personal_buffers(model)
         # Each buffer at first, and its version. By weak reference: the id of a tensor that is gone may be reused.
         self._first = {name: (weakref.ref(each), each._version) for name, each in self._all().items()}
         # Normalisation changes its statistics without a new version, so its buffers always count as changed.
@@ -33,7 +35,11 @@ class Buffers:
         self._kept: dict[str, torch.Tensor] = {}
 
     def _all(self) -> dict[str, torch.Tensor]:
-        return {name: each for name, each in self._model.named_buffers() if each.is_floating_point() and each.numel()}
+        return {
+            name: each
+            for name, each in self._model.named_buffers()
+            if each.is_floating_point() and each.numel() and name not in self._personal
+        }
 
     @torch.no_grad()
     def remember(self) -> None:

@@ -123,9 +123,7 @@ class Forwarding:
         inside = collectives.all_gather(islands.inside, near_rooms, near)
         begun = fetches()
         came = Came()
-        chunks = [
-            [wire.chunks(bucket.layout.spans[ranks[place]][1]) for ranks in self._others] for place in range(len(mine))
-        ]
+        chunks = [[wire.chunks(bucket.spans[ranks[place]][1]) for ranks in self._others] for place in range(len(mine))]
         told = [torch.zeros(sum(each), dtype=torch.int32, device="cpu") for each in chunks]
 
         def then() -> list[Pending]:
@@ -169,12 +167,12 @@ class Forwarding:
             if place == self._place:
                 continue
             owner = self._machines[self._machine][place]
-            chunks = wire.chunks(bucket.layout.spans[owner][1])
+            chunks = wire.chunks(bucket.spans[owner][1])
             came.fresh[owner] = torch.full((chunks,), near.fraction(peer=rank) == 1.0, device="cpu")
             at = 0
             for ranks, arrival in zip(self._others, passed, strict=True):
                 owner = ranks[place]
-                chunks = wire.chunks(bucket.layout.spans[owner][1])
+                chunks = wire.chunks(bucket.spans[owner][1])
                 # If a rank dies while it passes its copies on, these count as lost; what has come of them stays.
                 whole = dated.fraction(peer=rank) == 1.0 and arrival.fraction(peer=rank) == 1.0
                 came.ages[owner] = under_way.ages[place][at : at + chunks] if whole else None

@@ -87,6 +87,7 @@ class GradientSession(ReplicatedSession):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
         self._gradients.clear(set_to_none)
+        self.forget_personal(set_to_none=set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context within which backward exchanges nothing."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Layout, Piece
 
 State = dict[str, Any]
@@ -61,6 +62,23 @@ class Holding:
                 state = _cut(state, piece.count, low - piece.first, high - low)
             records.append(Record(piece.parameter, piece.offset + low - piece.first, high - low, values, state))
         return records
+
+    def clear_pruned(self, buckets: Sequence[Bucket]) -> None:
+        """Sets the values and the state of pruned elements to zero."""
+        for bucket, layout, masters in zip(buckets, self.layouts, self.masters, strict=True):
+            if bucket.kept is None:
+                continue
+            masters.masked_fill_(~bucket.kept.narrow(0, *layout.spans[self.shard]), 0.0)
+            for piece in layout.pieces(self.shard):
+                clear_pruned(self.state_of(bucket.index, piece), bucket.kept.narrow(0, piece.first, piece.count))
+
+
+def clear_pruned(state: State, kept_E: torch.Tensor) -> None:
+    """Sets the state of pruned elements to zero, in place, of a piece or of a whole parameter."""
+    for value in state.values():
+        # A number of dimension 0, such as the count of steps, belongs to no element.
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == kept_E.numel():
+            value.masked_fill_(~kept_E.view(value.shape), 0.0)
 
 
 def _cut(state: State, count: int, offset: int, length: int) -> State:

@@ -47,6 +47,8 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
 
     def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if optimizer is optimizer_of():
+            for bucket in session.buckets:
+                bucket.clear_pruned()
             with doing("optimizer.step()"):
                 session.after_step()
 
@@ -78,6 +80,8 @@ def _hook_model(session: Session, kept: Kept) -> None:
                 raise RuntimeError(
                     "load_state_dict(assign=True) replaces parameters that are prepared: use assign=False"
                 )
+            for bucket in session.buckets:
+                bucket.clear_pruned()
             session.loaded()
             buffers_of(module).remember()  # other ranks may ask for them before this rank's next step
 

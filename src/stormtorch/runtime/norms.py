@@ -23,6 +23,7 @@ from stormtorch.collectives import Group
 from stormtorch.errors import StormError
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.layout import Piece
+from stormtorch.runtime.personal import is_personal
 from stormtorch.transport.waiting import doing
 
 # In-place operations that do not change values.
@@ -62,9 +63,9 @@ class Gradient(torch.Tensor):
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
             if len(args) < 3 and not set(kwargs) - {"ord"}:
                 return args[0].norms.of(args[0].parameter, order)
-        if func is torch._foreach_norm and all(isinstance(each, Gradient) for each in args[0]):
+        if func is torch._foreach_norm:
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
-            return tuple(each.norms.of(each.parameter, order) for each in args[0])
+            return tuple(torch.linalg.vector_norm(each, order) for each in args[0])
         with torch._C.DisableTorchFunctionSubclass():
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
@@ -242,6 +243,9 @@ def clip_grad_norm_(
     must call it. It leaves gradients of anything but a prepared model under an owner policy, as `BoundedDrift`, to
     torch's.
 
+    Personal parameters are clipped apart, by the norm of this rank's own gradients of them: ranks that scaled what they
+    share by different factors would pull it in different directions. Torch's function does not know of that.
+
     Args:
         parameters: Parameters whose gradients to clip.
         max_norm: Norm to which larger gradients are scaled down.
@@ -250,9 +254,15 @@ def clip_grad_norm_(
         foreach: Passed on to torch.
 
     Returns:
-        The norm before clipping.
+        The norm before clipping; that of the shared parameters, unless all are personal.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    personal = [each for each in given if is_personal(each)]
+    if personal and len(personal) < len(given):
+        rest = [each for each in given if not is_personal(each)]
+        total = clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite, foreach)
+        torch.nn.utils.clip_grad_norm_(personal, max_norm, norm_type, error_if_nonfinite, foreach)
+        return total
     gradients = [each.grad for each in given if isinstance(each.grad, Gradient)]
     if not gradients or len(gradients) < sum(each.grad is not None for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)

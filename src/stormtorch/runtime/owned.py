@@ -56,12 +56,12 @@ class Owned:
         for bucket in self._buckets:
             rooms = bucket.shards(bucket.host_flat)
             own = rooms[self._here.rank]
-            if bucket.on_gpu:
-                own.copy_(bucket.own)
+            if bucket.apart:
+                own.copy_(bucket.taken(bucket.own))
             for arrival in complete(collectives.all_gather(group, rooms, own), group):
                 self._broadcast.refresh(bucket, group, arrival)
-            if bucket.on_gpu:
-                bucket.flat.copy_(bucket.host_flat)
+            if bucket.apart:
+                bucket.bring_others()
         self._buffers.average(group)
 
     def take_part(self, call: int, group: Group) -> object:
@@ -76,8 +76,8 @@ class Owned:
         for bucket in self._buckets:
             if bucket.on_gpu:
                 torch.cuda.synchronize(bucket.device)  # the step may run on another stream than this thread's
-            own = bucket.own.to("cpu", copy=True)
-            rooms = [own.new_empty(count) for _, count in bucket.layout.spans]
+            own = bucket.taken(bucket.own)
+            rooms = [own.new_empty(count) for _, count in bucket.spans]
             rooms[self._here.rank] = own
             shared.append((rooms, complete(collectives.all_gather(group, rooms, own), group)))
         return shared, self._buffers.give(group)
@@ -91,9 +91,9 @@ class Owned:
                     bucket.shard(bucket.host_flat, owner).copy_(room)
             for arrival in arrivals:
                 self._broadcast.refresh(bucket, group, arrival)
-            if bucket.on_gpu:
-                bucket.shard(bucket.host_flat, self._here.rank).copy_(bucket.own)
-                bucket.flat.copy_(bucket.host_flat)
+            if bucket.apart:
+                bucket.shard(bucket.host_flat, self._here.rank).copy_(bucket.taken(bucket.own))
+                bucket.bring_others()
         self._buffers.become(mean)
 
     def optimizer_state(self, local: dict[str, Any], kept: object, group: Group) -> dict[str, Any]:
@@ -115,5 +115,6 @@ class Owned:
         return {
             **whole,
             **{name: value for name, value in local.items() if name != "state"},
+            "state": whole["state"] | self._shards.personal_state(local),
             "param_groups": [{**own, "params": each["params"]} for own, each in groups],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from stormtorch.collectives import Group
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.runtime import personal as personal_parts
 from stormtorch.runtime.gradient_session import GradientSession
 from stormtorch.runtime.hooks import take_over
 from stormtorch.runtime.model_session import ModelSession
@@ -32,7 +34,14 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any = None) -> tuple[M, O]:
+def prepare(
+    model: M,
+    optimizer: O,
+    *,
+    policy: Policy | None = None,
+    personal: Sequence[nn.Module | nn.Parameter] = (),
+    group: Any = None,
+) -> tuple[M, O]:
     """Makes a model and its optimizer train together with those of other ranks, over a network that may drop packets.
 
     The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
@@ -50,6 +59,9 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         optimizer: Any optimizer of torch's or yours. Under `BoundedDrift` it works on this rank's shard, and its state
             exists once in the world.
         policy: How ranks train together; None is `BoundedDrift()`.
+        personal: Modules and parameters of the model that each rank keeps to itself, such as a head: all ranks name the
+            same ones. They never travel, not even at the beginning; the optimizer moves each rank's by that rank's own
+            gradients, and state dicts hold the rank's own. Buffers in these modules are not averaged either.
         group: A group of the backend storm, or a `stormtorch.collectives.Group`; None is torch.distributed's default
             group.
 
@@ -69,6 +81,7 @@ def prepare(model: M, optimizer: O, *, policy: Policy | None = None, group: Any 
         raise ValueError("a parameter of this optimizer is prepared already, with another optimizer")
     if "session" in optimizer.__dict__:
         raise ValueError("the optimizer is prepared already")
+    personal_parts.declare(model, personal, again=bool(sessions_of(model)))
     if any(
         kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
     ):  # importing it takes a while
@@ -108,7 +121,7 @@ def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
     Under `BoundedDrift` these are the owners' parameters, and copies that were stale stay up to date afterwards. Under
     `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
-    `GradientAveraging` there is no common value: every rank keeps its own.
+    `GradientAveraging` there is no common value: every rank keeps its own. Personal parts stay as they are.
     """
     return combined([each.exact() for each in _sessions_of(model)])
 

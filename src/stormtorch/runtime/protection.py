@@ -30,7 +30,7 @@ class Protection:
         self, policy: Policy, losses: Losses, buckets: Sequence[Bucket], wires: Sequence[Wire], chunk_bytes: int
     ) -> None:
         self._policy, self._losses = policy, losses
-        counts = [(wires[bucket.index], count) for bucket in buckets for _, count in bucket.layout.spans]
+        counts = [(wires[bucket.index], count) for bucket in buckets for _, count in bucket.spans]
         self._chunks = max((wire.chunks(count) for wire, count in counts), default=1) or 1
         plain = Wire(torch.float32, chunk_bytes).per_chunk
         self._narrower = min((wires[bucket.index].per_chunk / plain for bucket in buckets), default=1.0)

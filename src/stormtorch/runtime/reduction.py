@@ -67,12 +67,12 @@ class Reduction:
         """Begins to send a bucket's gradients."""
         reliability = self.reliability
         with self._shown("reduce_scatter", bucket):
-            moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.on_gpu else []
+            moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.apart else []
             begun = self._order.begin(lambda: [self._reduce(bucket, reliability)], moments)
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.layout.elements, self._wire(bucket))
+        return shown(what, bucket.index, bucket.travels, self._wire(bucket))
 
     def finish(self) -> None:
         """Waits until this rank's shards are averaged."""
@@ -94,7 +94,7 @@ class Reduction:
                     inverse += float(counts.reciprocal().sum())
                     chunks += counts.numel()
                     self._combine(bucket, counts)
-            if bucket.on_gpu:
+            if bucket.apart:
                 bucket.bring(bucket.own_grads, bucket.host_own_grads)
         n = self.groups[0].size
         self.effective_batch = copies / (n * chunks) if chunks else 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from stormtorch.runtime.averages import Averages, Standing
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.drift_samples import apart
+from stormtorch.runtime.holdings import clear_pruned
 from stormtorch.runtime.layout import recut
 from stormtorch.runtime.memories import Call, Memories
 from stormtorch.runtime.reports import Report
@@ -177,6 +179,18 @@ class ReplicatedSession(Session):
         self._rounds.drift.choose(number)
         self._samples_S = self._rounds.drift.read()
 
+    @torch.no_grad()
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and the optimizer's state of all parameters."""
+        for bucket, kept in zip(self.buckets, masks, strict=True):
+            bucket.prune(kept)
+            if bucket.kept is not None:
+                for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                    state = self.optimizer.state.get(parameter, {})
+                    clear_pruned(state, bucket.kept.narrow(0, slot.first, slot.count))
+        self.prunings += 1
+        self._begin_view()
+
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
     def void(self) -> bool:
@@ -243,6 +257,7 @@ class ReplicatedSession(Session):
             membership.enter(latest, self.steps_of_rounds())
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)
+            self.learn_masks(told)
             memories.move(
                 self.channel("memories", interruptible=True),
                 latest.number,

@@ -8,7 +8,7 @@ import logging
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from stormtorch.collectives.group import Islands
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
+from stormtorch.runtime import personal
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
@@ -32,6 +33,9 @@ from stormtorch.runtime.recorder import Recorder
 from stormtorch.transport.waiting import doing
 
 _log = logging.getLogger("stormtorch")
+
+# Name under which a rank tells how often it has pruned.
+_PRUNINGS = "stormtorch/prunings"
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
@@ -74,21 +78,32 @@ class Session(ABC):
         self._channels_used: set[str] = set()
         weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
         self._given = {
-            "model": [(each.shape, each.dtype, each.requires_grad) for each in trained(optimizer)],
+            "choice of personal parts": personal.names(model),
+            # Personal parameters never meet, so each rank's may have a shape of its own.
+            "model": [
+                None if personal.is_personal(each) else (each.shape, each.dtype, each.requires_grad)
+                for each in trained(optimizer)
+            ],
             "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
             "policy": policy,
         }
         self.given_policy = policy
         """The policy as the user gave it."""
-        self.frozen = [each for each in trained(optimizer) if not each.requires_grad]
-        """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.parameters = trained(optimizer)
         """All parameters of the optimizer as the user gave it, in the order of its groups."""
+        self.personal = [each for each in self.parameters if personal.is_personal(each)]
+        """Parameters that never leave this rank. No bucket has them."""
+        self.shared = [each for each in self.parameters if not personal.is_personal(each)]
+        """All other parameters."""
+        self.frozen = [each for each in self.shared if not each.requires_grad]
+        """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.buckets: list[Bucket] = []
+        self.prunings = 0
+        """How often parameters have been pruned; a rank with fewer gets its masks when a view begins."""
         self.looked = False
         """Whether parameters that no prepared optimizer has were looked for."""
         check_model(model, self.parameters)
-        check_parameters(self.parameters)
+        check_parameters(self.shared)
 
     def backward_ended(self) -> None:
         """Completes the gradients of all optimizers of the model, in the same order on all ranks.
@@ -154,6 +169,14 @@ class Session(ABC):
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer."""
         return whole
+
+    def forget_personal(self, *, set_to_none: bool) -> None:
+        """Forgets the gradients of personal parameters."""
+        for parameter in self.personal:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
 
     def arriving(self) -> bool:
         """Whether parameters are on their way."""
@@ -354,7 +377,8 @@ class Session(ABC):
     def given(self) -> dict[str, str]:
         """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
         # As text: torch does not unpack bytes from data that it must not trust.
-        return {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
+        own = {_PRUNINGS: str(self.prunings)} if self.prunings else {}
+        return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
     def taken(self, told: dict[int, dict[str, str]]) -> None:
         """Passes on what members have told when a view began."""
@@ -363,6 +387,37 @@ class Session(ABC):
         }
         for name, (_, take) in self._carried.items():
             take({rank: each[name] for rank, each in self._told.items() if name in each})
+
+    def learn_masks(self, told: Mapping[int, Mapping[str, Any]]) -> None:
+        """Gives members that have come since, or were away, the masks of what is pruned. All members take part.
+
+        Args:
+            told: What each rank has told in the beginning of the view, which this rank has entered.
+
+        Raises:
+            Interrupted: A rank is gone, and another view begins without it.
+        """
+        members = self.view.members
+        counts = [int(told[rank]["carried"].get(_PRUNINGS, 0)) for rank in members]
+        if min(counts) == max(counts):
+            return
+        group = self.channel("masks", interruptible=True)
+        for bucket in self.buckets:
+            kept = torch.ones(bucket.layout.elements, dtype=torch.uint8, device="cpu")
+            if bucket.kept is not None:
+                kept.copy_(bucket.kept)
+            self.hand(group, kept, counts.index(max(counts)))
+            if self.prunings < max(counts) and not bool(kept.all()):
+                bucket.prune(kept.bool())
+        self.prunings = max(counts)
+
+    @abstractmethod
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and goes on with exchanges of what is kept. All ranks take part, between two steps.
+
+        Args:
+            masks: Whether each element is kept, by bucket.
+        """
 
     def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
         """Moves the parameters that require a gradient into buckets, each of one dtype and device.
@@ -373,10 +428,11 @@ class Session(ABC):
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
+            if parameter.requires_grad and not personal.is_personal(parameter):
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
         if not kinds:
-            raise ValueError("the optimizer has no parameter that requires a gradient")
+            others = " and is not personal" if self.personal else ""
+            raise ValueError(f"the optimizer has no parameter that requires a gradient{others}")
         layouts: list[Layout] = []
         for (dtype, _), numbers in kinds.items():
             counts = [self.parameters[number].numel() for number in numbers]
@@ -426,7 +482,7 @@ class Session(ABC):
 
     @torch.no_grad()
     def hand_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
-        """Gives ranks the root's buffers, and its parameters that are not trained.
+        """Gives ranks the root's buffers, and its parameters that are not trained; nothing that is personal.
 
         Args:
             group: Ranks that take part.
@@ -435,7 +491,7 @@ class Session(ABC):
             take: Whether this rank takes them.
         """
         homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        for tensor in personal.shared(self.model):
             if id(tensor) not in homes and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
                 self.hand(group, values, root)
@@ -444,14 +500,17 @@ class Session(ABC):
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:
-        digests = [zlib.crc32(repr(each).encode()) for each in self._given.values()]
+        personal_parts, *digests = [zlib.crc32(repr(each).encode()) for each in self._given.values()]
         machine = zlib.crc32(group.transport.machine_of(group.transport.rank).encode())
-        all_N = [torch.tensor([*digests, machine], dtype=torch.int64, device="cpu") for _ in range(group.size)]
+        # Two digests share a number: the message stays as short as without personal parts.
+        last = machine | personal_parts >> 1 << 32
+        all_N = [torch.tensor([*digests, last], dtype=torch.int64, device="cpu") for _ in range(group.size)]
         collectives.all_gather(group, all_N, all_N[group.rank]).wait()
         # Each rank tells its own, so that all have the same: cards of processes that come and go may differ a while.
-        told = [int(each[-1]) for each in all_N]
+        told = [int(each[-1]) & 0xFFFFFFFF for each in all_N]
         self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, told, strict=True)}
-        for what, first, *others in zip(self._given, *(each[:-1].tolist() for each in all_N), strict=True):
+        compared = [[int(each[-1]) >> 32, *each[:-1].tolist()] for each in all_N]
+        for what, first, *others in zip(self._given, *compared, strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
                     raise ValueError(

@@ -82,7 +82,7 @@ class ShardedSession(Session):
         self._standby: Standby | None = None
         self._used: list[bool] = []
         self._refill = False
-        self._versions = [each._version for each in self.parameters]
+        self._versions = [each._version for each in self.shared]
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
         self._rounds = rounds = Rounds(self, optimizer, policy)
@@ -91,7 +91,7 @@ class ShardedSession(Session):
             self._recut(self._cutting.first(self.view.members))
             self.agree(buckets)
             rounds.agree()
-        self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole)
+        self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole, personal=self.personal)
         self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
         self._norms.writable = self._own_gradients_change
         self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
@@ -275,11 +275,13 @@ class ShardedSession(Session):
 
     def _is_finite(self) -> bool:
         """Whether the gradients that this rank gives are finite."""
-        return self._reduction.finite()
+        # Personal ones count, too: a GradScaler that finds one of them infinite skips the step, and then all must.
+        own = (each.grad for each in self.personal if each.grad is not None)
+        return self._reduction.finite() and all(bool(each.isfinite().all()) for each in own)
 
     def _touched(self) -> bool:
         """Whether the program has changed parameters since the last step, other than by the optimizer."""
-        return self._standby is not None and self._versions != [each._version for each in self.parameters]
+        return self._standby is not None and self._versions != [each._version for each in self.shared]
 
     def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
         """Called with the reports of a round that is complete, for subclasses."""
@@ -355,7 +357,7 @@ class ShardedSession(Session):
         self.steps += 1
         self._buffers.remember()
         self._gate.close()
-        self._versions = [each._version for each in self.parameters]
+        self._versions = [each._version for each in self.shared]
         self.stepped()
 
     def _receive(self, bucket: Bucket) -> None:
@@ -392,6 +394,22 @@ class ShardedSession(Session):
         self._row.view_wait_s += time.perf_counter() - began
         return held
 
+    @torch.no_grad()
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and the optimizer's state of what this rank owns and follows."""
+        if self._standby is not None:
+            self._standby.follow()
+        held = self._holds()
+        for bucket, kept in zip(self.buckets, masks, strict=True):
+            bucket.prune(kept)
+        for holding in (held.own, held.followed):
+            if holding is not None:
+                holding.clear_pruned(self.buckets)
+        self.prunings += 1
+        self._held.clear()
+        self._begin_view(held.followed)
+        self._versions = [each._version for each in self.shared]
+
     def _holds(self) -> Held:
         standby = self._standby
         followed = None if standby is None else standby.holding()
@@ -419,6 +437,7 @@ class ShardedSession(Session):
             self.steps = hello.steps
             membership.enter(latest, self.steps)
             self.machines = hello.machines
+            self.learn_masks(hello.told)
             self._recut(after, moved.masters)
             self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
             self._begin_view(moved.followed)
@@ -472,6 +491,7 @@ class ShardedSession(Session):
         """Forgets all gradients."""
         self._gradients.clear(set_to_none)
         self._shards.clear_gradients()
+        self.forget_personal(set_to_none=set_to_none)
         self._unstepped = False  # a step that was skipped will not come
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -532,7 +552,7 @@ class ShardedSession(Session):
             bucket.adopt()
         if self._standby is not None:
             self._standby.load(None, self.buckets)
-        self._versions = [each._version for each in self.parameters]
+        self._versions = [each._version for each in self.shared]
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:

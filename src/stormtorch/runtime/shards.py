@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Shards:
         parameters: All of its parameters, by number, in the order of its groups.
         buckets: Buckets that hold the parameters that are trained.
         whole: Whether pieces are whole parameters, with their shape.
+        personal: Those of the parameters that are this rank's own. They stay in their groups as they are.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Shards:
         buckets: Sequence[Bucket],
         *,
         whole: bool,
+        personal: Sequence[nn.Parameter] = (),
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
@@ -73,6 +76,7 @@ class Shards:
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self.groups = [[numbers[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         """Numbers of the parameters in each of the optimizer's groups."""
+        self._personal = {numbers[id(each)]: each for each in personal}
         before = dict(optimizer.state)
 
         def state_at_start(piece: Piece) -> State:
@@ -91,7 +95,7 @@ class Shards:
         self.pieces = [
             (bucket, piece, self._stand_in(bucket, piece)) for bucket in self._buckets for piece in bucket.pieces()
         ]
-        by_parameter: dict[int, list[nn.Parameter]] = {}
+        by_parameter: dict[int, list[nn.Parameter]] = {number: [each] for number, each in self._personal.items()}
         state: dict[torch.Tensor, State] = {}
         for bucket, piece, stand_in in self.pieces:
             by_parameter.setdefault(piece.parameter, []).append(stand_in)
@@ -99,8 +103,9 @@ class Shards:
             if given:
                 state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
         kept: dict[Any, Any] = dict(self._optimizer.state)
+        own = {id(each) for each in self._personal.values()}
         for key in kept:
-            if isinstance(key, torch.Tensor):
+            if isinstance(key, torch.Tensor) and id(key) not in own:
                 del self._optimizer.state[key]  # numbers that the optimizer keeps beside them stay
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -110,6 +115,20 @@ class Shards:
     def _stand_in(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
         values = bucket.within_own(piece, bucket.masters)
         return nn.Parameter(values.view(self._parameters[piece.parameter].shape) if self._whole else values)
+
+    @contextlib.contextmanager
+    def without_personal(self) -> Iterator[None]:
+        """Enters a context in which the optimizer has this rank's pieces alone, and no personal parameter."""
+        own = {id(each) for each in self._personal.values()}
+        groups = list(self._optimizer.param_groups) if own else []
+        all_of = [group["params"] for group in groups]
+        for group, params in zip(groups, all_of, strict=True):
+            group["params"] = [each for each in params if id(each) not in own]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, all_of, strict=True):
+                group["params"] = params
 
     def rehouse(self) -> None:
         """Has stand-ins share the memory that the masters of their buckets are in now."""
@@ -175,9 +194,11 @@ class Shards:
     # --- state in torch's format ------------------------------------------------------------------------------------
 
     def gather(self, local: dict[str, Any], group: Group) -> dict[str, Any]:
-        """Gathers the state dict of the whole optimizer from the local one of every rank. All ranks must call it."""
-        stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
-        order = {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
+        """Gathers the state dict of the whole optimizer from the local one of every rank. All ranks must call it.
+
+        Of personal parameters it has this rank's own state.
+        """
+        order = self._order()
         own: list[tuple[int, int, int, dict[str, Any]]] = []
         for bucket, piece, stand_in in self.pieces:
             state = dict(local["state"].get(order[id(stand_in)], {}))
@@ -188,6 +209,7 @@ class Shards:
         for pieces in objects.gather(own, group):
             for number, offset, count, state in pieces:
                 self._join(state_of.setdefault(number, {}), state, number, offset, count)
+        state_of.update(self.personal_state(local))
         return {
             **local,
             "state": {number: state for number, state in sorted(state_of.items()) if state},
@@ -195,6 +217,17 @@ class Shards:
                 {**each, "params": members} for each, members in zip(local["param_groups"], self.groups, strict=True)
             ],
         }
+
+    def personal_state(self, local: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns the state of each personal parameter that has one, by number, from this rank's local state dict."""
+        order = self._order()
+        found = {number: local["state"].get(order[id(each)]) for number, each in self._personal.items()}
+        return {number: dict(state) for number, state in found.items() if state}
+
+    def _order(self) -> dict[int, int]:
+        """Returns the place of each parameter of the optimizer in its local state dict, by identity."""
+        stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
+        return {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
 
     def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
@@ -210,12 +243,18 @@ class Shards:
         local: dict[int, dict[str, Any]] = {}
         params: list[list[int]] = [[] for _ in groups]
         at = {id(stand_in): (place, piece) for place, (_, piece, stand_in) in enumerate(self.pieces)}
+        own = {id(each): number for number, each in self._personal.items()}
         index = 0
         for place, each in enumerate(self._optimizer.param_groups):
             for stand_in in each["params"]:
                 params[place].append(index)
                 index += 1
                 if stand_in is self._spare:
+                    continue
+                if id(stand_in) in own:
+                    given = whole["state"].get(saved_of[own[id(stand_in)]])
+                    if given:
+                        local[index - 1] = given
                     continue
                 _, piece = at[id(stand_in)]
                 state = self._cut(whole["state"].get(saved_of[piece.parameter], {}), piece)

@@ -66,9 +66,23 @@ class Standby:
         self.shard = holding.shard
         """Number of the shard that this rank follows."""
         self._grads = [torch.zeros_like(each) for each in holding.masters]
-        self._rooms = [_pinned(each) if each.is_cuda else each for each in self._grads]
+        spans = [layout.spans[self.shard] for layout in holding.layouts]
+        self._places = [bucket.places(*span) for bucket, span in zip(buckets, spans, strict=True)]
+        """Places in the shard of what travels, by bucket; None where all of it does."""
+        self._rooms = [
+            _room(each, places) if each.is_cuda or places is not None else each
+            for each, places in zip(self._grads, self._places, strict=True)
+        ]
+        self._gone = [
+            None if bucket.kept is None else ~bucket.kept.narrow(0, *span)
+            for bucket, span in zip(buckets, spans, strict=True)
+        ]
         # Gradients of a GPU on their way to this rank's standby.
-        self._messages = {bucket.index: _pinned(bucket.own_grads) for bucket in buckets if bucket.on_gpu}
+        self._messages = {
+            bucket.index: torch.empty_like(bucket.host_own_grads, pin_memory=True)
+            for bucket in buckets
+            if bucket.on_gpu
+        }
         self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         # Some optimizers keep numbers of their own beside the state of parameters.
@@ -115,7 +129,7 @@ class Standby:
         if refill:
             self._send_values(after)
         for bucket in self._buckets:
-            if bucket.own_grads.numel():
+            if bucket.host_own_grads.numel():
                 self.sent(bucket)
                 self._send(bucket, after)
             if self._rooms[bucket.index].numel():
@@ -134,7 +148,7 @@ class Standby:
                 # The optimizer waits for the copy; the program does not.
                 torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))
         else:
-            message = bucket.own_grads.clone()
+            message = bucket.taken(bucket.own_grads)
 
         def begin() -> list[Pending]:
             return [collectives.send(self._channel, message, after, tag=bucket.index)]
@@ -211,14 +225,19 @@ class Standby:
             return
         for masters, came in zip(self._masters, values, strict=False):
             masters.copy_(came)
-        for grads, room in zip(self._grads, self._rooms, strict=True):
-            if room is not grads:
+        for grads, room, places in zip(self._grads, self._rooms, self._places, strict=True):
+            if places is not None:
+                grads.index_copy_(0, places, room.to(grads.device))
+            elif room is not grads:
                 grads.copy_(room)
         for home, piece, stand_in in self._pieces:
             begin, _ = self._layouts[home].spans[self.shard]
             view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(stand_in.shape)
             stand_in.grad = view if self._used[piece.parameter] else None
         self._step(settings)
+        for masters, gone in zip(self._masters, self._gone, strict=True):
+            if gone is not None:
+                masters.masked_fill_(gone, 0.0)
 
     def _step(self, settings: list[dict[str, Any]]) -> None:
         optimizer = self._optimizer
@@ -246,8 +265,9 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: step(optimizer)
 
 
-def _pinned(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
+def _room(like: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    count = like.numel() if places is None else places.numel()
+    return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")
 
 
 def _copied(value: Any) -> Any:

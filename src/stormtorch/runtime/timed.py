@@ -143,7 +143,7 @@ class TimedSession(ShardedSession):
             for bucket in self.buckets:
                 bucket.come_back()
             self._shards.rehouse()
-            self._versions = [each._version for each in self.parameters]
+            self._versions = [each._version for each in self.shared]
 
     def _start(self, bucket: Bucket) -> None:
         with self._turn:
@@ -187,7 +187,7 @@ class TimedSession(ShardedSession):
         for bucket in self.buckets:
             if bucket.index in self._spent:
                 continue
-            if bucket.on_gpu:
+            if bucket.apart:
                 for moment in bucket.fetch(bucket.host_grads, bucket.grads):
                     moment.synchronize()
             total, count = self._handed.get(bucket.index, (None, 0))
@@ -406,7 +406,8 @@ class TimedSession(ShardedSession):
         for clip in self._clips:
             self._norms.clip(clip)
         self._ready_step(closure=False)
-        plain_step(self.optimizer)()
+        with self._shards.without_personal():  # the program may be computing with them
+            plain_step(self.optimizer)()
         super().after_step()
         self._begin_round()
 

@@ -1,0 +1,73 @@
+"""Personal parts of a model: parameters and buffers that each rank keeps to itself, such as those of a head."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# By identity and weakly: a parameter that is gone must not make another one personal that has its address.
+_parameters: Any = WeakIdKeyDictionary()
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def declare(model: nn.Module, parts: Iterable[nn.Module | nn.Parameter], *, again: bool) -> None:
+    """Makes parts of a model personal, with all that is within them.
+
+    Args:
+        model: The user's model.
+        parts: Modules and parameters of it.
+        again: Whether the model is prepared already, so that all its parts have travelled that were not personal.
+
+    Raises:
+        TypeError: A part is neither a module nor a parameter.
+        ValueError: A part is not the model's, or comes too late.
+    """
+    modules = {id(each) for each in model.modules()}
+    parameters = {id(each) for each in model.parameters()}
+    for place, part in enumerate(parts):
+        if not isinstance(part, nn.Module | nn.Parameter):
+            raise TypeError(f"personal[{place}] must be a module or a parameter, got {type(part).__name__}")
+        if id(part) not in (modules if isinstance(part, nn.Module) else parameters):
+            raise ValueError(f"personal[{place}] is no part of the model: give modules and parameters of it")
+        if again and not is_personal(part):
+            raise ValueError(
+                f"personal[{place}] comes too late, as it has travelled already: name all personal parts of a model in "
+                "its first prepare()"
+            )
+        if isinstance(part, nn.Module):
+            _modules.update(part.modules())
+        for each in part.parameters() if isinstance(part, nn.Module) else [part]:
+            _parameters[each] = True
+
+
+def is_personal(part: nn.Module | torch.Tensor) -> bool:
+    """Whether a module or a parameter is personal."""
+    return part in _modules if isinstance(part, nn.Module) else part in _parameters
+
+
+def personal_buffers(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the buffers in personal modules."""
+    return frozenset(
+        name
+        for prefix, module in model.named_modules()
+        if module in _modules
+        for name, _ in module.named_buffers(prefix, recurse=False)
+    )
+
+
+def shared(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Goes through all parameters and buffers that are not personal."""
+    yield from (each for each in model.parameters() if each not in _parameters)
+    personal = personal_buffers(model)
+    yield from (each for name, each in model.named_buffers() if name not in personal)
+
+
+def names(model: nn.Module) -> list[str]:
+    """Returns the names of all personal parameters and buffers."""
+    parameters = [name for name, each in model.named_parameters() if each in _parameters]
+    return parameters + sorted(personal_buffers(model))
