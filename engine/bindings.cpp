@@ -15,7 +15,7 @@
 #include "bindings_views.hpp"
 #include "coding_model.hpp"
 #include "endpoint.hpp"
-#include "int8.hpp"
+#include "grid.hpp"
 #include "seal.hpp"
 #include "sim.hpp"
 

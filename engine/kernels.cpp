@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "int8.hpp"
+#include "grid.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -7,7 +7,7 @@
 
 namespace storm {
 
-// Type of the elements of a message. `bytes` can only be copied; `int8` comes in blocks (int8.hpp).
+// Type of the elements of a message. `bytes` can only be copied; `int8` comes in blocks (grid.hpp).
 enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
 
 [[nodiscard]] std::size_t element_bytes(Dtype dtype);

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "int8.hpp"
+#include "grid.hpp"
 
 namespace storm {
 

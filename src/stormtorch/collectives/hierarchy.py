@@ -17,9 +17,9 @@ from stormtorch.collectives import ops
 from stormtorch.collectives.all_gather import all_gather as flat_all_gather
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.collectives.broadcast import broadcast as flat_broadcast
+from stormtorch.collectives.grid import all_reduce_int8 as flat_all_reduce_int8
+from stormtorch.collectives.grid import reduce_scatter_int8 as flat_reduce_scatter_int8
 from stormtorch.collectives.group import Group, Islands, Pending
-from stormtorch.collectives.int8 import all_reduce_int8 as flat_all_reduce_int8
-from stormtorch.collectives.int8 import reduce_scatter_int8 as flat_reduce_scatter_int8
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pipeline import Piece, Pipeline
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter

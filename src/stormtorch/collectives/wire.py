@@ -3,7 +3,7 @@
 import torch
 
 import stormtorch._engine as _engine
-from stormtorch.collectives.int8 import chunk_elements
+from stormtorch.collectives.grid import chunk_elements
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """Types in which parameters and gradients may travel."""

@@ -1,4 +1,4 @@
-"""Rounds the values of virtual workers to the grids of the wire int8, as `engine/int8.cpp` does.
+"""Rounds the values of virtual workers to the grids of the wire int8, as `engine/grid.cpp` does.
 
 Each block of 1,024 neighbours of a chunk has a grid of 255 steps between its least and its largest value, shifted by a
 random part of a step: rounding to the nearest point is unbiased. The shifts depend only on the seed, the sender and the

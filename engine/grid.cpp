@@ -1,4 +1,4 @@
-#include "int8.hpp"
+#include "grid.hpp"
 
 #include <algorithm>
 #include <array>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "int8.hpp"
+#include "grid.hpp"
 #include "kernels.hpp"
 #include "reduction.hpp"
 
