@@ -8,18 +8,26 @@
 #include <limits>
 #include <stdexcept>
 
-#include "kernels.hpp"
-
 namespace storm {
 namespace {
 
-constexpr std::size_t block_elements = 1024;
 struct Grid {
     float low, step;
 };
-constexpr std::size_t block_bytes = sizeof(Grid) + block_elements;
-// One step fewer than there are codes, as the random offset may push the largest value up by one.
-constexpr float steps = 254.0F;
+
+struct Shape {
+    std::size_t bits, block_elements;
+
+    [[nodiscard]] constexpr std::size_t code_bytes(std::size_t elements) const { return (elements * bits + 7) / 8; }
+    [[nodiscard]] constexpr std::size_t block_bytes() const { return sizeof(Grid) + code_bytes(block_elements); }
+    [[nodiscard]] constexpr float steps() const { return static_cast<float>((1U << bits) - 1); }
+};
+constexpr Shape eight_bits{.bits = 8, .block_elements = 1024}, four_bits{.bits = 4, .block_elements = 128};
+
+const Shape& shape_of(Dtype dtype) {
+    if (!has_grids(dtype)) throw std::invalid_argument("only int8 and int4 come in blocks with grids");
+    return dtype == Dtype::int8 ? eight_bits : four_bits;
+}
 
 #define STORM_INLINE __attribute__((always_inline)) inline
 
@@ -58,20 +66,43 @@ STORM_INLINE Range range_of(const float* from, std::size_t n, float scale) {
     return range;
 }
 
+// The caller makes sure that the result is finite and near [0, last]; rounding may leave the range by a little.
+template <int last>
+STORM_INLINE std::uint8_t code_of(float value, float low, float inverse) {
+    const int code = static_cast<int>((value - low) * inverse + 0.5F);
+    return static_cast<std::uint8_t>(code < 0 ? 0 : code > last ? last : code);
+}
+
+template <std::size_t bits>
 STORM_INLINE void encode(const float* from, std::size_t n, float scale, float low, float inverse, std::byte* codes) {
     auto* out = reinterpret_cast<std::uint8_t*>(codes);
-    for (std::size_t i = 0; i < n; ++i) {
-        // The caller makes sure that this is finite and near [0, 255]; rounding may leave the range by a little.
-        const int code = static_cast<int>((scale * from[i] - low) * inverse + 0.5F);
-        out[i] = static_cast<std::uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);
+    if constexpr (bits == 8) {
+        for (std::size_t i = 0; i < n; ++i) out[i] = code_of<255>(scale * from[i], low, inverse);
+    } else {
+        const std::size_t half = (n + 1) / 2;
+        for (std::size_t i = 0; i < n / 2; ++i) {
+            const unsigned first = code_of<15>(scale * from[i], low, inverse);
+            const unsigned second = code_of<15>(scale * from[half + i], low, inverse);
+            out[i] = static_cast<std::uint8_t>(first | second << 4);
+        }
+        if (n % 2 == 1) out[half - 1] = code_of<15>(scale * from[half - 1], low, inverse);
     }
 }
 
-template <bool onto>
+template <std::size_t bits, bool onto>
 STORM_INLINE void decode(const std::byte* codes, std::size_t n, Grid grid, float* sum) {
-    for (std::size_t i = 0; i < n; ++i) {
-        const float value = grid.low + grid.step * static_cast<float>(static_cast<int>(codes[i]));
+    const auto* in = reinterpret_cast<const std::uint8_t*>(codes);
+    const auto put = [&](std::size_t i, int code) __attribute__((always_inline)) {
+        const float value = grid.low + grid.step * static_cast<float>(code);
         sum[i] = onto ? sum[i] + value : value;
+    };
+    if constexpr (bits == 8) {
+        for (std::size_t i = 0; i < n; ++i) put(i, in[i]);
+    } else {
+        // Two loops over the same bytes: each writes one row of memory, which compilers turn into vectors.
+        const std::size_t half = (n + 1) / 2;
+        for (std::size_t i = 0; i < half; ++i) put(i, in[i] & 15);
+        for (std::size_t i = 0; i < n / 2; ++i) put(half + i, in[i] >> 4);
     }
 }
 
@@ -84,17 +115,18 @@ struct Loops {
 };
 
 #define STORM_LOOPS(Set, TARGET)                                                                                      \
+    template <std::size_t bits>                                                                                       \
     struct Set {                                                                                                      \
         TARGET static Range range(const float* from, std::size_t n, float scale) { return range_of(from, n, scale); } \
         TARGET static void to(const float* from, std::size_t n, float scale, float low, float inverse,                \
                               std::byte* codes) {                                                                     \
-            encode(from, n, scale, low, inverse, codes);                                                              \
+            encode<bits>(from, n, scale, low, inverse, codes);                                                        \
         }                                                                                                             \
         TARGET static void widen(const std::byte* codes, std::size_t n, Grid grid, float* sum) {                      \
-            decode<false>(codes, n, grid, sum);                                                                       \
+            decode<bits, false>(codes, n, grid, sum);                                                                 \
         }                                                                                                             \
         TARGET static void add(const std::byte* codes, std::size_t n, Grid grid, float* sum) {                        \
-            decode<true>(codes, n, grid, sum);                                                                        \
+            decode<bits, true>(codes, n, grid, sum);                                                                  \
         }                                                                                                             \
         static constexpr Loops loops{range, to, widen, add};                                                          \
     };
@@ -104,11 +136,11 @@ STORM_LOOPS(Baseline, )
 STORM_LOOPS(Wide, __attribute__((target("avx2"))))
 #endif
 
-const Loops& loops() {
+const Loops& loops(const Shape& shape) {
 #if defined(__x86_64__)
-    if (std::strcmp(instruction_set(), "baseline") != 0) return Wide::loops;
+    if (std::strcmp(instruction_set(), "baseline") != 0) return shape.bits == 8 ? Wide<8>::loops : Wide<4>::loops;
 #endif
-    return Baseline::loops;
+    return shape.bits == 8 ? Baseline<8>::loops : Baseline<4>::loops;
 }
 
 std::uint64_t mix(std::uint64_t x) {
@@ -122,45 +154,52 @@ std::uint64_t mix(std::uint64_t x) {
 float random_part(std::uint64_t seed) { return static_cast<float>(mix(seed) >> 40) * 0x1p-24F; }
 
 template <class Each>
-void each_block(std::size_t elements, const Each& each) {
-    for (std::size_t first = 0, at = 0; first < elements; first += block_elements, at += block_bytes) {
-        each(first, std::min(block_elements, elements - first), at);
+void each_block(const Shape& shape, std::size_t elements, const Each& each) {
+    const std::size_t block = shape.block_elements;
+    for (std::size_t first = 0, at = 0; first < elements; first += block, at += shape.block_bytes()) {
+        each(first, std::min(block, elements - first), at);
     }
 }
 
-void decode_blocks(const std::byte* from, std::size_t elements, decltype(Loops::widen) decode, float* sum) {
-    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+void decode_blocks(const Shape& shape, const std::byte* from, std::size_t elements, decltype(Loops::widen) decode,
+                   float* sum) {
+    each_block(shape, elements, [&](std::size_t first, std::size_t n, std::size_t at) {
         Grid grid;
         std::memcpy(&grid, from + at, sizeof grid);
         decode(from + at + sizeof grid, n, grid, sum + first);
     });
 }
 
-std::size_t elements_per_chunk(std::size_t chunk_bytes) {
-    const std::size_t each = int8_elements(chunk_bytes);
-    if (each == 0) throw std::invalid_argument("a chunk is too small for int8");
+std::size_t elements_per_chunk(Dtype dtype, std::size_t chunk_bytes) {
+    const std::size_t each = grid_elements(dtype, chunk_bytes);
+    if (each == 0) throw std::invalid_argument("a chunk is too small for a grid and a code");
     return each;
 }
 
 }  // namespace
 
-std::size_t int8_elements(std::size_t chunk_bytes) {
-    const std::size_t rest = chunk_bytes % block_bytes;
-    return chunk_bytes / block_bytes * block_elements + (rest > sizeof(Grid) ? rest - sizeof(Grid) : 0);
+std::size_t grid_elements(Dtype dtype, std::size_t chunk_bytes) {
+    const Shape& shape = shape_of(dtype);
+    const std::size_t rest = chunk_bytes % shape.block_bytes();
+    return chunk_bytes / shape.block_bytes() * shape.block_elements +
+           (rest > sizeof(Grid) ? (rest - sizeof(Grid)) * 8 / shape.bits : 0);
 }
 
-std::size_t int8_bytes(std::size_t elements, std::size_t chunk_bytes) {
-    const std::size_t each = elements_per_chunk(chunk_bytes);
+std::size_t grid_bytes(Dtype dtype, std::size_t elements, std::size_t chunk_bytes) {
+    const Shape& shape = shape_of(dtype);
+    const std::size_t each = elements_per_chunk(dtype, chunk_bytes);
     const std::size_t rest = elements % each;
-    const std::size_t blocks = (rest + block_elements - 1) / block_elements;
-    return elements / each * chunk_bytes + rest + blocks * sizeof(Grid);
+    const std::size_t blocks = (rest + shape.block_elements - 1) / shape.block_elements;
+    return elements / each * chunk_bytes + shape.code_bytes(rest) + blocks * sizeof(Grid);
 }
 
-void int8_encode(const float* from, std::size_t elements, float scale, std::uint64_t seed, std::byte* out) {
-    const Loops& by = loops();
-    each_block(elements, [&](std::size_t first, std::size_t n, std::size_t at) {
+void grid_encode(Dtype dtype, const float* from, std::size_t elements, float scale, std::uint64_t seed,
+                 std::byte* out) {
+    const Shape& shape = shape_of(dtype);
+    const Loops& by = loops(shape);
+    each_block(shape, elements, [&](std::size_t first, std::size_t n, std::size_t at) {
         Range range = by.range_of(from + first, n, scale);
-        Grid grid{range.least, range.most / steps - range.least / steps};
+        Grid grid{range.least, range.most / shape.steps() - range.least / shape.steps()};
         // A step so small that it has no finite inverse: treat the block as constant.
         const bool flat = !(grid.step >= std::numeric_limits<float>::min());
         if (!range.finite) {
@@ -168,42 +207,49 @@ void int8_encode(const float* from, std::size_t elements, float scale, std::uint
         } else if (flat) {
             grid.step = 0.0F;
         } else {
-            grid.low -= random_part(seed + first) * grid.step;
+            // From half a step below the least value to half a step above it: every value has a point within half a
+            // step whatever the offset, and no code is spent on values that do not occur.
+            grid.low += (0.5F - random_part(seed + first)) * grid.step;
             // If values are so large that their difference is not finite, treat the block like one with an infinity.
-            range.finite = std::isfinite(range.most - grid.low) && std::isfinite(grid.low + 255.0F * grid.step);
+            range.finite = std::isfinite(range.most - grid.low) && std::isfinite(grid.low + shape.steps() * grid.step);
             if (!range.finite) grid.low = grid.step = std::numeric_limits<float>::quiet_NaN();
         }
         std::memcpy(out + at, &grid, sizeof grid);
         std::byte* codes = out + at + sizeof grid;
         if (flat || !range.finite) {
-            std::memset(codes, 0, n);
+            std::memset(codes, 0, shape.code_bytes(n));
         } else {
             by.encode(from + first, n, scale, grid.low, 1.0F / grid.step, codes);
         }
     });
 }
 
-void int8_widen(const std::byte* a, std::size_t elements, float* sum) {
-    decode_blocks(a, elements, loops().widen, sum);
+void grid_widen(Dtype dtype, const std::byte* a, std::size_t elements, float* sum) {
+    const Shape& shape = shape_of(dtype);
+    decode_blocks(shape, a, elements, loops(shape).widen, sum);
 }
 
-void int8_add(const std::byte* a, std::size_t elements, float* sum) { decode_blocks(a, elements, loops().add, sum); }
+void grid_add(Dtype dtype, const std::byte* a, std::size_t elements, float* sum) {
+    const Shape& shape = shape_of(dtype);
+    decode_blocks(shape, a, elements, loops(shape).add, sum);
+}
 
-void int8_encode_message(const float* from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
-                         std::byte* out) {
-    const std::size_t each = elements_per_chunk(chunk_bytes);
+void grid_encode_message(Dtype dtype, const float* from, std::size_t elements, std::size_t chunk_bytes,
+                         std::uint64_t seed, std::byte* out) {
+    const std::size_t each = elements_per_chunk(dtype, chunk_bytes), block_bytes = shape_of(dtype).block_bytes();
     for (std::size_t first = 0; first < elements; first += each, out += chunk_bytes) {
-        int8_encode(from + first, std::min(each, elements - first), 1.0F, mix(seed) + first, out);
+        grid_encode(dtype, from + first, std::min(each, elements - first), 1.0F, mix(seed) + first, out);
         // Bytes left over at the end are sent too, so clear them: they must not leak old memory.
         if (elements - first > each && chunk_bytes % block_bytes <= sizeof(Grid))
             std::memset(out + chunk_bytes / block_bytes * block_bytes, 0, chunk_bytes % block_bytes);
     }
 }
 
-void int8_decode_message(const std::byte* from, std::size_t elements, std::size_t chunk_bytes, float* out) {
-    const std::size_t each = elements_per_chunk(chunk_bytes);
+void grid_decode_message(Dtype dtype, const std::byte* from, std::size_t elements, std::size_t chunk_bytes,
+                         float* out) {
+    const std::size_t each = elements_per_chunk(dtype, chunk_bytes);
     for (std::size_t first = 0; first < elements; first += each, from += chunk_bytes) {
-        int8_widen(from, std::min(each, elements - first), out + first);
+        grid_widen(dtype, from, std::min(each, elements - first), out + first);
     }
 }
 

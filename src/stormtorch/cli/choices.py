@@ -7,7 +7,7 @@ from enum import StrEnum
 POLICIES = "lossless,plain,lead,model-averaging,gradient-averaging"
 TRAIN_POLICIES = "lossless,plain,lead"
 SIMULATE_POLICIES = "lossless,lead"
-WIRES = "float32,bfloat16,float16,int8"
+WIRES = "float32,bfloat16,float16,int8,int4"
 MODELS = "llama,stories15m,resnet20,resnet110,lstm"
 BACKENDS = "storm,storm-lossy,gloo"
 LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
@@ -29,6 +29,7 @@ class Wire(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     int8 = "int8"
+    int4 = "int4"
 
 
 class Shards(StrEnum):

@@ -10,7 +10,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.collectives.wire import Wire
+from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies.policy import RankPolicy, applied, overrides
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
@@ -35,7 +35,7 @@ class _Round:
     mean: torch.Tensor
     """Memory for the owner's mean of what arrived; empty where one all-reduce does both stages."""
     seed: int
-    """Seed of the offsets of int8's grids."""
+    """Seed of the offsets of the wire's grids."""
     back: Pending | None = None
     """The second stage, once it has begun."""
     rooms: list[torch.Tensor] = field(default_factory=list)
@@ -78,12 +78,9 @@ class Averages:
         self._buckets = buckets
         self._vectors = vectors
         self._order = order
-        self._wires = [
-            Wire(policy.wire if policy.wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes)
-            for bucket in buckets
-        ]
+        self._wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
         # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
-        self._keeps = policy.sends == "parameters" and policy.wire != torch.int8
+        self._keeps = policy.sends == "parameters" and policy.wire.is_floating_point
         self._plain = not any(overrides(policy, name) for name in ("send", "combine", "update", "accept"))
         self._accepts = overrides(policy, "accept")
         self._rounds: dict[int, _Round] = {}
@@ -114,7 +111,7 @@ class Averages:
         Args:
             bucket: The bucket.
             group: All ranks, in the order in which they own the shards.
-            seed: Seed of the offsets of int8's grids.
+            seed: Seed of the offsets of the wire's grids.
         """
         vector, host = self._vectors(bucket)
         wire = self._wires[bucket.index]
@@ -138,14 +135,14 @@ class Averages:
 
     def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, mean: torch.Tensor) -> Pending:
         wire, policy = self._wires[bucket.index], self._policy
-        travels = torch.float32 if wire.dtype == torch.int8 else wire.dtype
+        travels = wire.reduces
         parts = bucket.shards(host)
         if policy.weighs:
             parts = [
                 chunked(policy.send, wire.per_chunk, [part], [self.losses[self._all.ranks.index(rank)]])
                 for part, rank in zip(parts, group.ranks, strict=True)
             ]
-        reduce = collectives.reduce_scatter_int8 if wire.dtype == torch.int8 else collectives.reduce_scatter
+        reduce = wire.reduce_scatter
         return reduce(group, mean, [part.to(travels) for part in parts], Op.AVG, reliability=policy.up)
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------

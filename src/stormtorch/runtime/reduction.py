@@ -9,7 +9,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.group import Islands
-from stormtorch.collectives.wire import Wire
+from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.arrivals import Links
@@ -70,7 +70,7 @@ class Reduction:
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.layout.elements, self._wire(bucket))
+        return shown(what, bucket.index, bucket.layout.elements, self._wire(bucket).dtype)
 
     def finish(self) -> None:
         """Waits until this rank's shards are averaged."""
@@ -113,7 +113,7 @@ class Reduction:
         sums: dict[torch.device, list[torch.Tensor]] = {}
         for bucket in self._buckets:
             grads = bucket.grads
-            if self._wire(bucket) == torch.float16 and grads.numel():
+            if self._wire(bucket).dtype == torch.float16 and grads.numel():
                 largest = float(torch.linalg.vector_norm(grads, torch.inf))
                 sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
                 if not float(sent) <= torch.finfo(torch.float16).max:
@@ -129,9 +129,8 @@ class Reduction:
             return True
         return all(bool(bucket.grads.isfinite().all()) for bucket in self._buckets)
 
-    def _wire(self, bucket: Bucket) -> torch.dtype:
-        wire = self._policy.wire
-        return wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype
+    def _wire(self, bucket: Bucket) -> Wire:
+        return Wire(narrower(self._policy.wire, bucket.dtype), self.groups[bucket.index].transport.chunk_bytes)
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
         if self._islands is not None:
@@ -139,22 +138,19 @@ class Reduction:
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
         given = self.offered(bucket)
         # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
-        travels = torch.float32 if wire == torch.int8 else wire
         if self._policy.weighs:
-            per_chunk = self._per_chunk(bucket)
+            losses = [0.0 if owner == group.rank else loss for owner, loss in enumerate(self.losses)]
             parts = [
-                chunked(self._policy.send, per_chunk, [part], [0.0 if owner == group.rank else loss]).to(travels)
-                for owner, (part, loss) in enumerate(zip(bucket.shards(given), self.losses, strict=True))
+                chunked(self._policy.send, wire.per_chunk, [part], [loss]).to(wire.reduces)
+                for part, loss in zip(bucket.shards(given), losses, strict=True)
             ]
         else:
-            parts = bucket.shards(given.to(travels))
-        reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
-        return reduce(group, out, parts, Op.AVG, reliability=reliability)
+            parts = bucket.shards(given.to(wire.reduces))
+        return wire.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
 
     def _reduce_by_machine(self, bucket: Bucket, islands: Islands, reliability: Reliability) -> Pending:
         """Averages inside this machine what goes to each owner that has this rank's place, then over machines."""
         wire, out = self._wire(bucket), bucket.host_own_grads
-        travels = torch.float32 if wire == torch.int8 else wire
         parts, place = bucket.shards(bucket.host_grads), islands.inside.rank
         # Taken now: buckets are passed on in another order than they begin on other ranks.
         inside, between = islands.inside.ahead(len(islands.machines)), islands.between.ahead(1)
@@ -168,18 +164,15 @@ class Reduction:
         ]
 
         def then() -> list[Pending]:
-            reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
             # The mean of means of equally many ranks is the mean.
-            return [reduce(between, out, [mean.to(travels) for mean in means], Op.AVG, reliability=reliability)]
+            given = [mean.to(wire.reduces) for mean in means]
+            return [wire.reduce_scatter(between, out, given, Op.AVG, reliability=reliability)]
 
         return self._relays.begin(first, then, islands.inside.ranks)
-
-    def _per_chunk(self, bucket: Bucket) -> int:
-        return Wire(self._wire(bucket), self.groups[bucket.index].transport.chunk_bytes).per_chunk
 
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
         """Replaces the mean of what arrived by what the policy makes of it."""
         out = bucket.host_own_grads
-        combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present])
+        combined = chunked(self._policy.combine, self._wire(bucket).per_chunk, [out], [counts_C, self.present])
         if combined is not out:
             out.copy_(combined)
