@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.collectives.joining import join
-    from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
+    from stormtorch.policies import (
+        QSDP,
+        BoundedDrift,
+        GradientAveraging,
+        ModelAveraging,
+        OwnerPolicy,
+        Policy,
+        RankPolicy,
+    )
     from stormtorch.policies.ledger import Ledger
     from stormtorch.runtime.elastic_sampler import ElasticSampler
     from stormtorch.runtime.norms import clip_grad_norm_
@@ -36,6 +44,7 @@ _PLACES = {
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
     "Policy": "policies",
+    "QSDP": "policies",
     "RankPolicy": "policies",
     "clip_grad_norm_": "runtime.norms",
     "connect": "transport.rendezvous",
@@ -53,6 +62,7 @@ _PLACES = {
 __all__ = [
     "EXACT",
     "LOSSY",
+    "QSDP",
     "REPAIRED",
     "BoundedDrift",
     "ElasticSampler",
