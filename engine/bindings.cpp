@@ -15,7 +15,7 @@
 #include "bindings_views.hpp"
 #include "coding_model.hpp"
 #include "endpoint.hpp"
-#include "int8.hpp"
+#include "grid.hpp"
 #include "seal.hpp"
 #include "sim.hpp"
 
@@ -45,8 +45,8 @@ Enum to_enum(const char* name, int value, Enum last) {
 
 using PySend = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool>;
 using PyReceive = std::tuple<std::uint16_t, std::uintptr_t, std::uint64_t, bool, bool>;
-using PyReduction =
-    std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint32_t, bool, std::uint64_t>;
+using PyReduction = std::tuple<int, int, int, std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint32_t, bool,
+                               std::uint64_t, std::uint64_t>;
 
 ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vector<PySend>& sends,
                        const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
@@ -72,16 +72,17 @@ ExchangeSpec make_spec(std::uint32_t channel, std::uint32_t seq, const std::vect
                                  .bytes = bytes});
     }
     if (reduction) {
-        const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average, seed] = *reduction;
+        const auto& [mode, wire, out_dtype, own, out, bytes, own_position, average, seed, elements] = *reduction;
         spec.reduction = ReductionSpec{.mode = to_enum("mode", mode, Reduce::copy),
-                                       .wire = to_enum("wire", wire, Dtype::int8),
-                                       .out_dtype = to_enum("out_dtype", out_dtype, Dtype::int8),
+                                       .wire = to_enum("wire", wire, Dtype::int4),
+                                       .out_dtype = to_enum("out_dtype", out_dtype, Dtype::int4),
                                        .own = reinterpret_cast<const std::byte*>(own),
                                        .out = reinterpret_cast<std::byte*>(out),
                                        .bytes = bytes,
                                        .own_position = own_position,
                                        .average = average,
-                                       .seed = seed};
+                                       .seed = seed,
+                                       .elements = elements};
     }
     spec.stages[0] = {.budget = budgets.first,
                       .deadline = to_nanos(deadlines_s.first),
@@ -574,22 +575,34 @@ NB_MODULE(_engine, m) {
         "crc32c",
         [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); },
         nb::arg("data"));
-    m.def("int8_bytes", &int8_bytes, nb::arg("elements"), nb::arg("chunk_bytes"));
     m.def(
-        "int8_encode",
-        [](std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed, std::uintptr_t out) {
-            int8_encode_message(reinterpret_cast<const float*>(from), elements, chunk_bytes, seed,
-                                reinterpret_cast<std::byte*>(out));
+        "grid_bytes",
+        [](int dtype, std::size_t elements, std::size_t chunk_bytes) {
+            return grid_bytes(to_enum("dtype", dtype, Dtype::int4), elements, chunk_bytes);
         },
-        nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("seed"), nb::arg("out"),
-        nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("dtype"), nb::arg("elements"), nb::arg("chunk_bytes"));
     m.def(
-        "int8_decode",
-        [](std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uintptr_t out) {
-            int8_decode_message(reinterpret_cast<const std::byte*>(from), elements, chunk_bytes,
-                                reinterpret_cast<float*>(out));
+        "grid_elements",
+        [](int dtype, std::size_t chunk_bytes) {
+            return grid_elements(to_enum("dtype", dtype, Dtype::int4), chunk_bytes);
         },
-        nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("out"),
+        nb::arg("dtype"), nb::arg("chunk_bytes"));
+    m.def(
+        "grid_encode",
+        [](int dtype, std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uint64_t seed,
+           std::uintptr_t out) {
+            grid_encode_message(to_enum("dtype", dtype, Dtype::int4), reinterpret_cast<const float*>(from), elements,
+                                chunk_bytes, seed, reinterpret_cast<std::byte*>(out));
+        },
+        nb::arg("dtype"), nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("seed"),
+        nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "grid_decode",
+        [](int dtype, std::uintptr_t from, std::size_t elements, std::size_t chunk_bytes, std::uintptr_t out) {
+            grid_decode_message(to_enum("dtype", dtype, Dtype::int4), reinterpret_cast<const std::byte*>(from),
+                                elements, chunk_bytes, reinterpret_cast<float*>(out));
+        },
+        nb::arg("dtype"), nb::arg("from_"), nb::arg("elements"), nb::arg("chunk_bytes"), nb::arg("out"),
         nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "copy_finite",

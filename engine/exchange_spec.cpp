@@ -4,6 +4,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "grid.hpp"
+
 namespace storm {
 
 void validate(const ExchangeSpec& spec, std::uint16_t rank, std::uint16_t world) {
@@ -34,8 +36,8 @@ void validate(const ExchangeSpec& spec, std::uint16_t rank, std::uint16_t world)
             throw std::invalid_argument("a reduction is written as what was sent or as float32");
         if (reduction.wire == Dtype::bytes && reduction.mode != Reduce::copy)
             throw std::invalid_argument("plain bytes cannot be added up");
-        if (reduction.wire == Dtype::int8 && reduction.mode == Reduce::in_order)
-            throw std::invalid_argument("int8 has no sum in rank order");
+        if (has_grids(reduction.wire) && reduction.mode == Reduce::in_order)
+            throw std::invalid_argument("types with grids have no sum in rank order");
         const auto contributors =
             std::count_if(spec.receives.begin(), spec.receives.end(), [](const ReceiveSpec& r) { return r.reduce; });
         if (reduction.own_position > static_cast<std::size_t>(contributors))

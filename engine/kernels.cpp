@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "int8.hpp"
+#include "grid.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -345,17 +345,18 @@ void sum_halves(const Passes& wire, Inputs inputs, std::size_t elements, float d
 
 std::size_t element_bytes(Dtype dtype) {
     switch (dtype) {
-        case Dtype::bytes:
-        case Dtype::int8: return 1;
+        case Dtype::bytes: return 1;
         case Dtype::bfloat16:
         case Dtype::float16: return 2;
         case Dtype::float32: return 4;
+        case Dtype::int8:
+        case Dtype::int4: throw std::invalid_argument("elements of blocks with grids have no bytes of their own");
     }
     throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) + " does not exist");
 }
 
 std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes) {
-    return dtype == Dtype::int8 ? int8_elements(chunk_bytes) : chunk_bytes / element_bytes(dtype);
+    return has_grids(dtype) ? grid_elements(dtype, chunk_bytes) : chunk_bytes / element_bytes(dtype);
 }
 
 void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float divisor, Dtype out_dtype, std::byte* out) {
@@ -377,20 +378,20 @@ void sum_in_order(Dtype wire, Inputs inputs, std::size_t elements, float divisor
 }
 
 void widen(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
-    if (wire == Dtype::int8) return int8_widen(a, elements, sum);
+    if (has_grids(wire)) return grid_widen(wire, a, elements, sum);
     passes(kernels(), wire).widen(a, elements, sum);
 }
 
 void add_first(Dtype wire, const std::byte* a, const std::byte* b, std::size_t elements, float* sum) {
-    if (wire == Dtype::int8) {
-        int8_widen(a, elements, sum);
-        return int8_add(b, elements, sum);
+    if (has_grids(wire)) {
+        grid_widen(wire, a, elements, sum);
+        return grid_add(wire, b, elements, sum);
     }
     passes(kernels(), wire).add_first(a, b, elements, sum);
 }
 
 void add(Dtype wire, const std::byte* a, std::size_t elements, float* sum) {
-    if (wire == Dtype::int8) return int8_add(a, elements, sum);
+    if (has_grids(wire)) return grid_add(wire, a, elements, sum);
     passes(kernels(), wire).add(a, elements, sum);
 }
 

@@ -7,17 +7,18 @@
 
 namespace storm {
 
-// Type of the elements of a message. `bytes` can only be copied; `int8` comes in blocks (int8.hpp).
-enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8 };
+// Type of the elements of a message. `bytes` can only be copied; `int8` and `int4` come in blocks (grid.hpp).
+enum class Dtype : std::uint8_t { bytes, float32, bfloat16, float16, int8, int4 };
 
+// Throws std::invalid_argument for a type whose elements have no bytes of their own.
 [[nodiscard]] std::size_t element_bytes(Dtype dtype);
-// Elements in so many bytes of one chunk.
+// Elements in so many bytes of one chunk; of int4 the last may be unused.
 [[nodiscard]] std::size_t elements_in(Dtype dtype, std::size_t chunk_bytes);
 
 // out[i] = round(((in[0][i] + in[1][i]) + in[2][i] + ...) / divisor): the sum in the order given, so that it is the same
 // whatever arrived first. All inputs are `wire`; `out` is `wire` or float32 and may be one of the inputs' memory.
 // divisor == 1 leaves the float32 sum as it is; no inputs sum to zero. Memory that overlaps in any other way is misuse, as is
-// a dtype that cannot be summed: the latter throws std::invalid_argument here and below. int8 has no such sum.
+// a dtype that cannot be summed: the latter throws std::invalid_argument here and below. Types with grids have no such sum.
 void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::size_t elements, float divisor,
                   Dtype out_dtype, std::byte* out);
 

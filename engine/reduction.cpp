@@ -1,8 +1,9 @@
 #include "reduction.hpp"
 
+#include <algorithm>
 #include <cstring>
 
-#include "int8.hpp"
+#include "grid.hpp"
 
 namespace storm {
 
@@ -42,7 +43,7 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             if (!payload.empty()) std::memcpy(out_at(chunk), payload.data(), payload.size());
             break;
         case Reduce::arrived: {
-            const std::size_t count = elements_in(spec_.wire, payload.size());
+            const std::size_t count = elements(chunk);
             const std::byte* own = spec_.own + chunk * chunk_bytes_;
             if (count_[chunk] == 2) {
                 add_first(spec_.wire, own, payload.data(), count, sum_at(chunk));
@@ -84,8 +85,8 @@ void Reduction::finish(std::uint32_t chunk) {
         float* sum = sum_at(chunk);
         if (count_[chunk] == 1) widen(spec_.wire, spec_.own + chunk * chunk_bytes_, count, sum);
         const float by = divisor(count_[chunk]);
-        if (spec_.out_dtype == Dtype::int8) {
-            int8_encode(sum, count, 1.0F / by, spec_.seed + first_element(chunk), out_at(chunk));
+        if (has_grids(spec_.out_dtype)) {
+            grid_encode(spec_.out_dtype, sum, count, 1.0F / by, spec_.seed + first_element(chunk), out_at(chunk));
         } else if (wide_sum_ || by != 1.0F) {
             divide_into(sum, by, count, spec_.out_dtype, out_at(chunk));
         }
@@ -150,6 +151,11 @@ float Reduction::divisor(std::uint32_t count) const {
 
 std::size_t Reduction::wire_bytes(std::uint32_t chunk) const {
     return chunk + 1 < chunks_ ? chunk_bytes_ : spec_.bytes - std::size_t{chunks_ - 1} * chunk_bytes_;
+}
+
+std::size_t Reduction::elements(std::uint32_t chunk) const {
+    const std::size_t held = elements_in(spec_.wire, wire_bytes(chunk));
+    return spec_.elements == 0 ? held : std::min<std::size_t>(held, spec_.elements - first_element(chunk));
 }
 
 std::byte* Reduction::out_at(std::uint32_t chunk) const {

@@ -29,8 +29,9 @@ struct ReductionSpec {
     std::byte* out{};              // where the result goes; may be `own`
     std::uint64_t bytes{};         // of the shard, as on the wire
     std::uint32_t own_position{};  // how many contributors come before us in the order of summation
-    bool average{};        // the mean; else the sum (`arrived`: where some are missing, the mean times the world)
-    std::uint64_t seed{};  // int8: chooses the grids of the result
+    bool average{};            // the mean; else the sum (`arrived`: where some are missing, the mean times the world)
+    std::uint64_t seed{};      // int8 and int4: chooses the grids of the result
+    std::uint64_t elements{};  // of the shard, as an odd number fills but half of int4's last byte; 0: all in `bytes`
 };
 
 class Reduction {
@@ -57,7 +58,7 @@ public:
 
 private:
     [[nodiscard]] std::size_t wire_bytes(std::uint32_t chunk) const;
-    [[nodiscard]] std::size_t elements(std::uint32_t chunk) const { return elements_in(spec_.wire, wire_bytes(chunk)); }
+    [[nodiscard]] std::size_t elements(std::uint32_t chunk) const;
     void finish(std::uint32_t chunk);
     void settle(std::uint32_t chunk);
     [[nodiscard]] bool is_next(std::uint32_t chunk, std::uint32_t contributor) const;

@@ -13,7 +13,22 @@ if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.collectives.joining import join
-    from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
+    from stormtorch.policies import (
+        AREA,
+        MIFA,
+        QSDP,
+        SALF,
+        BoundedDrift,
+        DiLoCo,
+        Gossip,
+        GradientAveraging,
+        ModelAveraging,
+        OwnerPolicy,
+        Policy,
+        RankPolicy,
+        SparseDiLoCo,
+        StreamingDiLoCo,
+    )
     from stormtorch.policies.ledger import Ledger
     from stormtorch.policies.light_dp import LightDp
     from stormtorch.policies.private_drift import PrivateDrift
@@ -30,18 +45,26 @@ __version__ = version("stormtorch")
 
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
+    "AREA": "policies",
     "BoundedDrift": "policies",
+    "DiLoCo": "policies",
     "ElasticSampler": "runtime.elastic_sampler",
     "EtcdStore": "transport.etcd",
+    "Gossip": "policies",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
     "LightDp": "policies.light_dp",
     "LossyGradients": "backend.lossy",
+    "MIFA": "policies",
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
     "Policy": "policies",
     "PrivateDrift": "policies.private_drift",
+    "QSDP": "policies",
     "RankPolicy": "policies",
+    "SALF": "policies",
+    "SparseDiLoCo": "policies",
+    "StreamingDiLoCo": "policies",
     "clip_grad_norm_": "runtime.norms",
     "connect": "transport.rendezvous",
     "exact": "runtime.prepare",
@@ -57,12 +80,18 @@ _PLACES = {
 }
 
 __all__ = [
+    "AREA",
     "EXACT",
     "LOSSY",
+    "MIFA",
+    "QSDP",
     "REPAIRED",
+    "SALF",
     "BoundedDrift",
+    "DiLoCo",
     "ElasticSampler",
     "EtcdStore",
+    "Gossip",
     "GradientAveraging",
     "Ledger",
     "LightDp",
@@ -74,7 +103,9 @@ __all__ = [
     "PrivateDrift",
     "RankPolicy",
     "Reliability",
+    "SparseDiLoCo",
     "StormError",
+    "StreamingDiLoCo",
     "__version__",
     "clip_grad_norm_",
     "connect",

@@ -207,7 +207,7 @@ def lossy(member: Member, kind: str, wire: torch.dtype) -> tuple[list[float], fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "wire"), list(itertools.product(["ddp", "fsdp2"], [torch.float32, torch.bfloat16, torch.int8]))
+    ("kind", "wire"), list(itertools.product(["ddp", "fsdp2"], [torch.float32, torch.bfloat16, torch.int8, torch.int4]))
 )
 def test_lossy_gradients_keep_replicas_identical(kind: str, wire: torch.dtype) -> None:
     results = run_ranks(lossy, 2, (kind, wire), timeout_s=110)

@@ -25,9 +25,11 @@ RUNS: dict[str, tuple[str, float, torch.dtype | None]] = {
     "ddp float32": ("ddp", 0.1, torch.float32),
     "ddp bfloat16": ("ddp", 0.1, torch.bfloat16),
     "ddp int8": ("ddp", 0.1, torch.int8),
+    "ddp int4": ("ddp", 0.1, torch.int4),
     "fsdp exact": ("fsdp", 0.1, None),
     "fsdp float32": ("fsdp", 0.1, torch.float32),
     "fsdp int8": ("fsdp", 0.1, torch.int8),
+    "fsdp int4": ("fsdp", 0.1, torch.int4),
 }
 
 

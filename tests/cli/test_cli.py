@@ -15,7 +15,7 @@ from stormtorch.bench.manners import MANNERS
 from stormtorch.bench.suite import PARTS
 from stormtorch.cli import choices
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.policies.presets import PRESETS, WIRES
+from stormtorch.policies.presets import PRESETS, WIRES, names
 from stormtorch.studies.chaos.faults import KINDS
 from stormtorch.studies.settings import PRECISIONS, LmSettings, SimSettings
 from stormtorch.tasks.kinds import TASKS
@@ -70,7 +70,8 @@ def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.MANNERS.split(",")) == MANNERS
     assert tuple(choices.SUITE.split(",")) == PARTS
     assert [each.value for each in choices.Dtype] == list(DTYPES)
-    assert tuple(choices.POLICIES.split(",")) == PRESETS == tuple(COLOURS)
+    assert tuple(choices.PRESETS.split(",")) == PRESETS == tuple(COLOURS)
+    assert tuple(choices.POLICIES.split(",")) == names()
     assert tuple(choices.TRAIN_POLICIES.split(",")) == LmSettings().policies
     assert tuple(choices.SIMULATE_POLICIES.split(",")) == SimSettings().policies
     assert choices.WIRES.split(",") == [each.value for each in choices.Wire] == list(WIRES)

@@ -17,11 +17,11 @@ from stormtorch.collectives import (
     Pending,
     all_gather,
     all_reduce,
-    all_reduce_int8,
+    all_reduce_on_grids,
     broadcast,
     hierarchy,
     reduce_scatter,
-    reduce_scatter_int8,
+    reduce_scatter_on_grids,
 )
 from stormtorch.collectives.all_gather import all_gather as flat_all_gather
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
@@ -258,11 +258,11 @@ def test_eight_bits_travel_between_machines_only(small: None) -> None:
     def work(transport: Transport) -> tuple[torch.Tensor, torch.Tensor, int]:
         group, counted = Group(transport), Counted(transport)
         whole = torch.linspace(0, 1, elements) * (1 + transport.rank)
-        all_reduce_int8(group, whole, reliability=EXACT).wait()
+        all_reduce_on_grids(group, whole, wire=torch.int8, reliability=EXACT).wait()
         sent = counted.bytes
         parts = list((torch.linspace(0, 1, elements) * (1 + transport.rank)).chunk(4))
         output = torch.empty_like(parts[0])
-        reduce_scatter_int8(group, output, parts, reliability=EXACT).wait()
+        reduce_scatter_on_grids(group, output, parts, wire=torch.int8, reliability=EXACT).wait()
         return whole, output, sent
 
     results = run("aabb", work)

@@ -4,7 +4,7 @@
 
 Every call is made in each of the worlds, by four rank processes. Worlds on one machine must give the same bits; so must
 those on two hosts; and so must all four, except where a large sum is added up in another order on two hosts, or where
-the size of datagrams decides how numbers are rounded to int8.
+the size of datagrams decides how numbers are rounded to int8 and int4.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def compare(one: Results, other: Results, seed: int, calls: int, *, most_bytes: 
     same_hosts = one.world.hosts == other.world.hosts
     for call in (call for each in program.rounds(seed, calls, RANKS, most_bytes=most_bytes) for call in each):
         got = [[rank[call.index] for rank in results.by_rank] for results in (one, other)]
-        if not same_hosts and (call.order_shows or call.kind == "int8"):
+        if not same_hosts and (call.order_shows or call.kind in program.ON_GRIDS):
             continue
         if INCOMPLETE in got[0] or INCOMPLETE in got[1]:
             found.incomplete += 1

@@ -52,7 +52,7 @@ def _calls(drawn: random.Random, world: int) -> list[program.Call]:
     calls: list[program.Call] = []
     while len(calls) < 6:
         for call in next(program.rounds(drawn.randrange(1 << 30), 10, world, most_bytes=1 << 20)):
-            if len(call.members) == world and call.kind not in ("pair", "int8") and call.reliability.exact:
+            if len(call.members) == world and call.kind not in ("pair", *program.ON_GRIDS) and call.reliability.exact:
                 calls.append(call)
     barrier = {"kind": "barrier", "elements": 0, "waits_at_once": True}
     return calls + [program.Call(**{**vars(calls[0]), **barrier, "lane": lane}) for lane in range(program.LANES)]

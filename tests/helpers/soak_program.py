@@ -24,7 +24,8 @@ BY_MACHINES_BYTES = 512 << 10
 """From this size on, ranks that share machines add up inside them first, so that a sum has another order."""
 
 SYMMETRIC = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier")
-KINDS = (*SYMMETRIC, "all_reduce", "all_reduce", "broadcast", "reduce", "gather", "scatter", "pair", "int8")
+ON_GRIDS = ("int8", "int4")
+KINDS = (*SYMMETRIC, "all_reduce", "all_reduce", "broadcast", "reduce", "gather", "scatter", "pair", *ON_GRIDS)
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 BUDGETS = (1e-9, 0.1, 1.0)
 # Ordinary numbers of a rank, from which its tensors are cut: to draw them anew would take longer than to send them.
@@ -59,7 +60,9 @@ class Call:
     def bytes(self) -> int:
         """Bytes of all tensors of a rank together."""
         each = self.elements * self.dtype.itemsize
-        return each if self.kind in ("all_reduce", "broadcast", "reduce", "pair", "int8") else each * len(self.members)
+        return (
+            each if self.kind in ("all_reduce", "broadcast", "reduce", "pair", *ON_GRIDS) else each * len(self.members)
+        )
 
     @property
     def order_shows(self) -> bool:
@@ -94,12 +97,12 @@ def _call(drawn: random.Random, index: int, world: int, most_bytes: int) -> Call
     kind = drawn.choice(KINDS)
     all_groups = [each for each in groups(world) if len(each) > 1]
     members = all_groups[0] if drawn.random() < 0.5 else drawn.choice(all_groups)
-    if kind == "int8":
-        # Its sums are those of the order in which chunks arrive: of two terms, all orders are the same.
+    if kind in ON_GRIDS:
+        # Their sums are those of the order in which chunks arrive: of two terms, all orders are the same.
         members = drawn.choice([each for each in all_groups if len(each) == 2] or [members])
-    lossy = kind == "int8" or drawn.random() < 0.2
+    lossy = kind in ON_GRIDS or drawn.random() < 0.2
     dtype = drawn.choice(ENGINE_DTYPES if drawn.random() < 0.6 or lossy else DTYPES)
-    dtype = torch.float32 if kind == "int8" else dtype
+    dtype = torch.float32 if kind in ON_GRIDS else dtype
     op = drawn.choice(
         [Op.SUM, Op.AVG] if lossy or (drawn.random() < 0.5 and dtype is not torch.bool) else ops_of(dtype)
     )
@@ -107,7 +110,7 @@ def _call(drawn: random.Random, index: int, world: int, most_bytes: int) -> Call
     lane = 0 if by_backend else drawn.randrange(LANES)
     draw = drawn.random()
     size = 0.0 if draw < 0.06 else 10 ** drawn.uniform(0.0, 4.5) if draw < 0.985 else drawn.uniform(3e4, most_bytes)
-    split = 1 if kind in ("all_reduce", "broadcast", "reduce", "pair", "int8") else len(members)
+    split = 1 if kind in ("all_reduce", "broadcast", "reduce", "pair", *ON_GRIDS) else len(members)
     elements = min(int(min(size, most_bytes) / dtype.itemsize / split), _POOL_ELEMENTS - 4096)
     root = drawn.randrange(len(members))
     return Call(

@@ -136,8 +136,9 @@ class Runner:
         match call.kind:
             case "all_reduce":
                 return call, storm.all_reduce(group, own, call.op, **lossy), [own]
-            case "int8":
-                return call, storm.all_reduce_int8(group, own, call.op, **lossy), [own]
+            case "int8" | "int4":
+                wire = getattr(torch, call.kind)
+                return call, storm.all_reduce_on_grids(group, own, call.op, wire=wire, **lossy), [own]
             case "reduce_scatter":
                 return call, storm.reduce_scatter(group, own, parts, call.op, **lossy), [own]
             case "all_gather":

@@ -89,6 +89,7 @@ def test_without_loss_it_equals_one_process() -> None:
         (BoundedDrift(bucket_mb=0.05), "plain"),
         (BoundedDrift(bucket_mb=0.05, wire=torch.bfloat16, max_lag=3), "plain"),
         (BoundedDrift(bucket_mb=0.05, wire=torch.int8, weights="horvitz-thompson"), "plain"),
+        (BoundedDrift(bucket_mb=0.05, wire=torch.int4), "plain"),  # type: ignore[attr-defined]
         (BoundedDrift(bucket_mb=0.05), "bfloat16"),
         (BoundedDrift(bucket_mb=0.05), "scaled"),
         (ModelAveraging(bucket_mb=0.05), "plain"),

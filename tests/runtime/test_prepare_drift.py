@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stormtorch import BoundedDrift, Options, theory
+from stormtorch.collectives.grid import GRIDS
 from stormtorch.results.statistics import mean
 from training import (
     WORLD,
@@ -167,7 +168,7 @@ def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
     assert ages[4] == 4
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, *GRIDS], ids=str)
 def test_what_was_fetched_is_what_the_owner_sent(wire: torch.dtype) -> None:
     policy = BoundedDrift(max_lag=1, guard=None, ownership="elements", overlap=False, lead=0.0, wire=wire)
     found = walk(0.3, 20, policy)

@@ -72,6 +72,7 @@ VARIANTS: dict[str, Policy] = {
     "lead": BoundedDrift(),
     "bfloat16": BoundedDrift(wire=torch.bfloat16),
     "int8": BoundedDrift(wire=torch.int8),
+    "int4": BoundedDrift(wire=torch.int4),  # type: ignore[attr-defined]
     "horvitz-thompson": BoundedDrift(weights="horvitz-thompson"),
     "horvitz-thompson in int8": BoundedDrift(weights="horvitz-thompson", wire=torch.int8),
     "bounded": BoundedDrift(max_lag=2, wire=torch.bfloat16),

@@ -13,6 +13,7 @@ from conftest import local_world
 
 from stormtorch import EXACT, LOSSY, BoundedDrift, Options, Reliability, exact, prepare
 from stormtorch.collectives import Group, barrier, hierarchy
+from stormtorch.collectives.wire import WIRES
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Plan, Transport
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -66,7 +67,7 @@ def test_without_loss_everyone_has_what_one_process_has(layout: str, overlap: bo
         assert equal(each, found[0])
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("wire", WIRES)
 def test_every_wire_trains_like_the_flat_way(wire: torch.dtype) -> None:
     model = perceptron(inside=100)
     ways = [

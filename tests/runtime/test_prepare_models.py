@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Options, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.collectives.wire import WIRES
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -255,7 +256,7 @@ def test_there_may_be_more_ranks_than_numbers(policy: Any, ownership: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_a_model_smaller_than_a_datagram_survives_loss(wire: torch.dtype, dtype: torch.dtype) -> None:
     network: dict[str, Any] = {"loss": 0.3, "options": Options(datagram_bytes=1472)}
     policy = BoundedDrift(wire=wire, max_lag=3, weights="horvitz-thompson" if wire == torch.int8 else "mean")

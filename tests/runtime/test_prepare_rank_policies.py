@@ -13,6 +13,7 @@ from torch import nn
 
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Policy, RankPolicy, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.collectives.wire import WIRES
 from stormtorch.policies import rules
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -88,7 +89,7 @@ class Ones(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("wire", WIRES)
 def test_updates_below_the_rounding_of_the_wire_are_not_lost(ranks: int, wire: torch.dtype) -> None:
     def work(_transport: Transport, model: Any, optimizer: Any) -> float:
         for _ in range(50):

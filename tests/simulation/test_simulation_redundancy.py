@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from stormtorch import theory
+from stormtorch.collectives.grid import GRIDS
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Numbers
@@ -61,18 +62,21 @@ def test_parity_brings_back_what_theory_says_and_costs_its_bytes(redundancy: flo
     assert all((row.recovered > 0) == (redundancy > 0.0) for row in rows)
 
 
-def test_int8_costs_a_quarter_of_the_bytes_and_rounds_to_its_grids_without_bias() -> None:
-    rows = {wire: train(BoundedDrift(wire=wire), steps=1)[0] for wire in (torch.float32, torch.int8)}
-    assert rows[torch.int8].bytes_sent == pytest.approx(0.25 * rows[torch.float32].bytes_sent, rel=0.05)
+@pytest.mark.parametrize("wire, share, block", [(torch.int8, 0.25, 1024), (list(GRIDS)[-1], 0.14, 128)], ids=str)
+def test_grids_cost_few_bytes_and_round_without_bias(wire: torch.dtype, share: float, block: int) -> None:
+    plain, narrow = (train(BoundedDrift(wire=each), steps=1)[0].bytes_sent for each in (torch.float32, wire))
+    assert narrow == pytest.approx(share * plain, rel=0.05)
+    steps = GRIDS[wire].steps
     values = torch.linspace(-1.0, 3.0, 1400).expand(400, 1, 1400).contiguous()
     before = values.clone()
-    round_to_grids_(values, seed=(0, 1), sender=0)
+    round_to_grids_(values, GRIDS[wire], seed=(0, 1), sender=0)
     off = values - before
-    assert 0.4 / 254 * 2 < float(off.abs().max()) <= 0.51 * 3.0 / 254
-    assert float(off.mean().abs()) < 1e-4
-    assert float(off.mean(0).abs().max()) < 1.5e-3
+    span = 4.0 * (block - 1) / 1399  # of the values of a block
+    assert 0.45 * span / steps < float(off.abs().max()) <= 0.505 * span / steps
+    assert float(off.mean().abs()) < 0.01 * span / steps
+    assert float(off.mean(0).abs().max()) < 6.0 * span / steps / (12 * 400) ** 0.5
     again = before.clone()
-    round_to_grids_(again[100:], seed=(0, 1), sender=100)
+    round_to_grids_(again[100:], GRIDS[wire], seed=(0, 1), sender=100)
     assert torch.equal(again[100:], values[100:])
 
 

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from stormtorch import collectives
 from stormtorch.backend.launching import reduce_operation
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending
-from stormtorch.collectives.wire import WIRES
+from stormtorch.collectives.wire import WIRES, Wire
 from stormtorch.reliability import EXACT, Reliability
 
 _MAY_LOSE = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +37,8 @@ class LossyGradients:
 
     Args:
         group: A group of the backend storm; None takes the default group. Only `lossy_hook` uses it.
-        wire: Type in which gradients travel. bfloat16 halves the bytes and int8 quarters them; sums are in float32
-            either way. int8 rounds to a randomly shifted grid, which is unbiased.
+        wire: Type in which gradients travel. bfloat16 halves the bytes, int8 quarters them, and int4 takes a seventh;
+            sums are in float32 all the same. int8 and int4 round to randomly shifted grids, which is unbiased.
         deadline_s: Seconds after which a lossy stage ends with what has arrived; None waits until every sender has
             said that it is done.
     """
@@ -78,9 +77,12 @@ class LossyGradients:
                 self.reductions += 1
                 self.arrived_sum += sum(arrival.fraction(stage=0) for arrival in arrivals) / len(arrivals)
 
-    def wire_for(self, gradients: torch.Tensor) -> torch.dtype:
-        """Returns the type in which gradients travel: their own if they may not lose."""
-        return self.wire if gradients.dtype in _MAY_LOSE else gradients.dtype
+    def wire_for(self, gradients: torch.Tensor, group: StormProcessGroup) -> tuple[Wire, Reliability]:
+        """Returns how gradients travel: in the wire's format, if they may lose anything, else exactly in their own."""
+        chunk_bytes = group.group.transport.chunk_bytes
+        if gradients.dtype in _MAY_LOSE:
+            return Wire(self.wire, chunk_bytes), self.reliability
+        return Wire(gradients.dtype, chunk_bytes), EXACT
 
 
 def _storm(group: Any) -> StormProcessGroup:
@@ -96,22 +98,13 @@ def lossy_hook(
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, lossy_hook)`."""
     group = state.process_group()
     gradients = bucket.buffer()
-    wire = state.wire_for(gradients)
+    wire, loses = state.wire_for(gradients, group)
     staged = Staged("lossy_all_reduce")
-    sent = staged.update(gradients, torch.float32 if wire == torch.int8 else wire)
+    sent = staged.update(gradients, wire.reduces)
     started: list[Pending] = []
 
     def begin() -> list[Pending]:
-        if wire == torch.int8:
-            pending = collectives.all_reduce_int8(
-                group.group, sent, reliability=state.reliability, timeout_s=group.timeout_s
-            )
-        else:
-            loses = state.reliability if wire in _MAY_LOSE else EXACT
-            pending = collectives.all_reduce(
-                group.group, sent, Op.AVG, reliability=loses, share=EXACT, timeout_s=group.timeout_s
-            )
-        started.append(pending)
+        started.append(wire.all_reduce(group.group, sent, Op.AVG, reliability=loses, timeout_s=group.timeout_s))
         return started
 
     work = group.begin_work("lossy_all_reduce", begin, [gradients], staged, finish=lambda: state.count(started[0]))
@@ -143,25 +136,18 @@ class LossyReduceScatter:
     ) -> StormWork | None:
         """Starts a reduce-scatter and, unless `async_op` is set, waits for it."""
         to, state, operation = _storm(group), self.state, reduce_operation(op)
-        wire = state.wire_for(input_tensor)
+        wire, loses = state.wire_for(input_tensor, to)
         staged = Staged("lossy_reduce_scatter")
-        sent = staged.read(input_tensor, torch.float32 if wire == torch.int8 else wire)
+        sent = staged.read(input_tensor, wire.reduces)
         parts = pieces(sent, to.group.size, "lossy_reduce_scatter")
         # The engine adds in float32 and writes the result as float32 or in the type of the inputs.
         out = staged.write(output_tensor, sent.dtype if output_tensor.dtype == sent.dtype else torch.float32).view(-1)
         started: list[Pending] = []
 
         def begin() -> list[Pending]:
-            if wire == torch.int8:
-                pending = collectives.reduce_scatter_int8(
-                    to.group, out, parts, operation, reliability=state.reliability, timeout_s=to.timeout_s
-                )
-            else:
-                loses = state.reliability if wire in _MAY_LOSE else EXACT
-                pending = collectives.reduce_scatter(
-                    to.group, out, parts, operation, reliability=loses, timeout_s=to.timeout_s
-                )
-            started.append(pending)
+            started.append(
+                wire.reduce_scatter(to.group, out, parts, operation, reliability=loses, timeout_s=to.timeout_s)
+            )
             return started
 
         work = to.begin_work(

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from stormtorch._engine import int8_bytes
 from stormtorch.bench.backends import check_backends, congestion_controls
 from stormtorch.bench.replicas import (
     BACKENDS,
@@ -34,6 +33,7 @@ from stormtorch.bench.replicas import (
 )
 from stormtorch.bench.results import CPU, BackendResult, BenchReport, ideal_s, statistics
 from stormtorch.checks import BadSetting, check_between, check_subset
+from stormtorch.collectives.grid import GRIDS
 from stormtorch.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
 from stormtorch.jobs.counters import Counters, Log, Sample, merge
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
@@ -62,7 +62,7 @@ IDEAL = (
 )
 MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
 # Sums of other orders differ by the rounding of a few additions; narrower types are rounded twice.
-_TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "int8": 5e-2}
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "int8": 5e-2, "int4": 0.6}
 # Rounding of gradients that are computed back from parameters: two of these, up to 2, were rounded, and their
 # difference was divided by the rate.
 _DRIFT_ROUNDING = 2 * 2**-24 * 2 / LEARNING_RATE
@@ -285,9 +285,9 @@ def _mean_cpu_s(samples: list[Sample]) -> float:
 
 def _travelling_bytes(name: str, params: int, chunk_bytes: int | None) -> int:
     wire = WIRES[wire_of(name)]
-    if wire == torch.int8:
+    if wire in GRIDS:
         assert chunk_bytes is not None
-        return int8_bytes(params, chunk_bytes)
+        return GRIDS[wire].message_bytes(params, chunk_bytes)
     return params * wire.itemsize
 
 
@@ -372,8 +372,8 @@ def _check_alike(stage: Stage[Replica], replica: Replica) -> None:
 
 def _check_mean(replica: Replica, mean: list[torch.Tensor]) -> None:
     """Raises RuntimeError unless the gradients are the mean over the ranks."""
-    # int8 rounds to a part of the largest of 1,024 neighbours, which may belong to another parameter.
-    largest = max(float(expected.abs().max()) for expected in mean) if replica.wire == "int8" else 0.0
+    # Grids round to a part of the largest of some neighbours, which may belong to another parameter.
+    largest = max(float(expected.abs().max()) for expected in mean) if WIRES[replica.wire] in GRIDS else 0.0
     for index, (gradient, expected) in enumerate(zip(replica.gradients(), mean, strict=True)):
         furthest = float((gradient - expected).abs().max()) - (_DRIFT_ROUNDING if replica.name in DRIFT else 0.0)
         if not furthest <= _TOLERANCES[replica.wire] * max(float(expected.abs().max()), largest):

@@ -35,7 +35,7 @@ NO_SYNC = "no_sync"
 _LAYERS, _HEADS, _VOCABULARY = 8, 8, 256
 LEARNING_RATE = 1e-3
 """Learning rate of the transformer's SGD."""
-_ENDINGS = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16", "int8": "-int8"}
+_ENDINGS = {"float32": "", "bfloat16": "-bf16", "float16": "-fp16", "int8": "-int8", "int4": "-int4"}
 LOSSY = {f"storm-lossy{ending}": wire for wire, ending in _ENDINGS.items()}
 """Wires of the replicas under DistributedDataParallel with the lossy hook."""
 _FOLLOWED = {f"storm-drift{ending}": wire for wire, ending in _ENDINGS.items()}

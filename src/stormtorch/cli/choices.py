@@ -2,12 +2,24 @@
 compares them with the real ones.
 """
 
+import re
 from enum import StrEnum
+from pathlib import Path
 
-POLICIES = "lossless,plain,lead,model-averaging,gradient-averaging"
+PRESETS = "lossless,plain,lead,model-averaging,gradient-averaging"
+
+
+def _named() -> list[str]:
+    """Names of the library's other policies, read from their files."""
+    files = (Path(__file__).parents[1] / "policies").glob("*.py")
+    pattern = re.compile(r'^    name: ClassVar\[str\] = "([a-z-]+)"', re.MULTILINE)
+    return sorted(name for file in files for name in pattern.findall(file.read_text()))
+
+
+POLICIES = ",".join((PRESETS, *_named()))
 TRAIN_POLICIES = "lossless,plain,lead"
 SIMULATE_POLICIES = "lossless,lead"
-WIRES = "float32,bfloat16,float16,int8"
+WIRES = "float32,bfloat16,float16,int8,int4"
 MODELS = "llama,stories15m,resnet20,resnet110,lstm"
 BACKENDS = "storm,storm-lossy,gloo"
 LAB_BACKENDS = "storm,storm-lossy,gloo-bbr,gloo-cubic"
@@ -29,6 +41,7 @@ class Wire(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     int8 = "int8"
+    int4 = "int4"
 
 
 class Shards(StrEnum):

@@ -134,7 +134,9 @@ _MAX_LAG = typer.Option(
     rich_help_panel=_POLICY,
 )
 MaxLag = Annotated[int | None, _MAX_LAG]
-Every = Annotated[int, typer.Option(help="model-averaging: steps between two averagings.", rich_help_panel=_POLICY)]
+Every = Annotated[
+    int, typer.Option(help="Steps between two exchanges of models, where a policy has such.", rich_help_panel=_POLICY)
+]
 
 # --- the network: injected or simulated loss --------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from stormtorch.collectives.group import Group, Pending
 from stormtorch.collectives.hierarchy import (
     all_gather,
     all_reduce,
-    all_reduce_int8,
+    all_reduce_on_grids,
     broadcast,
     reduce_scatter,
-    reduce_scatter_int8,
+    reduce_scatter_on_grids,
 )
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pair import receive, send
@@ -23,7 +23,7 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
-    "all_reduce_int8",
+    "all_reduce_on_grids",
     "all_to_all",
     "barrier",
     "broadcast",
@@ -31,7 +31,7 @@ __all__ = [
     "receive",
     "reduce",
     "reduce_scatter",
-    "reduce_scatter_int8",
+    "reduce_scatter_on_grids",
     "scatter",
     "send",
 ]

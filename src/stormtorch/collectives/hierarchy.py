@@ -17,9 +17,9 @@ from stormtorch.collectives import ops
 from stormtorch.collectives.all_gather import all_gather as flat_all_gather
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.collectives.broadcast import broadcast as flat_broadcast
+from stormtorch.collectives.grid import all_reduce_on_grids as flat_all_reduce_on_grids
+from stormtorch.collectives.grid import reduce_scatter_on_grids as flat_reduce_scatter_on_grids
 from stormtorch.collectives.group import Group, Islands, Pending
-from stormtorch.collectives.int8 import all_reduce_int8 as flat_all_reduce_int8
-from stormtorch.collectives.int8 import reduce_scatter_int8 as flat_reduce_scatter_int8
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pipeline import Piece, Pipeline
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
@@ -67,21 +67,22 @@ def all_reduce(
     return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
 
 
-@wraps(flat_all_reduce_int8)
-def all_reduce_int8(
+@wraps(flat_all_reduce_on_grids)
+def all_reduce_on_grids(
     group: Group,
     tensor: torch.Tensor,
     op: Op = Op.AVG,
     *,
+    wire: torch.dtype,
     reliability: Reliability,
     timeout_s: float | None = None,
 ) -> Pending:
     """Replaces `tensor` by the mean of the contributions that arrived, the same bits on every rank."""
     islands = _chosen(group, size(tensor))
     if islands is None or tensor.dtype != torch.float32 or op not in (Op.AVG, Op.SUM):
-        return flat_all_reduce_int8(group, tensor, op, reliability=reliability, timeout_s=timeout_s)
+        return flat_all_reduce_on_grids(group, tensor, op, wire=wire, reliability=reliability, timeout_s=timeout_s)
     address(tensor, "tensor")
-    between = partial(flat_all_reduce_int8, op=op, reliability=reliability, timeout_s=timeout_s)
+    between = partial(flat_all_reduce_on_grids, op=op, wire=wire, reliability=reliability, timeout_s=timeout_s)
     whole = reliability.deadline_s is not None
     return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
 
@@ -105,13 +106,14 @@ def reduce_scatter(
     return _reduce_scatter(group, islands, output, inputs, op, between, not reliability.exact, timeout_s)
 
 
-@wraps(flat_reduce_scatter_int8)
-def reduce_scatter_int8(
+@wraps(flat_reduce_scatter_on_grids)
+def reduce_scatter_on_grids(
     group: Group,
     output: torch.Tensor,
     inputs: list[torch.Tensor],
     op: Op = Op.AVG,
     *,
+    wire: torch.dtype,
     reliability: Reliability,
     timeout_s: float | None = None,
 ) -> Pending:
@@ -119,8 +121,10 @@ def reduce_scatter_int8(
     islands = _chosen(group, sum(map(size, inputs)))
     floats = all(each.dtype == torch.float32 for each in (output, *inputs))
     if islands is None or not floats or not _sound(group, output, inputs, op):
-        return flat_reduce_scatter_int8(group, output, inputs, op, reliability=reliability, timeout_s=timeout_s)
-    between = partial(flat_reduce_scatter_int8, op=op, reliability=reliability, timeout_s=timeout_s)
+        return flat_reduce_scatter_on_grids(
+            group, output, inputs, op, wire=wire, reliability=reliability, timeout_s=timeout_s
+        )
+    between = partial(flat_reduce_scatter_on_grids, op=op, wire=wire, reliability=reliability, timeout_s=timeout_s)
     return _reduce_scatter(group, islands, output, inputs, op, between, True, timeout_s)
 
 

@@ -8,6 +8,7 @@ from stormtorch.policies.gradient_averaging import GradientAveraging
 from stormtorch.policies.mifa import MIFA
 from stormtorch.policies.model_averaging import ModelAveraging
 from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.qsdp import QSDP
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.policies.salf import SALF
 from stormtorch.policies.sparse_diloco import SparseDiLoCo
@@ -15,6 +16,7 @@ from stormtorch.policies.sparse_diloco import SparseDiLoCo
 __all__ = [
     "AREA",
     "MIFA",
+    "QSDP",
     "SALF",
     "BoundedDrift",
     "DiLoCo",

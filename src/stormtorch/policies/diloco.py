@@ -61,7 +61,7 @@ class DiLoCo(RankPolicy):
         """
         if not self.alpha:
             return torch.where(arrived, came, own)
-        share = arrived.float().mean().clamp(min=1.0 - self.alpha)
+        share = max(rank.arrived, 1.0 - self.alpha)
         return torch.where(arrived, own.lerp(came, (1.0 - self.alpha) / share), own)
 
 

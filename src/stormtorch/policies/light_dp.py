@@ -8,9 +8,9 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.errors import StormError
-from stormtorch.policies.memory import Memory
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.privacy import masks
 from stormtorch.privacy.noise import secret_generator
 
@@ -28,6 +28,7 @@ class LightDp(RankPolicy):
     and `met` learns what they told. Virtual workers take them from `key_seed`.
     """
 
+    name: ClassVar[str] = "light-dp"
     by_steps: ClassVar[bool] = False  # masks of models that weigh differently would not cancel out
 
     noise: float = 0.0

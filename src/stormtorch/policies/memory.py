@@ -95,6 +95,8 @@ class Memory(MutableMapping[str, torch.Tensor]):
         """Number of the exchange, from 0 on."""
         self.steps = 0
         """Optimizer steps that this rank has made since it last took part in an exchange of these chunks."""
+        self.arrived = 1.0
+        """Fraction of what was sent to this rank in the exchange that it accepts now, of all owners, that arrived."""
         self.offset = first
         """Place of the first element in the model, the same for all ranks."""
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,7 @@ class PrivateDrift(BoundedDrift):
     Gradients that are exchanged again, because a rank died in the midst of it, count as one more step.
     """
 
+    name: ClassVar[str] = "private-drift"
     noise: float = 0.0
     """Noise multiplier: standard deviation of the noise in the sum of clipped gradients, over `clip`. 0 adds none."""
     clip: float = math.inf

@@ -25,7 +25,7 @@ class RankPolicy(Policy):
     is_base: ClassVar[bool] = True
     functions: ClassVar[tuple[str, ...]] = (
         *Policy.functions,
-        *("update", "order", "sends", "begin_owner", "begin_rank", "sent", "partners"),
+        *("update", "order", "sends", "begin_owner", "begin_rank", "sent", "partners", "meet", "met"),
     )
     sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
     """What the ranks exchange; a subclass chooses it."""
@@ -136,6 +136,22 @@ class RankPolicy(Policy):
             random: Generator that draws the same numbers on all ranks.
         """
         return list(range(ranks))
+
+    def meet(self, rank: Memory) -> bytes:
+        """Returns what a rank tells all members when a view begins, such as a public key; by default nothing.
+
+        Args:
+            rank: Says which rank this is; it holds nothing.
+        """
+        return b""
+
+    def met(self, rank: Memory, everyone: list[bytes]) -> None:
+        """Learns what all members have told by `meet`, in the order of their places; by default it does nothing.
+
+        Args:
+            rank: Says which rank this is; it holds nothing.
+            everyone: What each member has told. These are bytes from the network: check them.
+        """
 
     def begin_owner(self, owner: Memory, values: torch.Tensor) -> None:
         """Begins the memory of an owner; by default it is empty.

@@ -15,6 +15,7 @@ _NAMES = {
     "storm-drift-bf16": "stormtorch, bfloat16",
     "storm-drift-fp16": "stormtorch, float16",
     "storm-drift-int8": "stormtorch, int8",
+    "storm-drift-int4": "stormtorch, int4",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.sparse import SparseWire
-from stormtorch.collectives.wire import Wire
+from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies import rules
 from stormtorch.policies.memory import Memory
 from stormtorch.policies.policy import overrides
@@ -66,7 +66,7 @@ class _Round:
     messages: list[torch.Tensor] = field(default_factory=list)
     """Memory for what each rank sends of this owner's shard, where the engine does not add it up."""
     seed: int = 0
-    """Seed of the offsets of int8's grids."""
+    """Seed of the offsets of the wire's grids."""
     up: list[Arrival] = field(default_factory=list)
     """Arrivals of the first stage, once it has ended."""
     rooms: list[torch.Tensor] = field(default_factory=list)
@@ -87,10 +87,7 @@ def wires_of(
     if policy.codes is not None:
         up, down = ([SparseWire(code, chunk_bytes)] * len(buckets) for code in policy.codes)
         return up, down
-    wires = [
-        Wire(policy.wire if policy.wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes)
-        for bucket in buckets
-    ]
+    wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
     return wires, wires
 
 
@@ -142,7 +139,7 @@ class Averages:
         self._relays = Relays(group.transport)
         self._wires, self._answers = wires_of(policy, buckets, group.transport.chunk_bytes)
         # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
-        self._keeps = policy.sends == "parameters" and policy.wire != torch.int8 and policy.codes is None
+        self._keeps = policy.sends == "parameters" and policy.wire.is_floating_point and policy.codes is None
         changed = any(overrides(policy, name) for name in ("send", "combine", "update", "accept", "sent"))
         self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.meets_in_pairs)
         self._accepts = overrides(policy, "accept")
@@ -174,7 +171,7 @@ class Averages:
             bucket: The bucket.
             group: All ranks, in the order in which they own the shards.
             standing: What the ranks have done for this round.
-            seed: Seed of the offsets of int8's grids.
+            seed: Seed of the offsets of the wire's grids.
         """
         vector, host = self._vectors(bucket)
         wire = self._wires[bucket.index]
@@ -222,7 +219,6 @@ class Averages:
     def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
         """Begins the first stage; the second follows it on a background thread."""
         wire, policy = self._wires[bucket.index], self._policy
-        travels = torch.float32 if wire.dtype == torch.int8 else wire.dtype
         spans = bucket.spans
         parts = [
             self._sent(bucket, part, first, self.losses[self._all.ranks.index(rank)])
@@ -238,8 +234,9 @@ class Averages:
             round_.messages = [wire.room(mean.numel()) for _ in messages]
             first = collectives.all_to_all(group, round_.messages, messages, reliability=policy.up)
         else:
-            reduce = collectives.reduce_scatter_int8 if wire.dtype == torch.int8 else collectives.reduce_scatter
-            first = reduce(group, mean, [part.to(travels) for part in weighed], Op.AVG, reliability=policy.up)
+            assert isinstance(wire, Wire), "sparse messages are read one by one"
+            given = [part.to(wire.reduces) for part in weighed]
+            first = wire.reduce_scatter(group, mean, given, reliability=policy.up)
         needed = [first] if standing.all_weights is None else [first, standing.all_weights]
         call = self._memories.call
 
@@ -252,7 +249,7 @@ class Averages:
 
     def _by_messages(self, wire: AnyWire) -> bool:
         """Whether an owner reads each rank's message: the engine knows no sparse ones, and tells not how it rounds."""
-        return isinstance(wire, SparseWire) or (wire.dtype == torch.int8 and self._policy.reports)
+        return isinstance(wire, SparseWire) or (wire.grids and self._policy.reports)
 
     def _add_up(self, wire: AnyWire, round_: _Round) -> torch.Tensor:
         """Adds up the messages of all ranks, and returns how many copies of each chunk there are."""
@@ -386,6 +383,11 @@ class Averages:
         if self._policy.reports:
             self._learn(bucket, round_)
         spans = bucket.spans
+        self._memories.arrived = 1.0
+        if answer is not None:
+            chunks, mine = sum(each for each, _ in answer.links().values()), self._answers[bucket.index]
+            own_chunks = mine.chunks(spans[group.rank][1])
+            self._memories.arrived = (answer.arrived * chunks + own_chunks) / (chunks + own_chunks)
         for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.rooms, strict=True)):
             if not own.numel():
                 continue

@@ -10,7 +10,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.group import Islands
-from stormtorch.collectives.wire import Wire
+from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies import rules
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import Reliability
@@ -56,10 +56,8 @@ class Broadcast:
         self._buckets = buckets
         self._order = order
         self._size, self._rank = groups[0].size, groups[0].rank
-        wire, chunk_bytes = policy.wire, groups[0].transport.chunk_bytes
-        self.wires = [
-            Wire(wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype, chunk_bytes) for bucket in buckets
-        ]
+        chunk_bytes = groups[0].transport.chunk_bytes
+        self.wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
         """Number format of each bucket."""
         self.ages = [
             [
@@ -98,7 +96,7 @@ class Broadcast:
             bucket: The bucket.
             lead: Updates by which the owned parameters are sent ahead.
             reliability: How much may be missing.
-            seed: Seed of the offsets of int8's grids.
+            seed: Seed of the offsets of the wire's grids.
             serve: For each rank, flags of this rank's chunks to send it exactly in addition.
             fetch: For each rank, flags of its chunks that it sends here exactly in addition.
         """

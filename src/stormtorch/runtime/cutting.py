@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from stormtorch.collectives.wire import element_bytes, narrower
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.runtime.bucket import Bucket
@@ -44,7 +45,7 @@ class Cutting:
         self._whole = whole
         self._by_machines = by_machines
         self._planned = [bucket.layout for bucket in buckets]
-        size = sum(each.layout.elements * min(policy.wire.itemsize, each.dtype.itemsize) for each in buckets)
+        size = sum(each.layout.elements * element_bytes(narrower(policy.wire, each.dtype)) for each in buckets)
         self._shares = Shares(policy, size, standbys, session.owners_at_start, session.label)
         transport = session.group.transport
         self._meter = Speedometer(transport.take_line_peaks) if self._shares.measured else None

@@ -59,6 +59,8 @@ class Memories:
         self._now = 0
         self.call = Call()
         """For whom and when functions are called next."""
+        self.arrived = 1.0
+        """Fraction of what was sent to this rank that has arrived, of the exchange that it accepts next."""
 
     @property
     def held(self) -> Held:
@@ -106,7 +108,7 @@ class Memories:
         def window(begin: int, rows: int, per_chunk: int) -> Memory:
             memory = store.chunks(shift + begin, rows, per_chunk)
             memory.told(index=call.index, ranks=call.ranks, round_=call.round, steps=call.steps)
-            memory.offset = before + first + begin
+            memory.offset, memory.arrived = before + first + begin, self.arrived
             return memory
 
         return window

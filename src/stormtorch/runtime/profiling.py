@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from stormtorch.collectives.wire import element_bytes
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -18,7 +20,7 @@ def shown(what: str, bucket: int, elements: int, dtype: torch.dtype) -> contextl
     """
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
-    name = f"storm::{what} bucket {bucket}, {_size(elements * dtype.itemsize)}"
+    name = f"storm::{what} bucket {bucket}, {_size(round(elements * element_bytes(dtype)))}"
     event: contextlib.AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(name)
     return event
 

@@ -9,7 +9,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.group import Islands
-from stormtorch.collectives.wire import Wire
+from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import OwnerPolicy, takes
 from stormtorch.reliability import Reliability
@@ -72,7 +72,7 @@ class Reduction:
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
     def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.travels, self._wire(bucket))
+        return shown(what, bucket.index, bucket.travels, self._wire(bucket).dtype)
 
     def finish(self) -> None:
         """Waits until this rank's shards are averaged."""
@@ -115,7 +115,7 @@ class Reduction:
         sums: dict[torch.device, list[torch.Tensor]] = {}
         for bucket in self._buckets:
             grads = bucket.grads
-            if self._wire(bucket) == torch.float16 and grads.numel():
+            if self._wire(bucket).dtype == torch.float16 and grads.numel():
                 largest = float(torch.linalg.vector_norm(grads, torch.inf))
                 sent = self._policy.send(torch.tensor([[largest]], device="cpu"), max(self.losses))
                 if not float(sent) <= torch.finfo(torch.float16).max:
@@ -131,9 +131,8 @@ class Reduction:
             return True
         return all(bool(bucket.grads.isfinite().all()) for bucket in self._buckets)
 
-    def _wire(self, bucket: Bucket) -> torch.dtype:
-        wire = self._policy.wire
-        return wire if wire.itemsize < bucket.dtype.itemsize else bucket.dtype
+    def _wire(self, bucket: Bucket) -> Wire:
+        return Wire(narrower(self._policy.wire, bucket.dtype), self.groups[bucket.index].transport.chunk_bytes)
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
         if self._islands is not None:
@@ -141,22 +140,19 @@ class Reduction:
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
         given = self.offered(bucket)
         # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
-        travels = torch.float32 if wire == torch.int8 else wire
         if self._policy.weighs:
-            per_chunk = self._per_chunk(bucket)
+            losses = [0.0 if owner == group.rank else loss for owner, loss in enumerate(self.losses)]
             parts = [
-                chunked(self._policy.send, per_chunk, [part], [0.0 if owner == group.rank else loss]).to(travels)
-                for owner, (part, loss) in enumerate(zip(bucket.shards(given), self.losses, strict=True))
+                chunked(self._policy.send, wire.per_chunk, [part], [loss]).to(wire.reduces)
+                for part, loss in zip(bucket.shards(given), losses, strict=True)
             ]
         else:
-            parts = bucket.shards(given.to(travels))
-        reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
-        return reduce(group, out, parts, Op.AVG, reliability=reliability)
+            parts = bucket.shards(given.to(wire.reduces))
+        return wire.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
 
     def _reduce_by_machine(self, bucket: Bucket, islands: Islands, reliability: Reliability) -> Pending:
         """Averages inside this machine what goes to each owner that has this rank's place, then over machines."""
         wire, out = self._wire(bucket), bucket.host_own_grads
-        travels = torch.float32 if wire == torch.int8 else wire
         parts, place = bucket.shards(bucket.host_grads), islands.inside.rank
         # Taken now: buckets are passed on in another order than they begin on other ranks.
         inside, between = islands.inside.ahead(len(islands.machines)), islands.between.ahead(1)
@@ -170,14 +166,11 @@ class Reduction:
         ]
 
         def then() -> list[Pending]:
-            reduce = collectives.reduce_scatter_int8 if wire == torch.int8 else collectives.reduce_scatter
             # The mean of means of equally many ranks is the mean.
-            return [reduce(between, out, [mean.to(travels) for mean in means], Op.AVG, reliability=reliability)]
+            given = [mean.to(wire.reduces) for mean in means]
+            return [wire.reduce_scatter(between, out, given, Op.AVG, reliability=reliability)]
 
         return self._relays.begin(first, then, islands.inside.ranks)
-
-    def _per_chunk(self, bucket: Bucket) -> int:
-        return Wire(self._wire(bucket), self.groups[bucket.index].transport.chunk_bytes).per_chunk
 
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
         """Replaces the mean of what arrived by what the policy makes of it."""
@@ -185,6 +178,7 @@ class Reduction:
         memory: Remembered | None = None
         if takes(self._policy.combine, "owner"):
             memory = self._remembered.setdefault(bucket.index, Store(out.numel())).chunks
-        combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present], memory)
+        per_chunk = self._wire(bucket).per_chunk
+        combined = chunked(self._policy.combine, per_chunk, [out], [counts_C, self.present], memory)
         if combined is not out:
             out.copy_(combined)

@@ -14,6 +14,8 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
+from stormtorch.policies.memory import Store
+from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime import objects
 from stormtorch.runtime.averages import Averages, Standing
@@ -88,6 +90,16 @@ class ReplicatedSession(Session):
         self._order = torch.Generator(device="cpu").manual_seed(self.policy.seed + self.view.number - 1)
         self._orders: dict[int, list[int]] = {}
         self._samples_S = rounds.drift.read()
+        if overrides(self.policy, "meet"):
+            self._meet()
+
+    def _meet(self) -> None:
+        """Tells all members what the policy has to say when a view begins."""
+        group = self.channel("meet", interruptible=True)
+        rank = Store(0).chunks(0, 0, 0).told(index=group.rank, ranks=group.size, round_=self.membership.round)
+        # As text: torch does not unpack bytes from data that it must not trust.
+        told = objects.gather(self.policy.meet(rank).decode("latin-1"), group)
+        self.policy.met(rank, [str(each).encode("latin-1") for each in told])
 
     @abstractmethod
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from stormtorch.collectives.wire import element_bytes
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.runtime.layout import PARTS
 from stormtorch.theory.shards import HostSpeed, ShardTimes
@@ -131,7 +132,7 @@ class Shares:
             raise ValueError(f"shards must have one weight per rank, {owners}, got {len(self._weights)}")
         self._size_bytes = size_bytes
         # The gradient for a standby travels as float32.
-        self._followers = standbys * 4.0 / policy.wire.itemsize
+        self._followers = standbys * 4.0 / element_bytes(policy.wire)
         self._label = label
         self._seen = 0
         self._asked = -1

@@ -85,6 +85,12 @@ class RankRounds:
         self._ranks = [Store(initial_CE.numel(), setting.device) for _ in range(own)]
         self.number = 0
         """Number of exchanges so far."""
+        if overrides(policy, "meet"):
+            n = setting.workers
+            everyone = [Store(0).chunks(0, 0, 0).told(index=worker, ranks=n, round_=0) for worker in range(n)]
+            told = [policy.meet(rank) for rank in everyone]
+            for rank in everyone:
+                policy.met(rank, told)
         for fragment in self._fragments:
             values_CE = initial_CE[fragment.chunks]
             policy.begin_owner(self._memory(self._owners, fragment), values_CE)
@@ -261,7 +267,9 @@ class RankRounds:
                 came_CE = came_CE.masked_fill(~came_C1, torch.nan)
             if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
                 came_CE = came_CE + (own_CE - own_CE.to(setting.wire))
-            accept = with_rank(policy.accept, self._rank(fragment, worker, round_.steps_W))
+            rank = self._rank(fragment, worker, round_.steps_W)
+            rank.arrived = float(round_.down_WC[worker].float().mean())
+            accept = with_rank(policy.accept, rank)
             own_CE.copy_(applied(accept, own_CE, came_CE, came_C1))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Rounds the values of virtual workers to the grids of the wire int8, as `engine/int8.cpp` does.
+"""Rounds the values of virtual workers to the grids of the wires int8 and int4, as `engine/grid.cpp` does.
 
-Each block of 1,024 neighbours of a chunk has a grid of 255 steps between its least and its largest value, shifted by a
-random part of a step: rounding to the nearest point is unbiased. The shifts depend only on the seed, the sender and the
+Each block of neighbours of a chunk has a grid between its least and its largest value, shifted at random by up to half
+a step: rounding to the nearest point is unbiased. The shifts depend only on the seed, the sender and the
 block, so that all processes draw the same. C chunks, E elements.
 """
 
@@ -9,30 +9,30 @@ import hashlib
 
 import torch
 
-_BLOCK_ELEMENTS = 1024
-_STEPS = 254.0
+from stormtorch.collectives.grid import Grids
 
 
-def round_to_grids_(values: torch.Tensor, *, seed: tuple[int, ...], sender: int) -> None:
+def round_to_grids_(values: torch.Tensor, grids: Grids, *, seed: tuple[int, ...], sender: int) -> None:
     """Rounds values (C, E), or (W, C, E) of several senders, in place. A block with an infinity or a NaN becomes NaN.
 
     Args:
         values: The values.
+        grids: Bits of an element, and elements of a block.
         seed: Numbers that choose the grids' offsets.
         sender: Number of the first sender.
     """
-    starts = range(0, values.shape[-1], _BLOCK_ELEMENTS)
+    starts = range(0, values.shape[-1], grids.block_elements)
     rows = values.shape[:-1]
     first = sender * rows[-1] * len(starts)
     parts = _random_parts(seed, first, rows.numel() * len(starts), values.device).view(*rows, len(starts))
     for number, start in enumerate(starts):
-        block = values[..., start : start + _BLOCK_ELEMENTS]
+        block = values[..., start : start + grids.block_elements]
         least, most = block.aminmax(dim=-1, keepdim=True)
-        step = most / _STEPS - least / _STEPS
+        step = most / grids.steps - least / grids.steps
         # A step so small that it has no finite inverse: the block counts as constant. A NaN stays one.
         flat = ~(step >= torch.finfo(torch.float32).tiny)
-        low = least - parts[..., number : number + 1] * step
-        codes = ((block - low) * step.reciprocal() + 0.5).floor_().clamp_(0.0, 255.0)
+        low = least + (0.5 - parts[..., number : number + 1]) * step
+        codes = ((block - low) * step.reciprocal() + 0.5).floor_().clamp_(0.0, grids.steps)
         block.copy_(torch.where(flat, least, codes.mul_(step).add_(low)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from stormtorch.collectives.grid import GRIDS
 from stormtorch.network.loss import LossModel
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.gradients import Gradients, How, Loss
@@ -109,10 +110,10 @@ class Setting:
         Args:
             values: Values (C, E) of one sender, or (W, C, E) of several.
             step: Number of the step, and
-            sender: first worker who sends them, the number of workers for what owners send: both choose int8's grids.
+            sender: first worker who sends them, the number of workers for what owners send: both choose grids.
         """
-        if self.wire == torch.int8:
-            round_to_grids_(values, seed=(self.seed, step), sender=sender)
+        if self.wire in GRIDS:
+            round_to_grids_(values, GRIDS[self.wire], seed=(self.seed, step), sender=sender)
         elif self.wire != torch.float32:
             values.copy_(values.to(self.wire))
 

@@ -38,6 +38,7 @@ class WireDtype(IntEnum):
     BFLOAT16 = 2
     FLOAT16 = 3
     INT8 = 4
+    INT4 = 5
 
 
 WIRE_DTYPES = {
@@ -87,7 +88,9 @@ class Reduction(NamedTuple):
     own_position: int
     average: bool
     seed: int = 0
-    """Seed of the grids to which an int8 result is rounded."""
+    """Seed of the grids to which a result of int8 or int4 is rounded."""
+    elements: int = 0
+    """Elements of the shard, which bytes do not tell where int4's number is odd; 0 takes all that the bytes hold."""
 
 
 EngineArguments = tuple[
