@@ -307,6 +307,9 @@ class Stragglers:
     """Fraction of each message of a late rank, from its beginning, that is in time, in (0, 1); None draws it anew."""
     network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
     """Loss of the datagrams that are in time."""
+    backwards: bool = False
+    """Whether a rank is late because its backward is: then it delivers the last part of the model, whose gradients come
+    first, and of what it owns itself no more than that. What owners send is not late."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chance", checked_chance("chance", self.chance))

@@ -9,11 +9,13 @@ from stormtorch.policies.mifa import MIFA
 from stormtorch.policies.model_averaging import ModelAveraging
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.policies.salf import SALF
 from stormtorch.policies.sparse_diloco import SparseDiLoCo
 
 __all__ = [
     "AREA",
     "MIFA",
+    "SALF",
     "BoundedDrift",
     "DiLoCo",
     "Gossip",

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.policies.memory import Memory
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

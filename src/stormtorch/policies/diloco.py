@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 
 from stormtorch.checks import check
-from stormtorch.policies.memory import Memory
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.rank_policy import RankPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,3 +132,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+NOBODY = Store(0).chunks(0, 0, 0)
+"""The memory of nobody, where a function is called without one."""

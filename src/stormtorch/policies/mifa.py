@@ -7,9 +7,9 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.policies import rules
-from stormtorch.policies.memory import Memory
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

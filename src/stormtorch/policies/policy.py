@@ -12,6 +12,7 @@ was given; it writes only into tensors where its description allows that.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ class Policy:
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
         """Returns what an owner makes of the copies that arrived; by default their mean. May write into `mean`.
+
+        Under an `OwnerPolicy`, a further parameter `owner` gets what the owner remembers of these chunks. It begins
+        anew with every view.
 
         Args:
             mean: Mean over the copies that arrived, the owner's own always among them.
@@ -250,6 +254,11 @@ def overrides(policy: Policy, name: str) -> bool:
         if kind.__dict__.get("is_base") and hasattr(kind, name):
             return getattr(type(policy), name) is not getattr(kind, name)
     raise AttributeError(f"policies have no function {name!r}")
+
+
+def takes(function: Callable[..., torch.Tensor], name: str) -> bool:
+    """Whether a policy's function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
 
 
 def applied(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:

@@ -11,11 +11,8 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.collectives.sparse import Sparse
-from stormtorch.policies.memory import Memory, Store
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers, Policy, overrides
-
-NOBODY = Store(0).chunks(0, 0, 0)
-"""The memory of nobody, where a function is called without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from stormtorch.checks import check
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers, OwnerPolicy
 
 
@@ -12,18 +14,27 @@ from stormtorch.policies.policy import Numbers, OwnerPolicy
 class SALF(OwnerPolicy):
     """Layer-wise training with stragglers: backward ends at a deadline, wherever a rank is.
 
-    Gradients are computed from the last layer backwards. At the deadline each rank sends those that it has, so that
+    Gradients are computed from the last layer backwards. At the deadline each rank gives those that it has, so that
     owners of late layers average over all ranks and owners of early layers over few. A layer that nobody has reached
-    makes no step. As that happens by chance, steps of a layer that was reached are made longer by the inverse of the
-    chance that somebody reaches it: then all layers move as far on average as without stragglers.
+    gets a gradient of zero. As that happens by chance, gradients of a layer that was reached are made longer by the
+    inverse of the chance that anybody reaches it: then all layers move as far on average as without stragglers.
     """
 
     name: ClassVar[str] = "salf"
     deadline: Literal["auto"] | None = "auto"
     """When a rank's backward is cut off; see `OwnerPolicy`. Virtual workers have stragglers instead."""
+    inertia: float = 0.98
+    """How much of what an owner remembers of how many ranks reach a layer stays at each step."""
 
-    def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
-        """Divides the mean by the chance that a layer is reached by anybody, estimated from how many reached it."""
-        share = count / present
-        missed = (1.0 - share) ** present if isinstance(share, torch.Tensor) else (1.0 - min(share, 1.0)) ** present
-        return mean / (1.0 - missed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(0.0 <= self.inertia < 1.0, "inertia", "lie in [0, 1)", self.inertia)
+
+    def combine(self, mean: torch.Tensor, count: Numbers, present: int, owner: Memory = NOBODY) -> torch.Tensor:
+        """Divides the mean by the chance that anybody reaches a layer, from how many ranks have reached it lately."""
+        share = torch.zeros_like(mean) + count / present
+        reach = owner.setdefault("reach", torch.zeros_like(mean)).lerp_(share, 1.0 - self.inertia)
+        weight = owner.setdefault("weight", torch.zeros_like(mean)).lerp_(torch.ones_like(mean), 1.0 - self.inertia)
+        missed = (1.0 - (reach / weight).clamp_(max=1.0)) ** present
+        # A layer that is hardly ever reached would be moved far too far by a single rank.
+        return mean / (1.0 - missed.clamp_(max=0.9))

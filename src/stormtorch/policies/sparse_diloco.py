@@ -7,10 +7,9 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.collectives.sparse import Sparse
-from stormtorch.policies import rules
-from stormtorch.policies.memory import Memory
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,6 @@ class SparseDiLoCo(RankPolicy):
     def sent(self, rank: Memory, sent: torch.Tensor, arrived: torch.Tensor) -> None:
         """Takes away from the error what has arrived, exactly as it was rounded."""
         rank["error"].sub_(sent.masked_fill(~arrived, 0.0))
-
-    def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
-        """Divides the sum of changes by the number of all ranks: what is missing comes later, out of their errors."""
-        return mean.mul_(rules.share_of_all(count, present))
 
     def update(self, owner: Memory, combined: torch.Tensor) -> torch.Tensor:
         """Moves the anchor, and chooses the elements that ranks get."""

@@ -10,11 +10,12 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.group import Islands
 from stormtorch.collectives.wire import Wire
-from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.policies.memory import Store
+from stormtorch.policies.policy import OwnerPolicy, takes
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
-from stormtorch.runtime.chunked import chunked
+from stormtorch.runtime.chunked import Remembered, chunked
 from stormtorch.runtime.profiling import shown
 from stormtorch.runtime.relays import Relays
 from stormtorch.staging.order import Order
@@ -49,6 +50,7 @@ class Reduction:
         """Loss of this rank's gradients at each owner, as the owner reports it; `Policy.send` may weigh by it."""
         self.present = groups[0].size
         """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
+        self._remembered: dict[int, Store] = {}
         self.offered: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
         """Returns what this rank gives of a bucket's gradients: by default all of them, as they are."""
         self.reliability = policy.up
@@ -180,6 +182,9 @@ class Reduction:
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
         """Replaces the mean of what arrived by what the policy makes of it."""
         out = bucket.host_own_grads
-        combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present])
+        memory: Remembered | None = None
+        if takes(self._policy.combine, "owner"):
+            memory = self._remembered.setdefault(bucket.index, Store(out.numel())).chunks
+        combined = chunked(self._policy.combine, self._per_chunk(bucket), [out], [counts_C, self.present], memory)
         if combined is not out:
             out.copy_(combined)

@@ -187,10 +187,21 @@ class Masks:
                 sent_1C = _in_order(sent_WC, slice(0, 1), chunk_at_C)
                 out_1C = self._uplinks.lost(slice(0, 1), owner_S, shards, up=False, sent_BC=sent_1C)
                 arrived_WC &= _by_chunk(out_1C, place_C).logical_not_()
-            if self._late is not None and place_C is not None:
+            if self._late is not None and place_C is not None and not self._late.backwards:
                 self._cut_late(self._late, arrived_WC, place_C, owner_S, up)
         arrived_WC[owner_C, torch.arange(chunks, device=self.device)] = True
+        if self._late is not None and self._late.backwards and up and not again:
+            self._cut_backwards(self._late, arrived_WC)
         return arrived_WC
+
+    def _cut_backwards(self, late: Stragglers, arrived_WC: Tensor) -> None:
+        """Marks gradients that late workers have not computed at the deadline as lost, their own ones, too."""
+        late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
+        part_W = torch.rand(self.workers, device=self.device, generator=self._generator)
+        if late.delivered is not None:
+            part_W.fill_(late.delivered)
+        first_W = torch.where(late_W, (1.0 - part_W) * arrived_WC.shape[1], 0.0)
+        arrived_WC &= torch.arange(arrived_WC.shape[1], device=self.device) >= first_W.unsqueeze(-1)
 
     def _cut_late(self, late: Stragglers, arrived_WC: Tensor, place_C: Tensor, owner_S: Tensor, up: bool) -> None:
         """Marks what late senders sent last as lost."""

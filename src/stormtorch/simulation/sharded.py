@@ -12,7 +12,8 @@ from stormtorch.checks import BadSetting
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
-from stormtorch.policies.policy import OwnerPolicy, applied, overrides
+from stormtorch.policies.memory import Store
+from stormtorch.policies.policy import OwnerPolicy, applied, overrides, takes
 from stormtorch.simulation.exchanges import Exchanges
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
@@ -50,6 +51,8 @@ class Sharded(Workers):
         self.optimizers = [optimizer(self._trained)]
         self._gradients = setting.gradients(model, self.last - self.first)
         self._grads = chunks.empty(device=device)
+        self._memory = Store(self._grads.numel(), device)
+        """Memory of the owners, for the policy's `combine`."""
         self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
         self._exchanges = Exchanges(setting, policy)
         self._owner_C = chunks.owner_C.to(device)
@@ -118,7 +121,9 @@ class Sharded(Workers):
         setting.processes.add_up(self._grads)
         self._used_P = setting.processes.add_up(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
-        combined_CE = applied(policy.combine, rules.mean_of_arrived(self._grads, count_C), count_C.unsqueeze(-1), n)
+        owner = [self._memory.chunks(0, *self._grads.shape)] if takes(policy.combine, "owner") else []
+        mean_CE = rules.mean_of_arrived(self._grads, count_C)
+        combined_CE = applied(policy.combine, mean_CE, count_C.unsqueeze(-1), n, *owner)
         if combined_CE is not self._grads:
             self._grads.copy_(combined_CE)
         self._arrived_up, self._count_C = arrived_WC, count_C
@@ -294,6 +299,7 @@ class Sharded(Workers):
             "guards": [each.state for each in self._guards],
             "guarded": self._guarded,
             "oldest": self._oldest,
+            "memory": self._memory.state_dict(),
             "samples": self._samples.get_state(),
         }
 
@@ -309,5 +315,6 @@ class Sharded(Workers):
         for guard, saved in zip(self._guards, state["guards"], strict=True):
             guard.restore(*saved)
         self._link_losses.load_state_dict(state["links"])
+        self._memory.load_state_dict(state["memory"])
         self._guarded, self._oldest = state["guarded"], state["oldest"]
         self._samples.set_state(state["samples"])
