@@ -8,9 +8,9 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.errors import StormError
-from stormtorch.policies.memory import Memory
+from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.policies.rank_policy import NOBODY, RankPolicy
+from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.privacy import masks
 from stormtorch.privacy.noise import secret_generator
 
