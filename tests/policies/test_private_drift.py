@@ -130,6 +130,7 @@ def test_virtual_workers_add_noise_that_a_seed_repeats() -> None:
         ("clip", {"noise": 1.0}),
         ("batch", {"batch": 0}),
         ("sharers", {"sharers": 0}),
+        ("overlap", {"noise": 1.0, "clip": 1.0, "overlap": True}),
         ("deadline", {"noise": 1.0, "clip": 1.0, "deadline": "auto"}),
     ],
 )

@@ -108,6 +108,20 @@ def test_prepared_ranks_exchange_clipped_gradients(policy: Policy) -> None:
         assert_same(ours, found[0])
 
 
+def test_parameters_that_are_on_their_way_are_an_error_that_names_the_setting() -> None:
+    def work(transport: Transport) -> None:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        prepare(model, optimizer, policy=BoundedDrift(overlap=True), group=Group(transport))
+        backward(model, regression, vectors(transport.rank, 0), clip=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ValueError, match="set overlap=False"):
+            backward(model, regression, vectors(transport.rank, 1), clip=1.0)
+
+    SimulatedNetwork(2, seed=1).run(work)
+
+
 def test_batches_of_tuples_are_taken_apart() -> None:
     model = nn.Linear(8, 2)
     given = vectors(0, 0, 6), torch.tensor([0, 1, 0, 1, 1, 0])

@@ -14,11 +14,11 @@ from torch import nn
 
 import stormtorch
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Policy, exact, prepare, prune
-from stormtorch.collectives import Group
+from stormtorch.collectives import Group, hierarchy
 from stormtorch.runtime.pruning import _largest
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
-from training import MakeOptimizer, adamw, assert_same, mean_gradients, regression, sgd, values, vectors
+from training import MakeOptimizer, adamw, assert_close, assert_same, mean_gradients, regression, sgd, values, vectors
 
 pytestmark = pytest.mark.pure
 
@@ -168,6 +168,21 @@ def test_what_is_pruned_is_the_same_everywhere_and_stays_zero(policy: Policy, ma
         assert torch.equal(zeros, found[0][0])
         assert torch.equal(afterwards, zeros)  # kept weights move on, and none of them is zero by chance
         assert idle
+
+
+def test_ranks_that_share_machines_train_as_one_process_does_that_prunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", 0)  # lets small models go by machines
+
+    def work(transport: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        train(model, optimizer, transport.rank, range(HALF))
+        prune(model, keep=0.5)
+        assert optimizer.session._broadcast._forwarding is not None
+        train(model, optimizer, transport.rank, range(HALF, STEPS))
+        optimizer.session.wait()
+        return values(model)
+
+    for ours in on_ranks(DRIFT, work, machines="aabb"):
+        assert_close(ours, without_us(sgd, 0.5))
 
 
 def sent_per_step(policy: Policy, keep: float | None, standbys: int, world: int) -> float:

@@ -51,6 +51,8 @@ class PrivateDrift(BoundedDrift):
         check(self.sharers >= 1, "sharers", "be at least 1", self.sharers)
         # A late rank's gradients weigh more, and so would each of its samples.
         check(not self.noise or self.deadline is None, "deadline", "be None where there is noise", self.deadline)
+        # Gradients of single samples are computed by functions of torch that let nothing arrive meanwhile.
+        check(not self.noise or not self.overlap, "overlap", "be False where there is noise", self.overlap)
 
     @property
     def weighs(self) -> bool:

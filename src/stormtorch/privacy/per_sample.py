@@ -61,7 +61,15 @@ def backward(model: nn.Module, loss: Loss, batch: Any, *, clip: float, at_once: 
     losses = []
     for first in range(0, samples, at_once or samples):
         part = pytree.tree_map(lambda each, first=first: each[first : first + (at_once or samples)], batch)
-        gradients, of_part = each_sample(values, part)
+        try:
+            gradients, of_part = each_sample(values, part)
+        except RuntimeError as error:
+            if "mutate a captured Tensor" not in str(error):
+                raise
+            raise ValueError(
+                "forward changes tensors of its own: statistics of batches, or parameters that are still on their way; "
+                "set overlap=False in the policy"
+            ) from error
         losses.append(of_part)
         _add_clipped(sums, gradients, clip)
     for name, parameter in trained.items():
