@@ -110,31 +110,46 @@ LABELS = {
 }
 
 
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A row of Markdown for each kind of training."""
+    base_bytes = mean([run["bytes_sent"] for run in seeds(found, BASE)]) * STEPS
+    rows = []
+    for kind, label in LABELS.items():
+        first = BASE if kind == "bounded-drift" else f"{kind}/0"
+        if not seeds(found, first):
+            continue
+        beside = "-" if kind == "bounded-drift" else f"{mean_text(above(found, first, BASE), '+.1f')} %"
+        costs = [f"{mean_text(above(found, f'{kind}/{loss:g}', first))} %" for loss in LOSSES[1:]]
+        less = base_bytes / (mean([run["bytes_sent"] for run in seeds(found, first)]) * exchanges(kind))
+        bytes_ = "all" if less < 1.5 else f"1/{less:.0f}"
+        rows.append(f"| {label} | {bytes_} | {beside} | {' | '.join(costs)} | {len(seeds(found, first))} |")
+    return rows
+
+
+def exchanges(kind: str) -> int:
+    """Number of exchanges of a training."""
+    if kind == "bounded-drift":
+        return STEPS
+    return STEPS // int(kind.rpartition("-")[2]) * (8 if "streaming" in kind else 1)
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Perplexity above the policy's own lossless run, and above data parallel training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     own, all_ = figure.subplots(1, 2)
-    base_bytes = mean([run["bytes_sent"] for run in seeds(found, BASE)]) * STEPS
+    print("\n".join(table(found)))
     for kind, label in LABELS.items():
         first = BASE if kind == "bounded-drift" else f"{kind}/0"
         if not seeds(found, first):
             continue
         costs, beside = [0.0], [0.0 if kind == "bounded-drift" else mean(above(found, first, BASE))]
-        words = [f"{label}: {beside[0]:+.1f} % of data parallel"]
         for loss in LOSSES[1:]:
             more = above(found, f"{kind}/{loss:g}", first)
             if more:
                 costs.append(mean(more))
                 beside.append(mean(above(found, f"{kind}/{loss:g}", BASE)))
-                words.append(f"{loss:.0%}: {mean_text(more)} %")
-        every = kind.rpartition("-")[2]
-        sent = [run["bytes_sent"] for run in seeds(found, first)]
-        rounds = STEPS if kind == "bounded-drift" else STEPS // int(every)
-        rounds *= 8 if "streaming" in kind else 1
-        words.append(f"1/{base_bytes / (mean(sent) * rounds):.0f} of the bytes")
-        print("; ".join(words))
         losses = [100 * loss for loss in LOSSES[: len(costs)]]
         own.plot(losses, costs, "o-", markersize=4, label=label)
         all_.plot(losses, beside, "o-", markersize=4, label=label)

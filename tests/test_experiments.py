@@ -1,6 +1,7 @@
 """Experiments: what is there is gone on from only if it is what is asked for, and diverged runs are told of."""
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -54,3 +55,12 @@ def test_a_run_that_diverged_is_without_end_and_not_left_out(grid: Any) -> None:
     assert math.isnan(grid.standard_error(found))
     runs["base/0"]["result"]["val_loss"] = None
     assert math.isnan(grid.above(runs, "lead", "base")[0])
+
+
+def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any) -> None:
+    rarely = importlib.import_module("rarely")
+    page = (Path(__file__).parents[1] / "docs" / "rarely.md").read_text()
+    rows = rarely.table(grid.load("rarely"))
+    assert len(rows) >= 9
+    for row in rows:
+        assert row in page

@@ -25,6 +25,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Frameworks": "frameworks.md",
         "Data": "data.md",
         "torch.distributed": "backend.md",
+        "Talking rarely": "rarely.md",
         "Your own policy": "policies.md",
     },
     "Operating": {

@@ -135,7 +135,18 @@ _MAX_LAG = typer.Option(
 )
 MaxLag = Annotated[int | None, _MAX_LAG]
 Every = Annotated[
-    int, typer.Option(help="Steps between two exchanges of models, where a policy has such.", rich_help_panel=_POLICY)
+    int,
+    typer.Option(help="Steps between two exchanges of models, where a policy has such.", rich_help_panel=_POLICY),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set any other field of the policies that have it, as outer_lr=1; may be given several times.",
+        show_default=False,
+        rich_help_panel=_POLICY,
+    ),
 ]
 
 # --- the network: injected or simulated loss --------------------------------------------------------------------------

@@ -21,6 +21,29 @@ def given(command: typer.Context) -> frozenset[str]:
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
+def fields_of(texts: list[str] | None, policies: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Reads `--set`: names and values of fields, each of which one of the policies has.
+
+    Raises:
+        BadSetting: A text is no NAME=VALUE, or no policy has that field.
+    """
+    from stormtorch.policies.presets import make_policy
+
+    found = []
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadSetting("set", f"must be NAME=VALUE, got {text!r}")
+        try:
+            known = {field.name for policy in policies for field in fields(make_policy(policy))}
+        except ValueError as error:
+            raise BadSetting("policy", str(error).removeprefix("policy ")) from error
+        if name not in known:
+            raise BadSetting("set", f"names {name}, which no policy here has: they have {', '.join(sorted(known))}")
+        found.append((name, value))
+    return tuple(found)
+
+
 def redundancy_of(text: str) -> float | Literal["auto"]:
     """Reads `--redundancy`: a number, or "auto".
 

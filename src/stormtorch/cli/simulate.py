@@ -42,6 +42,7 @@ from stormtorch.cli.options import (
     PrecisionName,
     RedundancyText,
     Seeds,
+    Set,
     Shared,
     Steps,
     Stragglers,
@@ -74,6 +75,7 @@ def simulate(
     redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
+    more: Set = None,
     loss: LossBesideLinks = None,
     burst: BurstInPackets = "1",
     per_link: PerLink = None,
@@ -113,6 +115,8 @@ def simulate(
 
       stormtorch simulate --policy lossless,lead,my.py:MyPolicy
 
+      stormtorch simulate --workers 8 --policy diloco,sparse-diloco --every 30 --steps 300
+
       stormtorch simulate --workers 16 --policy lossless,model-averaging --model resnet20
 
       stormtorch simulate --per-link links.json --checkpoint run
@@ -124,7 +128,7 @@ def simulate(
 
         import torch
 
-        from stormtorch.cli.policies import given, redundancy_of
+        from stormtorch.cli.policies import fields_of, given, redundancy_of
         from stormtorch.studies.settings import SimSettings
 
         length = burst_in_packets(burst)
@@ -154,6 +158,7 @@ def simulate(
             redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
+            more=fields_of(more, names(policy)),
             given=given(command),
             loss=network.plain_loss,
             burst=length,

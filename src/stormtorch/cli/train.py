@@ -31,6 +31,7 @@ from stormtorch.cli.options import (
     Rate,
     RedundancyText,
     Seeds,
+    Set,
     ShardsName,
     Steps,
     TextData,
@@ -66,6 +67,7 @@ def lm(
     redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
+    more: Set = None,
     shards: ShardsName = Shards.equal,
     data: TextData = None,
     batch: Batch = 32,
@@ -96,6 +98,8 @@ def lm(
 
       stormtorch train lm --policy lossless,lead,my.py:MyPolicy
 
+      stormtorch train lm --policy diloco,streaming-diloco --every 20 --set outer_lr=1 --set momentum=0.5
+
       stormtorch train lm --loss 0.1 --burst 8 --wire int8 --plot lm.png
 
       stormtorch train lm --loss 0.1 --burst 5ms
@@ -103,7 +107,7 @@ def lm(
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given, redundancy_of
+        from stormtorch.cli.policies import fields_of, given, redundancy_of
         from stormtorch.studies.settings import LmSettings
 
         settings = LmSettings(
@@ -120,6 +124,7 @@ def lm(
             redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
+            more=fields_of(more, names(policy)),
             shards=shards.value,
             given=given(command),
             data=data,
@@ -155,6 +160,7 @@ def image(
     redundancy: RedundancyText = "0",
     max_lag: MaxLag = None,
     every: Every = 1,
+    more: Set = None,
     shards: ShardsName = Shards.equal,
     data: PictureData = None,
     batch: Batch = 16,
@@ -180,7 +186,7 @@ def image(
       stormtorch train image --data ~/data/cifar-10-batches-py --batch 32 --steps 2000 --json image.json
     """
     with friendly_errors():
-        from stormtorch.cli.policies import given, redundancy_of
+        from stormtorch.cli.policies import fields_of, given, redundancy_of
         from stormtorch.studies.settings import ImageSettings
 
         settings = ImageSettings(
@@ -197,6 +203,7 @@ def image(
             redundancy=redundancy_of(redundancy),
             max_lag=max_lag,
             every=every,
+            more=fields_of(more, names(policy)),
             shards=shards.value,
             given=given(command),
             data=data,
