@@ -12,6 +12,7 @@ from stormtorch.transport.options import Options
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
+    from stormtorch.backend.quantised import quantise
     from stormtorch.collectives.joining import join
     from stormtorch.policies import (
         QSDP,
@@ -55,6 +56,7 @@ _PLACES = {
     "lossy_reduce_scatter": "backend.lossy",
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
+    "quantise": "backend.quantised",
     "simulate": "simulation",
     "use_as_default": "backend",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "lossy_reduce_scatter",
     "no_sync",
     "prepare",
+    "quantise",
     "simulate",
     "use_as_default",
 ]
