@@ -12,6 +12,7 @@ from stormtorch.transport.options import Options
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
+    from stormtorch.backend.quantised import quantise
     from stormtorch.collectives.joining import join
     from stormtorch.policies import (
         AREA,
@@ -75,6 +76,7 @@ _PLACES = {
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
     "prune": "runtime.pruning",
+    "quantise": "backend.quantised",
     "simulate": "simulation",
     "use_as_default": "backend",
 }
@@ -118,6 +120,7 @@ __all__ = [
     "no_sync",
     "prepare",
     "prune",
+    "quantise",
     "simulate",
     "use_as_default",
 ]

@@ -15,7 +15,7 @@ class Blended(RankPolicy):
 
     part: float = 0.5
 
-    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
         return torch.where(arrived, own.lerp(came, self.part), own)
 
 
@@ -38,7 +38,7 @@ class Anchored(RankPolicy):
 class Weighed(RankPolicy):
     """Models are averaged as if what is lost were zero, each weighed by the inverse of its chance to arrive."""
 
-    def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
         return own / (1.0 - loss)
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from own_policies import Anchored, Blended, Damped, Weighed
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
+from stormtorch.policies.memory import NOBODY
 from stormtorch.policies.policy import applied, overrides
 
 pytestmark = pytest.mark.pure
@@ -18,7 +19,7 @@ def test_a_policy_without_functions_is_plain_averaging() -> None:
     own, came = torch.zeros(2, 3), torch.ones(2, 3)
     assert policy.send(own, 0.5) is own
     assert policy.combine(own, 2.0, 4) is own
-    assert policy.update({}, own) is own
+    assert policy.update(NOBODY, own) is own
     assert policy.accept(own, came, torch.tensor([[True], [False]])).tolist() == [[1.0] * 3, [0.0] * 3]
     assert policy.order(3, torch.Generator()) == [0, 1, 2]
 
@@ -177,7 +178,7 @@ def test_a_class_may_have_functions_of_its_own_and_any_default() -> None:
 )
 def test_a_wrong_result_names_the_policy_the_function_and_the_shape(result: object, words: str) -> None:
     class Odd(RankPolicy):
-        def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
             return result  # type: ignore[return-value]
 
     own = torch.zeros(2, 3)

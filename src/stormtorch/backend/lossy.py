@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stormtorch.backend.launching import reduce_operation
-from stormtorch.backend.process_group import StormProcessGroup
+from stormtorch.backend.process_group import StormProcessGroup, storm_group
 from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending
@@ -67,7 +67,7 @@ class LossyGradients:
         Raises:
             TypeError: The group is of another backend.
         """
-        return _storm(self.group or dist.distributed_c10d._get_default_group())
+        return storm_group(self.group or dist.distributed_c10d._get_default_group(), "lossy gradients")
 
     def count(self, pending: Pending) -> None:
         """Counts what arrived in a reduction, as one of them however many exchanges it took."""
@@ -83,12 +83,6 @@ class LossyGradients:
         if gradients.dtype in _MAY_LOSE:
             return Wire(self.wire, chunk_bytes), self.reliability
         return Wire(gradients.dtype, chunk_bytes), EXACT
-
-
-def _storm(group: Any) -> StormProcessGroup:
-    if not isinstance(group, StormProcessGroup):
-        raise TypeError('lossy gradients need a group of the backend "storm": dist.init_process_group("storm")')
-    return group
 
 
 def lossy_hook(
@@ -135,7 +129,7 @@ class LossyReduceScatter:
         async_op: bool = False,
     ) -> StormWork | None:
         """Starts a reduce-scatter and, unless `async_op` is set, waits for it."""
-        to, state, operation = _storm(group), self.state, reduce_operation(op)
+        to, state, operation = storm_group(group, "lossy gradients"), self.state, reduce_operation(op)
         wire, loses = state.wire_for(input_tensor, to)
         staged = Staged("lossy_reduce_scatter")
         sent = staged.read(input_tensor, wire.reduces)

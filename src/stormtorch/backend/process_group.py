@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stormtorch import collectives
 from stormtorch.backend.compiler import keep_from_compiler
@@ -255,6 +256,24 @@ class StormProcessGroup(Pairs):
             staged,
             inputs=shown,
         )
+
+
+def storm_group(group: Any, what: str) -> StormProcessGroup:
+    """Returns a group of ours.
+
+    Args:
+        group: A process group.
+        what: What asks for it, for the error.
+
+    Raises:
+        TypeError: The group is of another backend.
+    """
+    if isinstance(group, StormProcessGroup):
+        return group
+    other = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else type(group).__name__
+    raise TypeError(
+        f'{what}: this needs a group of the backend "storm", got {other}: use dist.init_process_group("storm")'
+    )
 
 
 def one_list(lists: Sequence[Tensors], what: str) -> Tensors:

@@ -28,7 +28,10 @@ MEANINGS = {
 
 def meaning_text(settings: StudySettings, policy: str) -> str:
     """Says what a policy does, or which file it comes from, as the end of a sentence that begins with its label."""
-    return MEANINGS.get(policy) or f"comes from {settings.typed(policy).rpartition(':')[0]}"
+    if policy in MEANINGS:
+        return MEANINGS[policy]
+    file = settings.typed(policy).rpartition(":")[0]
+    return f"comes from {file}" if file else f"is stormtorch.{type(settings.policy_of(policy)).__name__}"
 
 
 def show_training(report: TrainReport, console: Console) -> None:
