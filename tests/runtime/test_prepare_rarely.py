@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch import EXACT, LOSSY, ModelAveraging, Policy, RankPolicy
+from stormtorch import EXACT, LOSSY, LightDp, ModelAveraging, Policy, RankPolicy
 from stormtorch.collectives.spans import shards
 from stormtorch.policies import AREA, MIFA, DiLoCo, Gossip, SparseDiLoCo, StreamingDiLoCo
 from training import Rank, on_ranks, perceptron, regression, sgd, vectors
@@ -305,3 +305,29 @@ def test_they_learn_on_a_network_that_loses(policy: RankPolicy) -> None:
 
     for first, last in on_ranks(perceptron(), sgd, work, policy=policy, world=4, loss=0.2, seed=2):
         assert last < 0.97 * first
+
+
+def test_momentum_goes_on_in_shards_that_were_cut_anew() -> None:
+    policy = DiLoCo(every=2, outer_lr=0.7, momentum=0.9, reliability=EXACT)
+
+    def work(member: Member) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if member.rank == 2:
+            member.train(4)
+            member.die()
+            return None
+        member.train(12)
+        member.session.wait()
+        held = member.session._memories.held
+        return held.owned[0].vectors["anchor"], held.owned[0].vectors["speed"]
+
+    found = [each for each in with_members(work, world=4, make=sgd, policy=policy) if each is not None]
+    assert sum(anchor.numel() for anchor, _ in found) == sum(speed.numel() for _, speed in found)
+    assert all(float(speed.abs().min()) >= 0.0 and float(speed.norm()) > 0.0 for _, speed in found)
+
+
+def test_masks_that_ranks_agree_on_cancel_out_in_the_mean() -> None:
+    pytest.importorskip("cryptography")
+    expected = on_real(DiLoCo(every=2, outer_lr=1.0, momentum=0.0, reliability=EXACT), 4)
+    found = on_real(LightDp(every=2, mask=10.0, reliability=EXACT), 4)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

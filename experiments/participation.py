@@ -1,0 +1,243 @@
+"""What do memories and partial gradients buy where ranks take part unevenly: MIFA, AREA, SALF, beside the usual ways?
+
+Handwritten digits of scikit-learn, 8 x 8. Three questions:
+- availability: 100 clients with two digits each, of which those with small digits are seldom there. MIFA beside
+  federated averaging.
+- speed: 50 clients with two digits each, whose speeds differ by ten. AREA beside FedBuff and federated averaging.
+- stragglers: 30 users, nine of ten late at each step, a perceptron. SALF beside dropping whoever is late.
+Each with 10 % packet loss in both directions, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Policy, RankPolicy, simulate
+from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
+from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.policy import Numbers
+from stormtorch.results.statistics import mean
+
+RESULTS = Path(__file__).parent / "results"
+SEEDS = 5
+LOSSES = (0.0, 0.1)
+HELD_OUT = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBuff(RankPolicy):
+    """Whoever has made its steps sends its update; the model moves by the mean of the updates of a round."""
+
+    by_steps: ClassVar[bool] = False
+
+    def begin_owner(self, owner: Memory, values: torch.Tensor) -> None:
+        """Begins with the parameters."""
+        owner["parameters"] = values
+
+    def begin_rank(self, rank: Memory, values: torch.Tensor) -> None:
+        """Remembers where a client starts."""
+        rank["start"] = values
+
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+        """Sends the update."""
+        return own - rank["start"]
+
+    def update(self, owner: Memory, combined: torch.Tensor) -> torch.Tensor:
+        """Moves the parameters by the mean update."""
+        return owner["parameters"].add_(combined)
+
+    def accept(
+        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+    ) -> torch.Tensor:
+        """Starts from the new parameters."""
+        rank["start"] = torch.where(arrived, came, own)
+        return rank["start"]
+
+
+class Digits:
+    """Digits, of which each client has two kinds, or all."""
+
+    def __init__(self, clients: int, seed: int, *, two: bool) -> None:
+        random = torch.Generator().manual_seed(seed)
+        found = load_digits()
+        order = torch.randperm(len(found.target), generator=random)
+        images = torch.tensor(found.data, dtype=torch.float32)[order] / 16.0
+        labels = torch.tensor(found.target)[order]
+        self.held_out = images[:HELD_OUT], labels[:HELD_OUT]
+        self.images, self.labels = images[HELD_OUT:], labels[HELD_OUT:]
+        self.kinds = [(client % 10, (client + 1) % 10) for client in range(clients)]
+        every = torch.arange(len(self.labels))
+        self.places = [
+            torch.cat([every[self.labels == kind] for kind in kinds]) if two else every for kinds in self.kinds
+        ]
+        self.seed = seed
+
+    def batches(self, step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws 16 pictures for each client."""
+        chosen = []
+        for client in range(first, last):
+            random = torch.Generator().manual_seed(hash((self.seed, step, client)) % 2**63)
+            at = torch.randint(len(self.places[client]), (16,), generator=random)
+            chosen.append(self.places[client][at])
+        picked = torch.stack(chosen)
+        return self.images[picked], self.labels[picked]
+
+    def judge(self, model: nn.Module) -> tuple[float, float]:
+        """Returns loss and accuracy on digits that nobody has."""
+        images, labels = self.held_out
+        out = model(images)
+        return float(nn.functional.cross_entropy(out, labels)), float((out.argmax(1) == labels).float().mean())
+
+
+def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Returns the loss of a client's batch."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(
+    digits: Digits,
+    model: nn.Module,
+    policy: Policy,
+    network: LossModel,
+    steps: int,
+    lr: float,
+    works: Callable[[int], torch.Tensor] | None = None,
+) -> dict[str, float]:
+    """Trains once, and judges the mean model, or the owners'."""
+    done = simulate(
+        model,
+        objective,
+        digits.batches,
+        lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        workers=len(digits.places),
+        steps=steps,
+        network=network,
+        policy=policy,
+        seed=digits.seed,
+        works=works,
+        evaluate=digits.judge,
+        evaluate_every=max(steps // 20, 1),
+    )
+    # The last fifth: what a training with uneven participation ends at jumps from round to round.
+    last = done.validations[-4:]
+    return {"loss": mean([loss for _, loss, _ in last]), "accuracy": mean([right for *_, right in last])}
+
+
+def availability(seed: int, loss: float) -> dict[str, dict[str, float]]:
+    """Compares policies where clients with small digits are seldom there."""
+    digits, every = Digits(100, seed, two=True), 5
+    chance = torch.tensor([0.1 + 0.9 * min(kinds) / 9 for kinds in digits.kinds])
+
+    def works(step: int) -> torch.Tensor:
+        random = torch.Generator().manual_seed(seed * 100_003 + step // every)
+        return torch.rand(100, generator=random) < chance
+
+    policies = {
+        "federated averaging": DiLoCo(every=every, outer_lr=1.0, momentum=0.0, at_least=0),
+        "MIFA": MIFA(every=every),
+    }
+    return _each(policies, digits, lambda: nn.Linear(64, 10), Bernoulli(p=loss), 1000, 0.05, works)
+
+
+def speed(seed: int, loss: float) -> dict[str, dict[str, float]]:
+    """Compares policies where clients with small digits are slow."""
+    digits, every = Digits(50, seed, two=True), 5
+    rate = torch.tensor([0.1 + 0.9 * min(kinds) / 9 for kinds in digits.kinds])
+
+    def works(step: int) -> torch.Tensor:
+        random = torch.Generator().manual_seed(seed * 100_003 + step)
+        return torch.rand(50, generator=random) < rate
+
+    policies = {
+        "federated averaging": DiLoCo(every=every, outer_lr=1.0, momentum=0.0, at_least=0),
+        "FedBuff": FedBuff(every=every, at_least=every),
+        "AREA": AREA(every=every, at_least=every),
+    }
+    return _each(policies, digits, lambda: nn.Linear(64, 10), Bernoulli(p=loss), 1500, 0.05, works)
+
+
+def stragglers(seed: int, loss: float) -> dict[str, dict[str, float]]:
+    """Compares ways to treat users who are late."""
+    digits = Digits(30, seed, two=False)
+    common: dict[str, Any] = {"reliability": EXACT, "gradients": LOSSY, "guard": None}
+    late = Stragglers(chance=0.9, backwards=True, network=Bernoulli(p=loss))
+    dropped = Stragglers(chance=0.9, backwards=True, delivered=1e-6, network=Bernoulli(p=loss))
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    found = {}
+    for name, policy, network in (
+        ("nobody is late", BoundedDrift(lead=0.0, **common), Bernoulli(p=loss)),
+        ("late ones are dropped", BoundedDrift(lead=0.0, **common), dropped),
+        ("SALF", SALF(deadline=None, **common), late),
+    ):
+        found |= _each({name: policy}, digits, model, network, 400, 0.1)
+    return found
+
+
+def _each(
+    policies: dict[str, Any],
+    digits: Digits,
+    model: Callable[[], nn.Module],
+    network: LossModel,
+    steps: int,
+    lr: float,
+    works: Callable[[int], torch.Tensor] | None = None,
+) -> dict[str, dict[str, float]]:
+    found = {}
+    for name, policy in policies.items():
+        torch.manual_seed(digits.seed)
+        found[name] = train(digits, model(), policy, network, steps, lr, works)
+    return found
+
+
+QUESTIONS = {"availability": availability, "speed": speed, "stragglers": stragglers}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """A row of Markdown for each question, policy and loss."""
+    rows = []
+    for question in QUESTIONS:
+        names = list(dict.fromkeys(name for key, run in results.items() if key.startswith(question) for name in run))
+        for name in names:
+            cells = []
+            for loss in LOSSES:
+                runs = [run[name] for key, run in sorted(results.items()) if key.startswith(f"{question}/{loss:g}/")]
+                loss_, right = (mean([run[what] for run in runs]) for what in ("loss", "accuracy"))
+                cells += [f"{loss_:.3f}", f"{right:.1%}"]
+            rows.append(f"| {question} | {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def main() -> None:
+    """Computes what is missing, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only runs whose key contains this")
+    parser.add_argument("--draw", action="store_true", help="compute nothing, print what is there")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    path = RESULTS / "participation.json"
+    found: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    for seed in range(0 if chosen.draw else SEEDS):
+        for loss in LOSSES:
+            for name, question in QUESTIONS.items():
+                key = f"{name}/{loss:g}/{seed}"
+                if key not in found and chosen.only in key:
+                    found[key] = question(seed, loss)
+                    print(key, found[key], flush=True)
+                    path.write_text(json.dumps({"runs": found}, indent=1) + "\n")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()
