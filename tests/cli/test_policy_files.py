@@ -110,7 +110,8 @@ def test_settings_that_no_policy_takes_are_refused_also_beside_files(file: Path)
     code, text = call("simulate", "--policy", f"{file}:Halfway", "--every", "2")
     assert code == 2
     assert "--every" in text
-    assert "belongs to model-averaging, and --policy has Halfway" in text
+    assert "belongs to model-averaging, area, diloco" in text
+    assert "and --policy has Halfway" in text
 
 
 def test_wires_and_redundancies_reach_the_policy() -> None:

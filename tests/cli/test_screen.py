@@ -48,9 +48,9 @@ def test_the_shell_offers_values_also_within_a_list() -> None:
     one, several = offer(choices.MODELS), offer_list(choices.POLICIES)
     assert one("res") == ["resnet20", "resnet110"]
     assert one("x") == []
-    assert several("l") == ["lossless", "lead"]
-    assert several("lossless,l") == ["lossless,lead"]
-    assert several("lossless,lead,p") == ["lossless,lead,plain"]
+    assert several("l") == ["lossless", "lead", "light-dp"]
+    assert several("lossless,l") == ["lossless,lead", "lossless,light-dp"]
+    assert several("lossless,lead,p") == ["lossless,lead,plain", "lossless,lead,private-drift"]
     assert several("") == choices.POLICIES.split(",")
     assert offer_list("a,b", "b,c")("") == ["a", "b", "c"]
 

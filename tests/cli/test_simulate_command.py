@@ -62,7 +62,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--policy", ","), "--policy", "must name at least one"),
         (("--lead", "far"), "--lead", "valid"),
         (("--lead", "11"), "--lead", "must lie in [0, 10], got 11"),
-        (("--lead", "2", "--policy", "plain"), "--lead", "belongs to lead, and --policy has plain"),
+        (("--lead", "2", "--policy", "plain"), "--lead", "belongs to lead, private-drift, and --policy has plain"),
         (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to plain, lead"),
         (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to plain, lead"),
         (("--gradient-budget", "1", "--policy", "model-averaging"), "--gradient-budget", "belongs to plain, lead"),

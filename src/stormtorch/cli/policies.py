@@ -77,4 +77,7 @@ def _takes(name: str, knob: str, value: Any) -> bool:
     from stormtorch.policies.presets import PolicySettings, make_policy
 
     bases = (PolicySettings(), PolicySettings(budget=0.5))
-    return any(make_policy(name, replace(base, **{knob: value})) != make_policy(name, base) for base in bases)
+    try:
+        return any(make_policy(name, replace(base, **{knob: value})) != make_policy(name, base) for base in bases)
+    except ValueError:
+        return True  # it refuses that value, so that it has the setting

@@ -350,7 +350,8 @@ class Averages:
         """Waits until a bucket's vector holds what the policy accepts of the answers."""
         round_ = self._rounds.pop(bucket.index)
         vector, host = self._vectors(bucket)
-        with shown("exchange wait", bucket.index, vector.numel(), self._wires[bucket.index].dtype):
+        name = "all_reduce wait" if round_.fused else "exchange wait"
+        with shown(name, bucket.index, vector.numel(), self._wires[bucket.index].dtype):
             begun = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
             arrivals = [arrival for each in begun for arrival in each.wait()]
         if round_.fused:
