@@ -110,21 +110,23 @@ def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may
         iters=1,
         steps=3,
         backends=("storm-drift", "storm-lossy"),
-        wires=("bfloat16", "float16", "int8"),
+        wires=("bfloat16", "float16", "int8", "int4"),
     )
     report = run_ddp(settings)
     assert [result.backend for result in report.results] == [
         "storm-drift-bf16",
         "storm-drift-fp16",
         "storm-drift-int8",
+        "storm-drift-int4",
         "storm-lossy-bf16",
         "storm-lossy-fp16",
         "storm-lossy-int8",
+        "storm-lossy-int4",
     ]
     assert report.conditions["steps"] == 3
     for result in report.results:
         assert (result.rounds, result.over_gloo) == (1, None)
-        narrow = 4 if result.backend.endswith("int8") else 2
+        narrow = {"int8": 4.0, "int4": 7.1}.get(result.backend[-4:], 2.0)
         assert result.moved_bytes == pytest.approx(4 * parameters(0.1) / narrow, rel=0.02)
         # A turn is reported per step: what three of them sent is not what one had to move.
         assert result.sent_bytes is not None
