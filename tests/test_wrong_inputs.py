@@ -65,7 +65,7 @@ COMMANDS = {
     "train lm --data tiny.txt": "--data: must have at least 200,000 bytes; tiny.txt has 16",
     "train image --data .": "--data: must be a folder with the Python version's batches",
     "train lm --wire float8": "'float8' is not one of 'float32', 'bfloat16', 'float16', 'int8', 'int4'",
-    "train lm --policy lead --every 4": "--every: belongs to model-averaging, and --policy has lead",
+    "train lm --policy lead --every 4": "--every: belongs to model-averaging, area, diloco",
     "bench allreduce --mb abc": "--mb: must be numbers separated by commas, got 'abc'",
     "bench allreduce --rate 400foo": "--rate: must be a rate such as 400mbit",
     "bench allreduce --backends nosuch": "--backends: must be one of storm",
