@@ -151,7 +151,7 @@ def train(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
             if kind == "with":
                 losses = [held_out_loss(model, test, adapt(model, each, seed, arguments.adapt)) for each, test in new]
                 found["new client with its embedding"] = mean_over_ranks(losses)
-                found["different embeddings"] = contents_over_ranks(personal)
+                found["embeddings differ"] = contents_over_ranks(personal)
             found["replicas"] = contents_over_ranks(model)
         found |= {f"{kind} {name}": value for name, value in traffic(optimizer).items()}
     return found

@@ -5,6 +5,7 @@ the same on all ranks. Everything that it needs from here is small; start readin
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -61,6 +62,9 @@ def start(train: Callable[[argparse.Namespace, int], dict[str, float]], parser: 
             given = {name: value for name, value in vars(arguments).items() if name not in ("json", "ranks")}
             found = {"settings": given, "ranks": dist.get_world_size(), "runs": runs}
             arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        # A rank that leaves waits for others that still have one of its models. Models of earlier trainings are gone on
+        # all ranks after this, and not only where the garbage collector happened to come.
+        gc.collect()
         dist.destroy_process_group()
 
 

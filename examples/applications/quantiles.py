@@ -149,6 +149,9 @@ def train(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
             [mean_over_ranks([float(loss)]) for loss in quantile_loss(told[:, None] - model(rows), arguments.quantile)]
             for rows, told in (chosen_by, held_out)
         )
+        noise = held_out[1] - held_out[0] @ effects
+        least = quantile_loss((noise - noise.quantile(arguments.quantile))[:, None], arguments.quantile)
+        truth = mean_over_ranks([float(least)])  # of the true coefficients, with the best intercept
         for penalty in PENALTIES:
             tried = [index for index, (name, _) in enumerate(model.settings) if name == penalty]
             best = min(tried, key=lambda index: validation[index])
@@ -156,12 +159,11 @@ def train(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
             right = int(((slopes != 0) & (effects != 0)).sum())
             found[f"{penalty} weight"] = model.settings[best][1]
             found[f"{penalty} quantile loss"] = test[best]
+            found[f"{penalty} excess"] = test[best] / truth - 1
             found[f"{penalty} found"] = right
             found[f"{penalty} wrong"] = int((slopes != 0).sum()) - right
             found[f"{penalty} F1"] = 2 * right / (int((slopes != 0).sum()) + EFFECTS)
             found[f"{penalty} error"] = float((slopes - effects).norm())
-        truth = quantile_loss((held_out[1] - held_out[0] @ effects)[:, None], arguments.quantile)
-        found["truth quantile loss"] = mean_over_ranks([float(truth)])
         found["replicas"] = contents_over_ranks(model)
     return found | traffic(optimizer)
 

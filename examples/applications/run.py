@@ -36,7 +36,7 @@ ROWS: dict[str, list[tuple[str, str, int]]] = {
         ("with embeddings, new client", "the same of a new client, before it has learned its embedding", 4),
         ("new client with its embedding", "the same of a new client, with its own embedding", 4),
         ("without embeddings, new client", "the same of a new client, of the model without embeddings", 4),
-        ("different embeddings", "ranks with different embeddings", 0),
+        ("embeddings differ", "ranks whose embeddings differ", 0),
         ("with arrived", "chunks that arrived, %", 1),
     ],
     "anomalies": [
@@ -60,10 +60,9 @@ ROWS: dict[str, list[tuple[str, str, int]]] = {
         ("L1 error", "distance to the true coefficients: L1", 3),
         ("SCAD error", "distance: SCAD", 3),
         ("MCP error", "distance: MCP", 3),
-        ("L1 quantile loss", "held-out quantile loss: L1", 4),
-        ("SCAD quantile loss", "held-out quantile loss: SCAD", 4),
-        ("MCP quantile loss", "held-out quantile loss: MCP", 4),
-        ("truth quantile loss", "held-out quantile loss: true coefficients", 4),
+        ("L1 excess", "held-out quantile loss above that of the true coefficients: L1, %", 2),
+        ("SCAD excess", "the same: SCAD, %", 2),
+        ("MCP excess", "the same: MCP, %", 2),
         ("arrived", "chunks that arrived, %", 1),
     ],
     "uncertainty": [
@@ -75,6 +74,8 @@ ROWS: dict[str, list[tuple[str, str, int]]] = {
     ],
 }
 _PERCENT = ", %"
+# Numbers that tell of the network, or count something: loss is not to be read as what changed them.
+_PLAIN = ("arrived", "kilobytes", "embeddings differ")
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -140,15 +141,18 @@ def keep(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def table(name: str, runs: dict[str, dict[str, Any]]) -> str:
-    """Returns the table of an application: the mean of its seeds, and the standard error of that, at each loss rate."""
+    """Returns the table of an application: means over seeds at each loss rate, and what loss changed, seed by seed."""
     losses = [loss for loss in LOSSES if f"{name}/{loss:g}" in runs]
     rows = [f"| | {' | '.join(f'{100 * loss:g} % loss' for loss in losses)} |", "|---" + "|---:" * len(losses) + "|"]
     for key, words, decimals in ROWS[name]:
         scale = 100 if words.endswith(_PERCENT) else 1
-        cells = []
-        for loss in losses:
-            values = [scale * run[key] for run in runs[f"{name}/{loss:g}"]["runs"]]
-            cells.append(mean_text(values, decimals))
+        found = [[scale * run[key] for run in runs[f"{name}/{loss:g}"]["runs"]] for loss in losses]
+        cells = [with_error(found[0], decimals)]
+        for values in found[1:]:
+            cells.append(f"{statistics.mean(values):.{decimals}f}")
+            if losses[0] == 0 and not key.endswith(_PLAIN):
+                changes = [now - before for now, before in zip(values, found[0], strict=True)]
+                cells[-1] += f" ({with_error(changes, decimals, sign='+')})"
         rows.append(f"| {words} | {' | '.join(cells)} |")
     counted = [runs[f"{name}/{loss:g}"].get("loss_measured") for loss in losses]
     if None not in counted:
@@ -156,12 +160,11 @@ def table(name: str, runs: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def mean_text(values: list[float], decimals: int) -> str:
-    """Returns the mean of several seeds and its standard error; the value alone where all are the same."""
-    mean = f"{statistics.mean(values):.{decimals}f}"
-    if len(set(values)) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.{decimals}f}"
+def with_error(values: list[float], decimals: int, sign: str = "") -> str:
+    """Returns the mean of several seeds and its standard error, unless that is too small to be seen."""
+    mean = f"{statistics.mean(values):{sign}.{decimals}f}"
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean if float(f"{error:.{decimals}f}") == 0 else f"{mean} ± {error:.{decimals}f}"
 
 
 def renewed(text: str, runs: dict[str, dict[str, Any]]) -> str:
