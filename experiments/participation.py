@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
 from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Policy, RankPolicy, simulate
@@ -175,7 +175,7 @@ def stragglers(seed: int, loss: float) -> dict[str, dict[str, float]]:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name, policy, network in (
         ("nobody is late", BoundedDrift(lead=0.0, **common), Bernoulli(p=loss)),
         ("late ones are dropped", BoundedDrift(lead=0.0, **common), dropped),

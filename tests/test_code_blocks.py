@@ -119,6 +119,8 @@ def test_comments_say_how_a_block_is_run() -> None:
         ("python examples/elastic.py --store tcp://host0:29400 --rank 2 --world 4", None),
         ("python examples/elastic.py --stores tcp://host0:29400", "no option --stores"),
         ("python examples/gone.py", "does not exist"),
+        ("python examples/applications/quantiles.py --quantile 0.9 --loss 0.1", None),
+        ("python examples/applications/quantiles.py --losses 0.1", "no option --losses"),
         ("torchrun --nproc-per-node 2 -m stormtorch.cli simulate --workers 1024", None),
         ("frobnicate --now", "no command that is known"),
     ],

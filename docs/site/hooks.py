@@ -27,6 +27,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "torch.distributed": "backend.md",
         "Talking rarely": "rarely.md",
         "Your own policy": "policies.md",
+        "Applications": "applications.md",
     },
     "Operating": {
         "Overview": "operating.md",

@@ -162,7 +162,7 @@ def table(name: str, runs: dict[str, dict[str, Any]]) -> str:
 
 def with_error(values: list[float], decimals: int, sign: str = "") -> str:
     """Returns the mean of several seeds and its standard error, unless that is too small to be seen."""
-    mean = f"{statistics.mean(values):{sign}.{decimals}f}"
+    mean = f"{round(statistics.mean(values), decimals) + 0.0:{sign}.{decimals}f}"  # + 0.0: no "-0.00"
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return mean if float(f"{error:.{decimals}f}") == 0 else f"{mean} ± {error:.{decimals}f}"
 

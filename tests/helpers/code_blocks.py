@@ -222,13 +222,18 @@ def _words(line: str) -> list[str]:
 
 
 def _check_script(path: str, arguments: list[str]) -> str | None:
-    """A script of this repository must exist, and mention each option; one without a folder is the reader's own."""
+    """A script of this repository must exist, and mention each option, by itself or in a module beside it that it
+    imports; one without a folder is the reader's own.
+    """
     if "/" not in path:
         return None
     script = ROOT / path
     if not script.is_file():
         return f"{path} does not exist"
-    unknown = [word for word in arguments if word.startswith("--") and f'"{word}"' not in script.read_text("utf-8")]
+    text = script.read_text("utf-8")
+    beside = [script.parent / f"{name}.py" for name in re.findall(r"^from (\w+) import", text, re.M)]
+    text += "".join(each.read_text("utf-8") for each in beside if each.is_file())
+    unknown = [word for word in arguments if word.startswith("--") and f'"{word}"' not in text]
     return f"{path} has no option {unknown[0]}" if unknown and path.endswith(".py") else None
 
 
