@@ -50,7 +50,8 @@ class ModelSession(ReplicatedSession):
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         self._calls = Calls(
             self._rounds.meeting(),
-            steps=lambda: self.steps,
+            # Ranks of different speeds have made different steps; what they have in common are rounds.
+            steps=lambda: self.steps if policy.pace == "together" else self.steps_of_rounds(),
             ready=self.at_rest,
             serve=lambda _call: self._take_part(),
             due=lambda: self.at_rest() and self.membership.due(),
