@@ -213,6 +213,9 @@ def table(results: dict[str, Any]) -> list[str]:
             cells = []
             for loss in LOSSES:
                 runs = [run[name] for key, run in sorted(results.items()) if key.startswith(f"{question}/{loss:g}/")]
+                if not runs:
+                    cells += ["-", "-"]
+                    continue
                 loss_, right = (mean([run[what] for run in runs]) for what in ("loss", "accuracy"))
                 cells += [f"{loss_:.3f}", f"{right:.1%}"]
             rows.append(f"| {question} | {name} | {' | '.join(cells)} |")
