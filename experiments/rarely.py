@@ -2,7 +2,8 @@
 
 Learns the bytes of WikiText-2 from scratch with a LLaMA-style model of 0.63 M parameters on 8 workers, in 900 steps of
 16 sequences each. Both directions lose. Every run is compared with the lossless one of its policy and seed; all of
-them, at equal steps, with data parallel training.
+them, at equal steps, with data parallel training; those that exchange models also at equal bytes with BoundedDrift,
+which makes as few steps as they make exchanges, each of as many more sequences.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ OUTER = {"diloco": (1.0, 0.5), "streaming-diloco": (1.0, 0.5), "gossip": (1.0, 0
 BLOCKS = (1024, 4096)
 TRIED = ((0.7, 0.9), (0.4, 0.9), (1.0, 0.5), (1.0, 0.0))
 EVERY = (30, 100)
+# Policies whose purpose is another one than few bytes, with what they need here; every so many steps, or at each.
+OTHERS: dict[str, tuple[int | None, dict[str, float]]] = {
+    "area": (30, {}),
+    "mifa": (30, {}),
+    "light-dp": (30, {"noise": 0.002, "mask": 0.01}),
+    "salf": (None, {}),
+    "qsdp": (None, {}),
+}
+OTHER_SEEDS = 3
+# Learning rates of the few large steps that take as many bytes.
+LARGE_STEPS = (1e-3, 4e-3)
 BASE = "data-parallel/0"
 
 
@@ -54,6 +66,14 @@ def rare(chosen: argparse.Namespace, policy: str, every: int, loss: float, seed:
     return settings(chosen, policy, loss, seed, every=every, more=fields, given=frozenset({"every"}))
 
 
+def other(chosen: argparse.Namespace, policy: str, loss: float, seed: int) -> SimSettings:
+    """A training under a policy that serves another purpose."""
+    every, more = OTHERS[policy]
+    if every is None:
+        return settings(chosen, policy, loss, seed)
+    return rare(chosen, policy, every, loss, seed, **more, **({"key_seed": seed} if policy == "light-dp" else {}))
+
+
 def runs(chosen: argparse.Namespace) -> list[Run]:
     """The comparison, seed by seed; then the outer optimizers that were tried."""
     found = []
@@ -79,6 +99,24 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             )
             for block in BLOCKS
             for every in EVERY
+            for loss in LOSSES
+        ]
+    for seed in range(OTHER_SEEDS):
+        found += [
+            Run(
+                key=f"equal-bytes-{lr:g}-{every}/{loss:g}/{seed}",
+                settings=settings(chosen, "lead", loss, seed, steps=STEPS // every, batch=16 * every, lr=lr),
+            )
+            for every in EVERY
+            for lr in LARGE_STEPS
+            for loss in LOSSES
+        ]
+        found += [
+            Run(
+                key=f"{policy}-{every}/{loss:g}/{seed}" if every else f"{policy}/{loss:g}/{seed}",
+                settings=other(chosen, policy, loss, seed),
+            )
+            for policy, (every, _) in OTHERS.items()
             for loss in LOSSES
         ]
     found += [

@@ -10,7 +10,22 @@ from torch import nn
 
 import stormtorch
 from own_policies import Anchored, Blended, Damped
-from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Options, Policy
+from stormtorch import (
+    AREA,
+    EXACT,
+    MIFA,
+    QSDP,
+    SALF,
+    BoundedDrift,
+    DiLoCo,
+    Gossip,
+    GradientAveraging,
+    ModelAveraging,
+    Options,
+    Policy,
+    SparseDiLoCo,
+    StreamingDiLoCo,
+)
 from stormtorch.collectives import Group
 from stormtorch.jobs.ranks import Member, run_ranks
 
@@ -39,7 +54,12 @@ def train(member: Member, policy: Policy, loss: float, steps: int, how: str = "p
         model = new_model(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scaler = torch.amp.GradScaler("cuda", enabled=how == "scaled", init_scale=2.0**10)
-        model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=Group(transport))
+        personal = [model[5]] if how == "personal" else []  # type: ignore[index]
+        model, optimizer = stormtorch.prepare(
+            model, optimizer, policy=policy, group=Group(transport), personal=personal
+        )
+        if how == "pruned":
+            stormtorch.prune(model, keep=0.5)
         losses = []
         with stormtorch.faults(loss=loss, seed=2):
             for step in range(steps):
@@ -111,3 +131,34 @@ def test_under_loss_it_learns_and_replicas_agree_when_exact(policy: Policy, how:
         # Where each rank applies gradients of its own, there is no common value.
         if not isinstance(policy, GradientAveraging):
             assert result["state"] == results[0]["state"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        (DiLoCo(every=10, outer_lr=1.0, momentum=0.5, bucket_mb=0.05), "plain"),
+        (DiLoCo(every=10, outer_lr=1.0, momentum=0.5, bucket_mb=0.05, delay=3, wire=torch.int4), "plain"),  # type: ignore[attr-defined]
+        (StreamingDiLoCo(every=12, fragments=3, delay=2, outer_lr=1.0, momentum=0.5), "plain"),
+        (SparseDiLoCo(every=10), "plain"),
+        (Gossip(every=5, outer_lr=1.0, momentum=0.0), "plain"),
+        (AREA(every=5, at_least=5, pace="together"), "plain"),
+        (MIFA(every=5), "bfloat16"),
+        (SALF(bucket_mb=0.05), "plain"),
+        (QSDP(bucket_mb=0.05), "plain"),
+        (QSDP(bucket_mb=0.05, bits=4), "plain"),
+        (BoundedDrift(bucket_mb=0.05), "personal"),
+        (DiLoCo(every=10, outer_lr=1.0, momentum=0.5), "personal"),
+        (BoundedDrift(bucket_mb=0.05), "pruned"),
+    ],
+)
+def test_policies_of_other_files_learn_on_a_gpu(policy: Policy, how: str) -> None:
+    results = run_ranks(train, WORLD, (policy, 0.1, 120, how), timeout_s=200)
+    for result in results:
+        assert sum(result["losses"][-20:]) < 0.7 * sum(result["losses"][:20])
+        shared = {name: value for name, value in result["state"].items() if how != "personal" or name[0] != "5"}
+        assert shared.items() <= results[0]["state"].items()
+        if how == "personal" and result is not results[0]:
+            assert result["state"]["5.weight"] != results[0]["state"]["5.weight"]
+        if how == "pruned":
+            zeros = torch.tensor(result["state"]["2.weight"]) == 0
+            assert zeros.float().mean() > 0.4

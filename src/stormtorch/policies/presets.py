@@ -158,7 +158,9 @@ def _read(knob: str, text: str, default: Any) -> Any:
     try:
         if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
-        return type(default)(text) if isinstance(default, int | float | str) else float(text)
+        if isinstance(default, int | float | str):
+            return type(default)(text)
+        return int(text) if text.lstrip("+-").isdigit() else float(text)  # a field without a value may be a seed
     except (KeyError, ValueError) as error:
         kind = "true or false" if isinstance(default, bool) else type(default).__name__
         raise ValueError(f"{knob} must be {kind}, got {text!r}") from error

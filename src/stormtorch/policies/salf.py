@@ -6,18 +6,20 @@ from typing import ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
+from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.memory import NOBODY, Memory
-from stormtorch.policies.policy import Numbers, OwnerPolicy
+from stormtorch.policies.policy import Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class SALF(OwnerPolicy):
+class SALF(BoundedDrift):
     """Layer-wise training with stragglers: backward ends at a deadline, wherever a rank is.
 
     Gradients are computed from the last layer backwards. At the deadline each rank gives those that it has, so that
     owners of late layers average over all ranks and owners of early layers over few. A layer that nobody has reached
     gets a gradient of zero. As that happens by chance, gradients of a layer that was reached are made longer by the
-    inverse of the chance that anybody reaches it: then all layers move as far on average as without stragglers.
+    inverse of the chance that anybody reaches it: then all layers move as far on average as without stragglers. What
+    owners send has the lead of `BoundedDrift`.
     """
 
     name: ClassVar[str] = "salf"
@@ -28,6 +30,7 @@ class SALF(OwnerPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self.weights == "mean", "weights", 'be "mean": layers are weighed by how many reach them', self.weights)
         check(0.0 <= self.inertia < 1.0, "inertia", "lie in [0, 1)", self.inertia)
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int, owner: Memory = NOBODY) -> torch.Tensor:
