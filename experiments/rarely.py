@@ -18,6 +18,8 @@ from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
 
 SEEDS = 6
+# Sparse exchanges that are this rare differ much from seed to seed.
+SPARSE_SEEDS = 12
 LOSSES = (0.0, 0.1, 0.4)
 STEPS = 900
 # Outer learning rate and momentum. Published ones are for hundreds of exchanges, and too hot for the 9 to 30 of these.
@@ -101,6 +103,14 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             for every in EVERY
             for loss in LOSSES
         ]
+    found += [
+        Run(
+            key=f"sparse-diloco-1024-100/{loss:g}/{seed}",
+            settings=rare(chosen, "sparse-diloco", 100, loss, seed, block=1024),
+        )
+        for seed in range(SEEDS, SPARSE_SEEDS)
+        for loss in LOSSES
+    ]
     for seed in range(OTHER_SEEDS):
         found += [
             Run(
