@@ -14,7 +14,9 @@ from stormtorch.bench.backends import check_backends
 from stormtorch.bench.replicas import BACKENDS, contenders
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
-from stormtorch.policies.presets import WIRES
+from stormtorch.policies.policy import Policy
+from stormtorch.policies.presets import WIRES, PolicySettings, make_policy
+from stormtorch.policies.presets import named as policies
 from stormtorch.results.report import write_json
 from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
@@ -22,7 +24,8 @@ from stormtorch.tasks.models.llama import LlamaSize
 
 CLOCK = (
     "seconds of training by the slowest rank: steps, the arrival of the last parameters before an evaluation, and, "
-    "where replicas may differ, owners sending theirs to all for it; evaluations themselves are not on the clock"
+    "where replicas may differ, owners sending theirs to all for it; evaluations themselves are not on the clock, "
+    "nor is averaging for one where each rank trains a model of its own"
 )
 STEP = "zero_grad, forward, backward and AdamW at a constant rate, betas 0.9 and 0.95; one torch thread per rank"
 TURNS = "after each evaluation, whoever has trained for the shortest time goes on; all wait in the same processes"
@@ -52,6 +55,10 @@ class ConvergenceSettings:
     backends: tuple[str, ...] = ("gloo", "storm-drift")
     wires: tuple[str, ...] = ("float32", "bfloat16")
     """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
+    policy: PolicySettings = field(default_factory=lambda: PolicySettings(every=30))
+    """Settings of backends that are names of policies."""
+    target: float | None = None
+    """Loss to which times are compared; None is the least that all have come to."""
     network: Conditions | None = None
     """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
     faults: float = 0.0
@@ -70,7 +77,11 @@ class ConvergenceSettings:
         check_between("batch", self.batch, 1, 10_000)
         check_between("context", self.context, 1, 10_000)
         check_between("lr", self.lr, 1e-9, 10)
-        check_backends(self.backends, self.network, BACKENDS)
+        check_backends(self.backends, self.network, (*BACKENDS, *policies()))
+        for name in self.backends:
+            self.policy_of(name)
+        if self.target is not None:
+            check_between("target", self.target, 0.0, 100.0)
         check_subset("wire", self.wires, tuple(WIRES))
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
@@ -83,6 +94,10 @@ class ConvergenceSettings:
     def contenders(self) -> tuple[str, ...]:
         """Backends, with one for each of the wires in place of storm-lossy and of storm-drift."""
         return contenders(self.backends, self.wires)
+
+    def policy_of(self, backend: str) -> Policy | None:
+        """Makes the policy of a backend that is the name of one; None for all others."""
+        return make_policy(backend, self.policy) if backend in policies() else None
 
     @property
     def size(self) -> LlamaSize:
@@ -185,12 +200,15 @@ class ConvergenceReport:
         if settings.network is not None:
             asked["requested"] = settings.network.to_json()
         asked["backends"] = list(settings.contenders)
+        asked["policy"] = {name: repr(settings.policy_of(name)) for name in settings.backends if name in policies()}
         asked["order"] = TURNS if settings.turns else ONE_BY_ONE
         return cls(asked | {"clock": CLOCK, "step": STEP, "corpus": open_corpus().to_json()} | surroundings())
 
     @property
     def target(self) -> float | None:
-        """The least loss that all who were not given up have come to; None before there are any."""
+        """Loss that was asked for, or the least that all who were not given up came to; None before there are any."""
+        if self.conditions.get("target") is not None:
+            return float(self.conditions["target"])
         ended = [curve.best for curve in self.curves if not curve.gave_up]
         return max(ended) if ended else None
 

@@ -146,7 +146,7 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
     open_groups(member)
     task, held_out = _task(settings, member.rank, member.world)
     datagram_bytes = _ETHERNET_BYTES if settings.faults else None
-    learners = [_Learner(open_replica(name, task, member, datagram_bytes)) for name in names]
+    learners = [_Learner(open_replica(name, task, member, datagram_bytes, settings.policy_of(name))) for name in names]
     lab = settings.network is not None
     # In turns nobody is given up: of processes that storm shares, cutting gloo's connections may leave one waiting.
     patience_s = settings.patience_s if lab and not settings.turns else None
@@ -222,7 +222,8 @@ def _evaluate(stage: Stage[Replica], replica: Replica, held_out: torch.Tensor) -
     """The mean over all ranks' parts of what is held out, the same number on each."""
     # Of DistributedDataParallel, the module itself: a forward under it may look at its group.
     model = getattr(replica.model, "module", replica.model)
-    loss = next_token_loss(model(held_out[:, :-1]), held_out) if len(held_out) else torch.zeros(())
+    with replica.judged():
+        loss = next_token_loss(model(held_out[:, :-1]), held_out) if len(held_out) else torch.zeros(())
     sums = torch.tensor([float(loss) * len(held_out), len(held_out)], dtype=torch.float64)
     stage.control.allreduce([sums]).wait()
     return float(sums[0] / sums[1])

@@ -23,7 +23,8 @@ from stormtorch.bench.tcp import opened_by
 from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
-from stormtorch.policies import BoundedDrift
+from stormtorch.policies import BoundedDrift, RankPolicy
+from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import WIRES
 from stormtorch.runtime.prepare import prepare
 from stormtorch.runtime.session import sessions_of
@@ -155,6 +156,10 @@ class Replica:
     def synchronise(self) -> None:
         """Makes the parameters those that count, on all ranks; under DistributedDataParallel they always are."""
 
+    def judged(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context within which the parameters are those to evaluate; all ranks enter it together."""
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         """Ends its connections."""
 
@@ -200,28 +205,53 @@ class DdpReplica(StormReplica):
         return Delivery((self._state.arrived_sum - arrived) / buckets) if buckets else delivery
 
 
-class DriftReplica(StormReplica):
-    """Replica prepared for `BoundedDrift`: parameters of a step may still arrive when the next one begins."""
+class PreparedReplica(StormReplica):
+    """Replica prepared for a policy: what a step sends may still arrive when the next one begins."""
 
-    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+    def __init__(
+        self, name: str, task: Task, member: Member, policy: Policy, datagram_bytes: int | None = None
+    ) -> None:
         group = _storm(member, datagram_bytes)
         model = copy.deepcopy(task.model)
-        self._begun_with = [parameter.detach().clone() for parameter in model.parameters()]
-        wire, standby, hierarchy = WIRES[DRIFT[name]], int(name not in _ALONE), name not in _FLAT
-        shards: Literal["equal", "rate"] = "rate" if name in _BY_RATE else "equal"
-        policy = BoundedDrift(wire=wire, standby=standby, hierarchy=hierarchy, shards=shards)
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
+        self._of_ranks = isinstance(policy, RankPolicy)
+        self._exchanges = 0
         (self._session,) = sessions_of(model)
+        self._session.ledger.on_row(self._count)
+
+    def _count(self, _row: object) -> None:
+        self._exchanges += 1
 
     def turn(self, steps: int) -> Delivery:
         """See `Replica`."""
+        self._exchanges = 0
         super().turn(steps)
-        rows = itertools.islice(reversed(self._session.ledger.rows), steps)
-        return Delivery(sum(row.arrived for row in rows) / steps)
+        rows = list(itertools.islice(reversed(self._session.ledger.rows), self._exchanges))
+        return Delivery(sum(row.arrived for row in rows) / len(rows)) if rows else Delivery()
 
     def _settle(self) -> None:
         self._session.wait()
+
+    def synchronise(self) -> None:
+        """See `Replica`. Where each rank has a model of its own, it keeps it."""
+        if not self._of_ranks:
+            self._session.synchronise()
+
+    def judged(self) -> contextlib.AbstractContextManager[None]:
+        """See `Replica`."""
+        return self._session.exact() if self._of_ranks else contextlib.nullcontext()
+
+
+class DriftReplica(PreparedReplica):
+    """Replica prepared for `BoundedDrift`, by its name."""
+
+    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+        self._begun_with = [parameter.detach().clone() for parameter in task.model.parameters()]
+        wire, standby, hierarchy = WIRES[DRIFT[name]], int(name not in _ALONE), name not in _FLAT
+        shards: Literal["equal", "rate"] = "rate" if name in _BY_RATE else "equal"
+        policy = BoundedDrift(wire=wire, standby=standby, hierarchy=hierarchy, shards=shards)
+        super().__init__(name, task, member, policy, datagram_bytes)
 
     def gradients(self) -> list[torch.Tensor]:
         """See `Replica`. No rank has all of them: what SGD made of the owners' parameters shows them."""
@@ -233,10 +263,6 @@ class DriftReplica(StormReplica):
         """See `Replica`. Copies may differ; what their owners have may not."""
         self.synchronise()
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
-
-    def synchronise(self) -> None:
-        """See `Replica`."""
-        self._session.synchronise()
 
 
 class GlooReplica(Replica):
@@ -324,7 +350,9 @@ def open_groups(member: Member) -> None:
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
 
 
-def open_replica(name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> Replica:
+def open_replica(
+    name: str, task: Task, member: Member, datagram_bytes: int | None = None, policy: Policy | None = None
+) -> Replica:
     """Makes a replica: a copy of the task's model on a group of its own.
 
     Args:
@@ -332,7 +360,10 @@ def open_replica(name: str, task: Task, member: Member, datagram_bytes: int | No
         task: What it learns.
         member: This rank.
         datagram_bytes: Payload of a datagram of storm's; None lets it choose.
+        policy: Policy of a replica that bears a policy's name.
     """
+    if policy is not None:
+        return PreparedReplica(name, task, member, policy, datagram_bytes)
     if name == NO_SYNC:
         return LocalReplica(name, task)
     if name.startswith("gloo"):

@@ -13,6 +13,7 @@ from stormtorch.cli.choices import (
     LAB_WARMUP,
     LEARNERS,
     PARAMS_M,
+    POLICIES,
     WARMUP,
 )
 from stormtorch.cli.completion import offer
@@ -37,6 +38,7 @@ from stormtorch.cli.options import (
     Ranks,
     Rate,
     Seed,
+    Set,
     Tcp,
     Timeout,
     WarmupAnywhere,
@@ -163,6 +165,14 @@ def convergence(
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW, which stays as it is.")] = 1e-3,
     backends: Learners = None,
     wire: Wires = "float32,bfloat16",
+    every: Annotated[int, typer.Option(help="Steps between two exchanges of models, where a policy has such.")] = 30,
+    more: Set = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Loss whose time is compared, in nats per byte.", show_default="the least that all have come to"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and loss.")] = 0,
     json: Json = None,
     plot: Plot = None,
@@ -192,13 +202,17 @@ def convergence(
       stormtorch bench convergence --rate 400mbit --loss 0.1 --json learning.json --plot learning.png
 
       stormtorch bench convergence --rate 100mbit --loss 0.01 --backends gloo-cubic,storm,storm-drift --wire int8
+
+      stormtorch bench convergence --rate 20mbit --delay 50ms --loss 0.05 --backends gloo-bbr,diloco,streaming-diloco
     """
     with friendly_errors():
         from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings
         from stormtorch.bench.learning import run_convergence
         from stormtorch.cli.plots.convergence import plot_convergence
+        from stormtorch.cli.policies import fields_of
         from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.steps import convergence_table
+        from stormtorch.policies.presets import PolicySettings
 
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         settings = ConvergenceSettings(
@@ -213,6 +227,12 @@ def convergence(
             seed=seed,
             backends=names(backends or (LEARNERS if network is None else LAB_LEARNERS)),
             wires=names(wire),
+            policy=PolicySettings(
+                every=every,
+                more=fields_of(more, tuple(name for name in names(backends or "") if name in POLICIES.split(","))),
+                given=frozenset({"every"}),
+            ),
+            target=target,
             network=network,
             patience_s=patience_s,
             timeout_s=timeout_s,

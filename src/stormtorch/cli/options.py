@@ -378,7 +378,7 @@ Learners = Annotated[
     str | None,
     typer.Option(
         "--backends",
-        help=f"{_BACKENDS_HELP}: any of `bench ddp`.",
+        help=f"{_BACKENDS_HELP}: any of `bench ddp`, and policies by name, as diloco.",
         show_default="gloo (in a lab gloo-bbr) and storm-drift",
         autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),

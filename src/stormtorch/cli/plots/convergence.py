@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from stormtorch.bench.convergence import ConvergenceReport, Curve
 
 
+# Colours of policies, in the order in which they come.
+_FURTHER = ("#2b8a3e", "#e67700", "#0c8599", "#9c36b5", "#a61e4d", "#5c940d")
+
+
 def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     """Draws a line per backend into `path`, whose ending chooses the format."""
     from matplotlib.figure import Figure
@@ -19,7 +23,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
     for curve in report.curves:
-        colour = COLOURS[curve.backend]
+        colour = _colour(report, curve.backend)
         label = "_" if curve.gave_up else curve.backend
         axis.plot(curve.clock_s, curve.losses, color=colour, marker=".", label=label)
         if curve.gave_up:
@@ -35,7 +39,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     crowded, before_s = 0, -1e9
     for reached_s, backend in _reached(report):
         assert report.target is not None
-        colour = COLOURS[backend]
+        colour = _colour(report, backend)
         axis.plot([reached_s] * 2, [bottom, report.target], color=colour, linestyle=":", linewidth=1, label="_")
         # Times that lie close together stand above each other.
         crowded = crowded + 1 if reached_s - before_s < 0.09 * axis.get_xlim()[1] else 0
@@ -55,6 +59,12 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     figure.suptitle(f"{headline(report)}\n{conditions['ranks']} ranks, {where}", fontsize=10.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def _colour(report: "ConvergenceReport", backend: str) -> str:
+    """Colour of a backend; policies, of which there are many, take the next one."""
+    policies = [curve.backend for curve in report.curves if curve.backend not in COLOURS]
+    return COLOURS.get(backend) or _FURTHER[policies.index(backend) % len(_FURTHER)]
 
 
 def headline(report: "ConvergenceReport") -> str:

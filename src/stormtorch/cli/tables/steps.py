@@ -100,7 +100,8 @@ def convergence_table(report: "ConvergenceReport") -> Table:
         "weights and batches."
     )
     if report.target is not None:
-        caption += f" Reached: the seconds until a loss of {report.target:.3f}, which all came to"
+        given = conditions.get("target") is not None
+        caption += f" Reached: the seconds until a loss of {report.target:.3f}{'' if given else ', which all came to'}"
         caption += "; speed-up: those of gloo over these." if report.peer else "."
     table = new_table(title, caption)
     table.add_column("backend", no_wrap=True)
