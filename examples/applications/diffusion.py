@@ -11,8 +11,9 @@ Twelve clients are dealt to the ranks. The figure is the held-out denoising loss
 that the network sees in a noisy one, over all levels of noise; once with embeddings, and once without. Then four new
 clients come, with pairs of digits that no other has: they learn 8 numbers each, and nothing is exchanged any more.
 
-What to look at: the network is prepared, and the embeddings are not. They have a plain optimizer of their own, so that
-nothing of them travels; at the end, ranks compare fingerprints, and find that all embeddings differ.
+What to look at: embeddings are a part of the model that is prepared, and `personal=` says that they never travel. One
+optimizer moves both, with a learning rate for each; at the end, ranks compare fingerprints, and find that the networks
+are the same and all embeddings differ.
 
     python examples/applications/diffusion.py --loss 0.1
     torchrun --nproc-per-node 2 examples/applications/diffusion.py --policy model-averaging --every 4
@@ -59,14 +60,30 @@ class Denoiser(nn.Module):
         return self.clean(inside)
 
 
+class Clients(nn.Module):
+    """The denoiser that all ranks share, and the embeddings of one rank's clients, which begin as zero."""
+
+    def __init__(self, clients: int) -> None:
+        super().__init__()
+        self.denoiser = Denoiser()
+        self.embeddings = nn.Embedding.from_pretrained(torch.zeros(clients, EMBEDDING), freeze=False)
+
+    def forward(self, noisy: torch.Tensor, level: torch.Tensor, whose: torch.Tensor) -> torch.Tensor:
+        """Returns the clean picture, for each noisy one with its level of noise and the number of its client."""
+        return self.denoiser(noisy, level, self.embeddings(whose))
+
+
 def denoising_loss(
-    model: Denoiser, clean: torch.Tensor, embedding: torch.Tensor, generator: torch.Generator
+    model: nn.Module, clean: torch.Tensor, whose: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Adds noise of random levels to pictures, and returns the squared error of what the model makes of them."""
+    """Adds noise of random levels to pictures, and returns the squared error of what the model makes of them.
+
+    `whose` tells the model of whom each picture is: the client's embedding, or its number if the model has embeddings.
+    """
     level = torch.randint(LEVELS, (len(clean),), generator=generator)
     noise = torch.randn(clean.shape, generator=generator)
     left = SIGNAL[level][:, None]
-    return functional.mse_loss(model(left.sqrt() * clean + (1 - left).sqrt() * noise, level, embedding), clean)
+    return functional.mse_loss(model(left.sqrt() * clean + (1 - left).sqrt() * noise, level, whose), clean)
 
 
 def deal(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -123,36 +140,35 @@ def train(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
     for kind in ("with", "without"):
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         torch.manual_seed(seed)
-        model = Denoiser()
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        model = Clients(len(own))
+        model.embeddings.requires_grad_(kind == "with")  # otherwise they stay zero
+        rates = [{"params": model.denoiser.parameters()}, {"params": model.embeddings.parameters(), "lr": 0.01}]
+        optimizer = torch.optim.Adam(rates, lr=2e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
-        model, optimizer = stormtorch.prepare(model, optimizer, policy=policy_of(arguments))
-        # Personal: a module and an optimizer of this rank alone, which nobody prepares.
-        personal = nn.Embedding(len(own), EMBEDDING)
-        nn.init.zeros_(personal.weight)
-        own_optimizer = torch.optim.Adam(personal.parameters(), lr=0.01)
+        # Ranks may even have different numbers of clients: what is personal may have another shape on each.
+        model, optimizer = stormtorch.prepare(
+            model, optimizer, policy=policy_of(arguments), personal=[model.embeddings]
+        )
         for _ in range(arguments.steps):
             drawn = torch.randint(len(learned), (BATCH,), generator=generator)
-            denoising_loss(model, learned[drawn], personal(whose[drawn]), generator).backward()
+            denoising_loss(model, learned[drawn], whose[drawn], generator).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if kind == "with":  # otherwise they stay zero
-                own_optimizer.step()
-            own_optimizer.zero_grad()
             schedule.step()
 
         with stormtorch.exact(model):
-            embeddings = personal.weight.detach()
-            losses = [held_out_loss(model, each, embeddings[index]) for index, (_, each) in enumerate(own)]
+            denoiser, embeddings = model.denoiser, model.embeddings.weight.detach()
+            losses = [held_out_loss(denoiser, each, embeddings[index]) for index, (_, each) in enumerate(own)]
             found[f"{kind} embeddings"] = mean_over_ranks(losses)
             unknown = torch.zeros(EMBEDDING)
-            losses = [held_out_loss(model, each, unknown) for _, each in new]
+            losses = [held_out_loss(denoiser, each, unknown) for _, each in new]
             found[f"{kind} embeddings, new client"] = mean_over_ranks(losses)
             if kind == "with":
-                losses = [held_out_loss(model, test, adapt(model, each, seed, arguments.adapt)) for each, test in new]
+                adapted = [(test, adapt(denoiser, each, seed, arguments.adapt)) for each, test in new]
+                losses = [held_out_loss(denoiser, test, embedding) for test, embedding in adapted]
                 found["new client with its embedding"] = mean_over_ranks(losses)
-                found["embeddings differ"] = contents_over_ranks(personal)
-            found["replicas"] = contents_over_ranks(model)
+                found["embeddings differ"] = contents_over_ranks(model.embeddings)
+            found["replicas"] = contents_over_ranks(denoiser)
         found |= {f"{kind} {name}": value for name, value in traffic(optimizer).items()}
     return found
 

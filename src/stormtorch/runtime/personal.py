@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stormtorch.policies.personal_parts import check_parts
+
 # By identity and weakly: a parameter that is gone must not make another one personal that has its address.
 _parameters: Any = WeakIdKeyDictionary()
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def declare(model: nn.Module, parts: Iterable[nn.Module | nn.Parameter], *, again: bool) -> None:
+def declare(model: nn.Module, parts: Sequence[nn.Module | nn.Parameter], *, again: bool) -> None:
     """Makes parts of a model personal, with all that is within them.
 
     Args:
@@ -27,13 +29,8 @@ def declare(model: nn.Module, parts: Iterable[nn.Module | nn.Parameter], *, agai
         TypeError: A part is neither a module nor a parameter.
         ValueError: A part is not the model's, or comes too late.
     """
-    modules = {id(each) for each in model.modules()}
-    parameters = {id(each) for each in model.parameters()}
+    check_parts(model, parts)
     for place, part in enumerate(parts):
-        if not isinstance(part, nn.Module | nn.Parameter):
-            raise TypeError(f"personal[{place}] must be a module or a parameter, got {type(part).__name__}")
-        if id(part) not in (modules if isinstance(part, nn.Module) else parameters):
-            raise ValueError(f"personal[{place}] is no part of the model: give modules and parameters of it")
         if again and not is_personal(part):
             raise ValueError(
                 f"personal[{place}] comes too late, as it has travelled already: name all personal parts of a model in "

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from stormtorch.simulation.chunks import Chunks
+from stormtorch.simulation.personal import Personal
 from stormtorch.simulation.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,13 @@ How: TypeAlias = Literal["auto", "batched", "loop"]
 
 # Rounding does not explain a larger relative difference between two ways to compute a loss or a gradient.
 _TOLERANCE = 0.02
+
+
+def trained(model: nn.Module, personal: frozenset[str]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Returns the trained parameters by name: those that travel, and the personal ones."""
+    found = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    shared = {name: each for name, each in found.items() if name not in personal}
+    return shared, {name: each for name, each in found.items() if name in personal}
 
 
 class Objective(nn.Module):
@@ -55,7 +63,7 @@ class Gradients:
         model: The model; all replicas share a copy of it, with parameters of their own.
         loss: Computes the loss of one worker's batch.
         chunks: Places of parameters in a replica.
-        workers: Number of workers of this process; each has buffers of its own.
+        workers: Number of workers of this process; each has buffers and personal parameters of its own.
         at_once: Number of replicas that one call computes.
         device: Device of the replicas.
         how: "batched" computes replicas at once by `torch.func.vmap`, "loop" one by one. "auto" is "batched" on a GPU,
@@ -63,6 +71,7 @@ class Gradients:
         precision: Number format in which matrices are multiplied; float32 leaves it to the model.
         capture: Whether to record the kernels once and replay them, on a GPU.
         fuse: Whether `torch.compile` fuses the kernels of "batched": takes minutes at first, then halves a step's time.
+        personal: Names of the model's personal parameters and buffers.
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class Gradients:
         precision: torch.dtype = torch.float32,
         capture: bool = True,
         fuse: bool = False,
+        personal: frozenset[str] = frozenset(),
     ) -> None:
         self._body = Objective(copy.deepcopy(model).to(device).train(), loss)
         self._chunks = chunks
@@ -86,8 +96,14 @@ class Gradients:
         self.how = "loop" if how == "auto" and device.type == "cpu" else how
         self._precision = precision
         self._capture = capture and device.type == "cuda"
-        self._names = [name for name, each in self._body.named_parameters() if each.requires_grad]
-        self._parameters = [each for each in self._body.parameters() if each.requires_grad]
+        self._personal_names = personal
+        shared, own = trained(model, personal)
+        # In the order of the vectors: first what travels, then what is personal.
+        self._names = [f"model.{name}" for name in (*shared, *own)]
+        self._parameters = [self._body.get_parameter(name) for name in self._names]
+        self.personal = Personal(list(own.values()), workers, device)
+        """Personal parameters of all workers, and their gradients after `compute`."""
+        self._own, self._own_grads = (self.personal.chunks.empty(at_once, device=device) for _ in range(2))
         self.buffers = {
             name: each.detach().to(device).expand(workers, *each.shape).clone()
             for name, each in self._body.named_buffers()
@@ -97,8 +113,7 @@ class Gradients:
         """Replicas; the caller writes them before `compute`."""
         self.grads = chunks.empty(at_once, device=device)
         """Gradients of the replicas, after `compute`."""
-        self.used = torch.zeros(at_once, len(self._parameters), dtype=torch.bool)
-        """Whether each loss depended on each parameter; otherwise it has no gradient, not even one of zero."""
+        self._used = torch.zeros(at_once, len(self._parameters), dtype=torch.bool)
         self._worker = 0
         for place, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._noting(place))
@@ -112,6 +127,11 @@ class Gradients:
     def at_once(self) -> int:
         """Number of replicas that one call computes."""
         return len(self.replicas)
+
+    @property
+    def used(self) -> torch.Tensor:
+        """Whether each loss depended on each parameter that travels; otherwise it has no gradient, not even zero."""
+        return self._used[:, : len(self._chunks.shapes)]
 
     def compute(self, batch: Any, first: int, count: int) -> torch.Tensor:
         """Returns the losses of the first `count` of `replicas`, and writes their gradients to `grads`.
@@ -130,6 +150,7 @@ class Gradients:
                 raise ValueError(f"batches must be tensors with {count} workers in the first dimension, got {what}")
         for name, stacked in self.buffers.items():
             self._buffers[name][:count].copy_(stacked[first : first + count])
+        self._own[:count].copy_(self.personal.values[first : first + count])
         # Contiguous, so that code compiled for the first step fits all others.
         batch = pytree.tree_map(lambda each: each.to(self._device).contiguous(), batch)
         if self.how == "auto":
@@ -139,18 +160,22 @@ class Gradients:
         losses = self._replay(batch) if recorded else self._run(batch, count)
         for name, stacked in self.buffers.items():
             stacked[first : first + count].copy_(self._buffers[name][:count])
+        self.personal.grads[first : first + count].copy_(self._own_grads[:count])
+        self.personal.used[first : first + count] = self._used[:count, len(self._chunks.shapes) :]
         return losses
 
-    def begin_again(self, model: nn.Module, chunks: Chunks, workers: int) -> bool:
-        """Resets buffers and frozen parameters for another simulation of the same model.
+    def begin_again(self, model: nn.Module, chunks: Chunks, workers: int, personal: frozenset[str]) -> bool:
+        """Resets buffers, personal and frozen parameters for another simulation of the same model.
 
-        Returns False if the simulation has other buffers, other chunks or another number of workers.
+        Returns False if the simulation has other buffers, chunks or personal parts, or another number of workers.
         """
         fresh = {f"model.{name}": each for name, each in model.named_buffers()}
         known = self._chunks
         same = (chunks.shapes, chunks.count, chunks.per_chunk) == (known.shapes, known.count, known.per_chunk)
+        same = same and personal == self._personal_names
         if self._workers != workers or fresh.keys() != self.buffers.keys() or not same:
             return False
+        self.personal.begin(list(trained(model, personal)[1].values()))
         for name, stacked in self.buffers.items():
             stacked.copy_(fresh[name].expand_as(stacked))
         with torch.no_grad():
@@ -168,6 +193,15 @@ class Gradients:
                 own.copy_(processes.add_up(stacked.sum(0)) / workers.to(own.device))
             else:
                 own.copy_(stacked[0])
+
+    def give_personal_to(self, model: nn.Module, worker: int) -> None:
+        """Gives a model the personal parameters and buffers of one of this process's workers."""
+        parameters = trained(model, self._personal_names)[1].values()
+        for parameter, own in zip(parameters, self.personal.chunks.views(self.personal.values[worker]), strict=True):
+            parameter.data.copy_(own)
+        for name, buffer in model.named_buffers():
+            if name in self._personal_names:
+                buffer.copy_(self.buffers[f"model.{name}"][worker])
 
     def load_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
         """Loads the workers' buffers from a checkpoint."""
@@ -190,19 +224,19 @@ class Gradients:
 
     def _batched(self, batch: Any, count: int) -> torch.Tensor:
         # Each parameter is a leaf: a gradient of the whole vector would be padded with zeros once per parameter.
-        leaves = [each.detach().requires_grad_() for each in self._chunks.views(self.replicas[:count])]
+        leaves = [each.detach().requires_grad_() for each in self._views(self.replicas[:count], self._own[:count])]
         buffers = {name: each[:count] for name, each in self._buffers.items()}
         # Attention's fast kernels do not support stacked replicas; its plain formula does.
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             losses = self._stacked(leaves, buffers, batch)
         # A worker's loss depends only on its own replica, so the gradient of the sum gives each worker its own.
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(losses.float().sum(), leaves, allow_unused=True)
-        for own, grad in zip(self._chunks.views(self.grads[:count]), found, strict=True):
+        for own, grad in zip(self._views(self.grads[:count], self._own_grads[:count]), found, strict=True):
             if grad is None:
                 own.zero_()
             else:
                 own.copy_(grad)
-        self.used[:count] = torch.tensor([grad is not None for grad in found])
+        self._used[:count] = torch.tensor([grad is not None for grad in found])
         return losses.detach().float()
 
     def _losses_of(self, leaves: list[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
@@ -217,13 +251,14 @@ class Gradients:
         return losses
 
     def _loop(self, batch: Any, count: int) -> torch.Tensor:
-        replicas, grads = self._chunks.views(self.replicas), self._chunks.views(self.grads)
+        replicas, grads = self._views(self.replicas, self._own), self._views(self.grads, self._own_grads)
         leaves, structure = pytree.tree_flatten(batch)
         losses = []
-        self.used[:count] = False
+        self._used[:count] = False
         for worker in range(count):
             self._worker = worker
             self.grads[worker].zero_()
+            self._own_grads[worker].zero_()
             for parameter, own, grad in zip(self._parameters, replicas, grads, strict=True):
                 parameter.data, parameter.grad = own[worker], grad[worker]
             for name, buffer in self._body.named_buffers():
@@ -235,6 +270,10 @@ class Gradients:
             losses.append(loss.detach())
         return torch.stack(losses)
 
+    def _views(self, shared: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of all trained parameters: of those that travel, and of the personal ones."""
+        return self._chunks.views(shared) + self.personal.chunks.views(own)
+
     def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
         # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
         found = weakref.ref(self)
@@ -242,7 +281,7 @@ class Gradients:
         def note(_parameter: torch.Tensor) -> None:
             gradients = found()
             if gradients is not None:
-                gradients.used[gradients._worker, place] = True
+                gradients._used[gradients._worker, place] = True
 
         return note
 
@@ -254,7 +293,7 @@ class Gradients:
             """Returns the first worker's loss and gradient, with the buffers of the beginning."""
             for name, each in before.items():
                 self._buffers[name].copy_(each)
-            return run()[0], self.grads[0].flatten().clone()
+            return run()[0], torch.cat([self.grads[0].flatten(), self._own_grads[0].flatten()])
 
         found: How = "batched"
         alone = pytree.tree_map(lambda each: each[:1], batch)

@@ -13,7 +13,7 @@ from stormtorch.policies.ledger import Row
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.simulation.rank_rounds import RankRounds, Round
 from stormtorch.simulation.setting import MakeOptimizer, Setting
-from stormtorch.simulation.workers import Workers
+from stormtorch.simulation.workers import Evaluate, Workers, judge_each
 
 # Number of workers whose own models are judged where there is no common one.
 _JUDGED = 4
@@ -39,16 +39,19 @@ class Replicated(Workers):
         self.setting, self.policy, self.model = setting, policy, model
         n, chunks, device = setting.workers, setting.chunks, setting.device
         self.first, self.last = setting.processes.part(n)
-        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._trained = setting.shared(model)
         own = self.last - self.first
         self._models = chunks.empty(own, device=device)
         self._grads = chunks.empty(own, device=device)
         self._gradients = setting.gradients(model, own)
+        self._personal = self._gradients.personal
+        self._personal.make_optimizers(optimizer)
         for stacked, parameter in zip(chunks.views(self._models), self._trained, strict=True):
             stacked.copy_(parameter.detach().expand_as(stacked))
         self._own = [self._parameters(worker) for worker in range(own)]
         self._used_WP = torch.ones(own, len(self._trained), dtype=torch.bool)
-        self.optimizers = [optimizer(each) for each in self._own]
+        self._shared_optimizers = [optimizer(each) for each in self._own]
+        self.optimizers = self._shared_optimizers + self._personal.optimizers
         initial_CE = chunks.empty(device=device)
         for values, parameter in zip(chunks.views(initial_CE), self._trained, strict=True):
             values.copy_(parameter.detach())
@@ -79,9 +82,11 @@ class Replicated(Workers):
             rounds.end(policy, self._grads, rounds.begin(policy, self._grads, ended, number))
         self._clip()
         works_W = self.setting.works_at(number)
-        for optimizer, works in zip(self.optimizers, works_W[self.first : self.last].tolist(), strict=True):
+        here_W = works_W[self.first : self.last]
+        for optimizer, works in zip(self._shared_optimizers, here_W.tolist(), strict=True):
             if works:
                 optimizer.step()
+        self._personal.step(here_W, self.setting.clip)
         self._steps += 1
         rounds.stepped(works_W)
         if not gradients:
@@ -138,26 +143,33 @@ class Replicated(Workers):
 
     # --- for the run --------------------------------------------------------------------------------------------------
 
-    def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
-        """Judges the mean of all models; where models drift apart, returns the mean judgement of a few."""
-        self._gradients.average_buffers_into(self.model, self.setting.processes)
-        if self.policy.sends == "parameters":
-            mean_CE = self.setting.processes.add_up(self._models.sum(0)) / self.setting.workers
-            return self._judge(mean_CE, evaluate)
-        # The same few models, however many processes there are.
-        judged = min(_JUDGED, self.setting.workers)
-        sums = torch.zeros(2, dtype=torch.float64)
-        for worker in range(self.first, min(self.last, judged)):
-            sums += torch.tensor(self._judge(self._models[worker - self.first], evaluate), dtype=torch.float64)
-        loss, right = (self.setting.processes.add_up(sums) / judged).tolist()
-        return loss, right
+    def judge(self, evaluate: Evaluate) -> tuple[float, float]:
+        """Judges the mean of all models, with the personal parts of each worker.
 
-    def _judge(
-        self, values_CE: torch.Tensor, evaluate: Callable[[nn.Module], tuple[float, float]]
-    ) -> tuple[float, float]:
+        Where models drift apart, returns the mean judgement of a few, or of all if they have personal parts.
+        """
+        setting = self.setting
+        self._gradients.average_buffers_into(self.model, setting.processes)
+        common = self.policy.sends == "parameters"
+        if common:
+            self._give(setting.processes.add_up(self._models.sum(0)) / setting.workers)
+        if common and not setting.personal:
+            return evaluate(self.model)
+        # The same few models, however many processes there are.
+        judged = setting.workers if setting.personal else min(_JUDGED, setting.workers)
+        return judge_each(setting, self._judge_own, evaluate, judged)
+
+    def _judge_own(self, worker: int, evaluate: Evaluate) -> tuple[float, float]:
+        if self.policy.sends != "parameters":
+            self._give(self._models[worker - self.first])
+        if not self.setting.personal:
+            return evaluate(self.model)
+        self._gradients.give_personal_to(self.model, worker - self.first)
+        return evaluate(self.model, worker)
+
+    def _give(self, values_CE: torch.Tensor) -> None:
         for parameter, values in zip(self._trained, self.setting.chunks.views(values_CE), strict=True):
             parameter.data.copy_(values)
-        return evaluate(self.model)
 
     @torch.no_grad()
     def drift(self) -> float:
@@ -179,7 +191,8 @@ class Replicated(Workers):
         """Returns all that a later process needs to continue."""
         return {
             "models": self._models,
-            "optimizers": [each.state_dict() for each in self.optimizers],
+            "optimizers": [each.state_dict() for each in self._shared_optimizers],
+            "personal": self._personal.state_dict(),
             "rounds": self._rounds.state_dict(),
             "under_way": None if self._under_way is None else vars(self._under_way),
             "buffers": self._gradients.buffers,
@@ -190,8 +203,9 @@ class Replicated(Workers):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state dict."""
         self._models.copy_(state["models"])
-        for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for own, saved in zip(self._shared_optimizers, state["optimizers"], strict=True):
             own.load_state_dict(saved)
+        self._personal.load_state_dict(state["personal"])
         self._rounds.load_state_dict(state["rounds"])
         self._under_way = None if state["under_way"] is None else self._moved(Round(**state["under_way"]))
         self._gradients.load_buffers(state["buffers"])

@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
@@ -20,12 +20,13 @@ from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
+from stormtorch.policies.personal_parts import check_parts, names_of
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.simulation.checkpoints import Checkpoint, digest
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.fit import fitting
-from stormtorch.simulation.gradients import How, Loss
+from stormtorch.simulation.gradients import How, Loss, trained
 from stormtorch.simulation.outcome import Simulated, Spot
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.replicated import Replicated
@@ -77,6 +78,7 @@ def simulate(
     seed: int = 0,
     rate: Callable[[int], float] | None = None,
     works: Works | None = None,
+    personal: Sequence[nn.Module | nn.Parameter] = (),
     clip: float | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
@@ -108,8 +110,13 @@ def simulate(
         rate: Returns the learning rate of each step; None leaves it to the optimizer.
         works: `works(step)` returns whether each worker makes an optimizer step, where a `RankPolicy` has workers of
             different speeds; None has all of them make every step.
-        clip: Norm to which larger gradients are scaled down; None never does that.
-        evaluate: Judges a model with the owners' exact parameters, or with the mean of all models.
+        personal: Modules and parameters of the model that never travel, as for `prepare`: each worker begins with the
+            model's, and trains its own by its own gradients, with optimizer state of its own.
+        clip: Norm to which larger gradients are scaled down; None never does that. Those of personal parts are scaled
+            by a norm of their own.
+        evaluate: Judges a model with the owners' exact parameters, or with the mean of all models. With personal parts,
+            `evaluate(model, worker)` judges each worker's model in turn, which has the worker's own personal parts;
+            validations are the mean over all workers.
         evaluate_every: Steps between two evaluations; None makes ten of them. The last step always has one.
         device: Device of all computation: "cpu" or "cuda".
         how: How gradients are computed: "batched" computes workers at once by `torch.func.vmap`, "loop" one by one,
@@ -152,19 +159,21 @@ def simulate(
         torch.set_float32_matmul_precision("high")
     processes = Processes()
     check(workers >= processes.world, "workers", f"be at least the {processes.world} processes", workers)
+    check_parts(model, personal)
+    names = names_of(model, personal)
     exact = copy.deepcopy(model).to(device)
-    trained = _trained(exact)
+    shared = _shared(exact, names)
     chunk_bytes = _engine.chunk_bytes(DATAGRAM_BYTES, False)
     codes = first_policy.codes if isinstance(first_policy, RankPolicy) else None
     per_chunk = Wire(wire, chunk_bytes).per_chunk if codes is None else codes[0].of
-    chunks = Chunks.of(trained, workers, per_chunk)
+    chunks = Chunks.of(shared, workers, per_chunk)
     first, last = processes.part(workers)
     setting = Setting(
         workers=workers,
         network=network,
         seed=seed,
         chunks=chunks,
-        elements=sum(each.numel() for each in trained),
+        elements=sum(each.numel() for each in shared),
         device=device,
         loss=loss,
         clip=clip,
@@ -179,6 +188,7 @@ def simulate(
         processes=processes,
         works=works,
         reuse=reuse,
+        personal=names,
     )
     setting = fitting(setting, exact, batches, last - first) if at_once is None else setting.with_at_once(at_once)
     training: Workers
@@ -235,18 +245,19 @@ def simulate(
     return found
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that are trained."""
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if not named:
-        raise ValueError("model must have a parameter with requires_grad: there is nothing to learn")
-    for name, each in named.items():
+def _shared(model: nn.Module, personal: frozenset[str]) -> list[nn.Parameter]:
+    """Returns the trained parameters that travel."""
+    shared, own = trained(model, personal)
+    if not shared:
+        others = " that is not personal" if own else ""
+        raise ValueError(f"model must have a parameter with requires_grad{others}: there is nothing to learn")
+    for name, each in (shared | own).items():
         if each.dtype != torch.float32:
             raise ValueError(
                 f"model must learn float32 parameters, but {name} is {each.dtype}: call model.float(); "
                 'precision="bfloat16" multiplies in fewer bits'
             )
-    return list(named.values())
+    return list(shared.values())
 
 
 def _next_policy(first: Policy, policy: Policy) -> Any:
@@ -272,4 +283,5 @@ def _identity(
         "clip": setting.clip,
         "precision": str(setting.precision),
         "device": setting.device.type,
+        "personal": sorted(setting.personal),
     }

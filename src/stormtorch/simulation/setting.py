@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch.collectives.grid import GRIDS
 from stormtorch.network.loss import LossModel
 from stormtorch.simulation.chunks import Chunks
-from stormtorch.simulation.gradients import Gradients, How, Loss
+from stormtorch.simulation.gradients import Gradients, How, Loss, trained
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.rounding import round_to_grids_
 
@@ -56,6 +56,8 @@ class Setting:
     works: Works | None = None
     """Which workers make an optimizer step; None is all of them, always."""
     reuse: Reuse | None = None
+    personal: frozenset[str] = frozenset()
+    """Names of the personal parameters and buffers."""
 
     def works_at(self, step: int) -> torch.Tensor:
         """Returns whether each worker makes an optimizer step (W)."""
@@ -66,11 +68,15 @@ class Setting:
             raise ValueError(f"works must return one flag for each of {self.workers} workers, got {found.shape}")
         return found
 
+    def shared(self, model: nn.Module) -> list[nn.Parameter]:
+        """Returns the trained parameters of a model that travel."""
+        return list(trained(model, self.personal)[0].values())
+
     def gradients(self, model: nn.Module, workers: int) -> Gradients:
         """Returns what computes gradients for this process's workers; the last simulation's, if that fits."""
         known = None if self.reuse is None else self.reuse.gradients
         fits = known is not None and known.at_once == min(self.at_once, workers)
-        if known is not None and fits and known.begin_again(model, self.chunks, workers):
+        if known is not None and fits and known.begin_again(model, self.chunks, workers, self.personal):
             return known
         made = Gradients(
             model,
@@ -83,6 +89,7 @@ class Setting:
             precision=self.precision,
             capture=self.capture,
             fuse=self.fuse,
+            personal=self.personal,
         )
         if self.reuse is not None:
             self.reuse.gradients = made

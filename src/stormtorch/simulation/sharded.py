@@ -18,7 +18,7 @@ from stormtorch.simulation.exchanges import Exchanges
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
 from stormtorch.simulation.setting import MakeOptimizer, Setting
-from stormtorch.simulation.workers import Workers
+from stormtorch.simulation.workers import Evaluate, Workers, judge_each
 
 
 class Sharded(Workers):
@@ -38,7 +38,7 @@ class Sharded(Workers):
         self.setting, self.policy, self.model = setting, policy, model
         n, chunks, device = setting.workers, setting.chunks, setting.device
         self.first, self.last = setting.processes.part(n)
-        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._trained = setting.shared(model)
         # With the default `accept`, the age of a copy is enough to know it; otherwise every copy is stored.
         self._replicas: Replicas = (
             Copies(chunks, self.first, self.last, device, policy.accept)
@@ -51,6 +51,9 @@ class Sharded(Workers):
         self._replicas.begin()
         self.optimizers = [optimizer(self._trained)]
         self._gradients = setting.gradients(model, self.last - self.first)
+        self._personal = self._gradients.personal
+        self._personal.make_optimizers(optimizer)
+        self.optimizers += self._personal.optimizers
         self._grads = chunks.empty(device=device)
         self._memory = Store(self._grads.numel(), device)
         """Memory of the owners, for the policy's `combine`."""
@@ -131,6 +134,7 @@ class Sharded(Workers):
         if setting.clip is not None:
             norm = torch.linalg.vector_norm(self._grads)
             self._grads.mul_((setting.clip / (norm + 1e-6)).clamp(max=1.0))
+        self._personal.step(torch.ones(self.last - self.first), setting.clip)
         return setting.processes.add_up(torch.cat(losses).sum()) / n
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
@@ -259,10 +263,16 @@ class Sharded(Workers):
 
     # --- for the run --------------------------------------------------------------------------------------------------
 
-    def judge(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> tuple[float, float]:
-        """Judges the owners' parameters, with the mean of all workers' buffers."""
+    def judge(self, evaluate: Evaluate) -> tuple[float, float]:
+        """Judges the owners' parameters, with the mean of all workers' buffers and the personal parts of each."""
         self._gradients.average_buffers_into(self.model, self.setting.processes)
+        if self.setting.personal:
+            return judge_each(self.setting, self._judge_own, evaluate, self.setting.workers)
         return evaluate(self.model)
+
+    def _judge_own(self, worker: int, evaluate: Evaluate) -> tuple[float, float]:
+        self._gradients.give_personal_to(self.model, worker - self.first)
+        return evaluate(self.model, worker)
 
     @torch.no_grad()
     def drift(self) -> float:
@@ -295,6 +305,7 @@ class Sharded(Workers):
             "optimizer": self.optimizers[0].state_dict(),
             "masks": self._exchanges.state_dict(),
             "buffers": self._gradients.buffers,
+            "personal": self._personal.state_dict(),
             "losses": [each.state for each in self._losses],
             "links": self._link_losses.state_dict(),
             "guards": [each.state for each in self._guards],
@@ -311,6 +322,7 @@ class Sharded(Workers):
         self.optimizers[0].load_state_dict(state["optimizer"])
         self._exchanges.load_state_dict(state["masks"])
         self._gradients.load_buffers(state["buffers"])
+        self._personal.load_state_dict(state["personal"])
         for meter, saved in zip(self._losses, state["losses"], strict=True):
             meter.restore(*saved)
         for guard, saved in zip(self._guards, state["guards"], strict=True):

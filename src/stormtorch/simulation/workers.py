@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from stormtorch.policies.ledger import Row
+from stormtorch.simulation.setting import Setting
 
-Evaluate = Callable[[nn.Module], tuple[float, float]]
-"""Judges a model: returns the loss and the fraction of right answers on held-out data."""
+Evaluate = Callable[..., tuple[float, float]]
+"""Judges a model: returns the loss and the fraction of right answers on held-out data.
+
+`evaluate(model)`, or `evaluate(model, worker)` if models have personal parts.
+"""
 
 
 class Workers(ABC):
@@ -21,7 +24,7 @@ class Workers(ABC):
     policy: Any
     """The user's policy; every step may have another one of the same kind."""
     optimizers: list[torch.optim.Optimizer]
-    """One optimizer for all owners together, or one for each worker."""
+    """One optimizer for all owners together, or one for each worker; then those of personal parts."""
 
     @abstractmethod
     def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
@@ -52,3 +55,15 @@ class Workers(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state dict."""
+
+
+def judge_each(
+    setting: Setting, judge: Callable[[int, Evaluate], tuple[float, float]], evaluate: Evaluate, workers: int
+) -> tuple[float, float]:
+    """Returns the mean judgement of the first workers' models; every process judges those of its own workers."""
+    first, last = setting.processes.part(setting.workers)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for worker in range(first, min(last, workers)):
+        sums += torch.tensor(judge(worker, evaluate), dtype=torch.float64)
+    loss, right = (setting.processes.add_up(sums) / workers).tolist()
+    return loss, right
