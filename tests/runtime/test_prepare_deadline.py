@@ -149,8 +149,9 @@ def test_misuse_is_an_error_that_names_the_setting() -> None:
 def test_deadline_needs_real_time_and_whole_steps() -> None:
     with pytest.raises(BadSetting, match="overlap must be False"):
         BoundedDrift(deadline="auto", overlap=True)
-    with pytest.raises(BadSetting, match="deadline"):
-        BoundedDrift(deadline=0.5)  # type: ignore[arg-type]
+    for wrong in (0.0, -1.0, float("inf"), "soon"):
+        with pytest.raises(BadSetting, match="deadline"):
+            BoundedDrift(deadline=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="real time"):
         on_ranks(perceptron(), sgd, lambda rank: None, policy=AUTO)
     assert stormtorch.BoundedDrift().deadline is None

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from stormtorch.checks import BadSetting
+from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
 from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides, takes
-from stormtorch.simulation.exchanges import Exchanges
+from stormtorch.simulation.exchanges import Exchanges, seconds_of
 from stormtorch.simulation.links import LinkLosses
 from stormtorch.simulation.replicas import MOST_VERSIONS, Copies, Replicas
 from stormtorch.simulation.setting import MakeOptimizer, Setting
@@ -32,8 +33,9 @@ class Sharded(Workers):
     """
 
     def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
-        if policy.deadline is not None:
-            raise BadSetting("deadline", "must be None in a simulation: virtual workers compute in no time")
+        timed = policy.deadline is not None and seconds_of(policy, 0) is not None
+        if timed and not isinstance(setting.network, SlowBackward):
+            raise BadSetting("deadline", "must be None in a simulation whose network is not a SlowBackward")
         self.setting, self.policy, self.model = setting, policy, model
         n, chunks, device = setting.workers, setting.chunks, setting.device
         self.first, self.last = setting.processes.part(n)
