@@ -136,7 +136,8 @@ def faults(
     if isinstance(loss, Stragglers | SlowBackward):
         raise ValueError(
             "loss cannot be Stragglers or SlowBackward, which are for virtual workers: on a transport, end "
-            "exchanges by Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or by links"
+            "exchanges by Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or "
+            "by links"
         )
     # Knobs at their defaults count as not given, so that `trace` or a model alone is no conflict.
     if loss != 0.0:

@@ -286,7 +286,7 @@ def _planned(
         return found
     table = _Table(backward, least_s, longest_s)
     bound, worth = _worth(table, descent, found, rates)
-    # Costs fall about as a power of the deadline, of at most as many degrees as there are layers: this is Newton's step.
+    # Costs fall about as a power of the deadline, at most that of the number of layers: this is Newton's step.
     power = 1.0 / (backward.layers + 1)
     for _ in range(_MOST_ROUNDS):
         # Where a second is worth nothing, as nobody is late, time stays where it is.
