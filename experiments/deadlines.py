@@ -30,8 +30,8 @@ from stormtorch.results.statistics import mean
 from stormtorch.theory import layer_chances
 
 PATH = Path(__file__).parent / "results" / "deadlines.json"
-SEEDS, USERS, PARTS, STEPS, HELD_OUT = 5, 30, 3, 400, 500
-MEANS_S = (0.5, 0.75, 1.0, 2.0)
+SEEDS, USERS, PARTS, STEPS, HELD_OUT = 5, 30, 3, 300, 500
+MEANS_S = (0.5, 1.0, 2.0)
 TRAININGS = {"batches of 16, rate 0.1": (16, 0.1), "batches of 1, rate 0.5": (1, 0.5)}
 LATE: dict[str, Any] = {"reliability": EXACT, "gradients": LOSSY, "guard": None}
 
@@ -88,6 +88,8 @@ def train(digits: Digits, policy: OwnerPolicy, network: LossModel, lr: float) ->
         network=network,
         policy=policy,
         seed=digits.seed,
+        how="batched",
+        at_once=USERS,
         evaluate=digits.judge,
         evaluate_every=STEPS // 100,
     )
