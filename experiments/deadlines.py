@@ -4,7 +4,8 @@ Handwritten digits of scikit-learn, 8 x 8, 30 users, a perceptron of three parts
 time each, 1 s on average. All ways have the same total time and make the same number of steps:
 - dropping: users count only with a whole backward at the deadline, the same in all steps;
 - SALF: parts that users have reached count, the deadline is the same in all steps;
-- ADEL: the same with deadlines by its plan;
+- ADEL: the same with deadlines by its plan; also with other inertias of its weights, as weights that lag behind the
+  deadlines change how far the first layers move, which could be taken for a gain of the plan;
 - ADEL backwards: the plan from its end to its beginning, to see whether its order matters;
 - nobody is late: what the others lose.
 Two trainings: one with batches of 16 and a small rate, where noise hardly counts, and one with batches of 1 and a large
@@ -108,6 +109,8 @@ def ways(mean_s: float | None) -> dict[str, tuple[OwnerPolicy, LossModel]]:
         "dropping": (BoundedDrift(lead=0.0, **LATE), Stragglers(chance=late, delivered=1e-6, backwards=True)),
         "SALF": (SALF(deadline=mean_s, **LATE), slow),
         "ADEL": (ADEL(**plan, **LATE), slow),
+        "ADEL, inertia 0.9": (ADEL(inertia=0.9, **plan, **LATE), slow),
+        "ADEL, inertia 0.98": (ADEL(inertia=0.98, **plan, **LATE), slow),
         "ADEL backwards": (Backwards(**plan, **LATE), slow),
     }
 
@@ -126,11 +129,12 @@ def table(runs: dict[str, dict[str, float]]) -> list[str]:
                 ratios = torch.tensor(
                     [one["loss"] / other["loss"] for one, other in zip(found, salf, strict=True) if other]
                 )
-                beside = f"{float(ratios.mean()):.3f} ± {float(ratios.std() / len(ratios) ** 0.5):.3f}"
+                beside = "-"
+                if way != "SALF" and len(ratios) > 1:
+                    beside = f"{float(ratios.mean()):.3f} ± {float(ratios.std() / len(ratios) ** 0.5):.3f}"
                 loss, right = (mean([run[what] for run in found]) for what in ("loss", "accuracy"))
                 cells = ("-" if mean_s is None else f"{mean_s:g} s", way, f"{loss:.4f}", f"{right:.1%}")
-                last = "-" if way == "SALF" or len(ratios) < 2 else beside
-                rows.append(f"| {training} | {' | '.join(cells)} | {last} |")
+                rows.append(f"| {training} | {' | '.join(cells)} | {beside} |")
     return rows
 
 

@@ -28,7 +28,7 @@ WORKERS = 5
 
 @pytest.mark.parametrize("part_s", [1.0, (0.4, 1.0, 1.0, 2.0, 4.0)], ids=["equal", "unequal"])
 def test_parts_come_from_the_last_backwards_as_often_as_theory_says(part_s: float | tuple[float, ...]) -> None:
-    parts, deadline_s, exchanges = 4, 1.7, 4000
+    parts, deadline_s, exchanges = 4, 1.7, 2000
     masks = Masks(SlowBackward(part_s=part_s, parts=parts), WORKERS, owners(*[8] * WORKERS), 1, "cpu")
     masks.deadline_s = deadline_s
     drawn = torch.stack([masks.up() for _ in range(exchanges)]).view(exchanges, WORKERS, parts, -1)
@@ -86,7 +86,7 @@ def moved(policy: OwnerPolicy, steps: int) -> torch.Tensor:
 
 
 def test_layers_that_are_often_missed_move_as_far_as_the_others() -> None:
-    steps = 1500
+    steps = 800
     missed = layers_missed(Backward(layers=4, layer_s=(1.0,) * 4), 2.0)[-1]
     assert missed > 0.5
     for policy in (

@@ -24,6 +24,9 @@ class ADEL(SALF):
     """
 
     name: ClassVar[str] = "adel"
+    inertia: float = 0.95
+    """How much of what an owner remembers of how many ranks reach a layer stays at each step: less than SALF's, as what
+    it remembers is of shorter deadlines. Layers that are often missed move too far where it is too much."""
     total_s: float = 600.0
     """Seconds that all backwards together may take: the sum of the deadlines."""
     steps: int = 1000
