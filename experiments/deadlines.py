@@ -34,6 +34,7 @@ PATH = Path(__file__).parent / "results" / "deadlines.json"
 SEEDS, USERS, PARTS, STEPS, HELD_OUT = 5, 30, 3, 300, 500
 MEANS_S = (0.5, 1.0, 2.0)
 TRAININGS = {"batches of 16, rate 0.1": (16, 0.1), "batches of 1, rate 0.5": (1, 0.5)}
+SETTINGS = {"users": USERS, "parts": PARTS, "part_s": 1.0, "steps": STEPS, "trainings": TRAININGS}
 LATE: dict[str, Any] = {"reliability": EXACT, "gradients": LOSSY, "guard": None}
 
 
@@ -154,7 +155,7 @@ def main() -> None:
                     if key not in runs and chosen.only in key:
                         runs[key] = train(Digits(seed, batch), policy, network, lr)
                         print(key, runs[key], flush=True)
-                        PATH.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+                        PATH.write_text(json.dumps({"settings": SETTINGS, "runs": runs}, indent=1) + "\n")
     print("\n".join(table(runs)))
 
 

@@ -218,7 +218,8 @@ class Deep(torch.nn.Module):
         self.pause_s = pause_s
 
     def forward(self) -> torch.Tensor:
-        return (self.last + _Pause.apply(self.first, self.pause_s)).sum()
+        found: torch.Tensor = (self.last + _Pause.apply(self.first, self.pause_s)).sum()
+        return found
 
 
 class _Pause(torch.autograd.Function):

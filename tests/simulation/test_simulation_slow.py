@@ -10,7 +10,7 @@ from mask_statistics import owners
 from simulating import outcome, simulated
 from stormtorch import ADEL, EXACT, LOSSY, SALF, BoundedDrift, OwnerPolicy
 from stormtorch.checks import BadSetting
-from stormtorch.network.loss import Bernoulli, SlowBackward, Stragglers
+from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import applied
 from stormtorch.reliability import Reliability
@@ -123,7 +123,7 @@ def test_what_has_no_clock_is_refused_by_name() -> None:
 
 
 def test_digests_tell_slow_networks_apart() -> None:
-    kinds = [
+    kinds: list[LossModel] = [
         SlowBackward(part_s=1.0, parts=2),
         SlowBackward(part_s=1.0, parts=3),
         SlowBackward(part_s=2.0, parts=2),
