@@ -80,7 +80,7 @@ class Exchanges:
         reliability = EXACT if exact else policy.up if up else policy.down
         each = setting.datagram_bytes / setting.workers
         masks = self._masks if up else self._masks_down
-        if up and isinstance(masks, Masks) and isinstance(policy, OwnerPolicy) and policy.deadline is not None:
+        if up and not isinstance(masks, CodedMasks) and isinstance(policy, OwnerPolicy) and policy.deadline is not None:
             masks.deadline_s = row.deadline_s = seconds_of(policy, row.step)
         chunks = masks.owner_C.numel()
         row.bytes_sent += round(chunks * (setting.workers - 1) * each)
