@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stormtorch.backend.quantised import quantise
     from stormtorch.collectives.joining import join
     from stormtorch.policies import (
+        ADEL,
         AREA,
         MIFA,
         QSDP,
@@ -46,6 +47,7 @@ __version__ = version("stormtorch")
 
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
+    "ADEL": "policies",
     "AREA": "policies",
     "BoundedDrift": "policies",
     "DiLoCo": "policies",
@@ -82,6 +84,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "ADEL",
     "AREA",
     "EXACT",
     "LOSSY",

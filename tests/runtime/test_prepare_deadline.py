@@ -2,6 +2,7 @@
 # torch's own backward is untyped, and a prepared optimizer has more than torch's.
 """Training with a rank that computes slowly, under `deadline="auto"`: over UDP, each rank a thread, in real time."""
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from conftest import local_world
 
 import stormtorch
-from stormtorch import BoundedDrift, clip_grad_norm_, exact, prepare
+from stormtorch import ADEL, EXACT, SALF, BoundedDrift, clip_grad_norm_, exact, prepare
 from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
+from stormtorch.policies.policy import Deadline
 from stormtorch.transport.exchange import Transport
-from training import Vector, on_ranks, perceptron, sgd
+from training import Vector, assert_same, on_ranks, perceptron, plain, regression, sgd, values, vectors
 
 pytestmark = pytest.mark.pure
 
@@ -149,8 +151,108 @@ def test_misuse_is_an_error_that_names_the_setting() -> None:
 def test_deadline_needs_real_time_and_whole_steps() -> None:
     with pytest.raises(BadSetting, match="overlap must be False"):
         BoundedDrift(deadline="auto", overlap=True)
-    with pytest.raises(BadSetting, match="deadline"):
-        BoundedDrift(deadline=0.5)  # type: ignore[arg-type]
+    for wrong in (0.0, -1.0, float("inf"), "soon"):
+        with pytest.raises(BadSetting, match="deadline"):
+            BoundedDrift(deadline=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="real time"):
         on_ranks(perceptron(), sgd, lambda rank: None, policy=AUTO)
     assert stormtorch.BoundedDrift().deadline is None
+
+
+class Planned(BoundedDrift):
+    """A policy of one's own whose deadlines alternate."""
+
+    def deadline_at(self, step: int) -> Deadline:
+        """Returns a deadline that the slow rank misses, and in every fourth step one that it meets."""
+        return 2.0 if step % 4 == 3 else 0.1
+
+
+def test_a_policy_sets_the_deadline_of_each_step() -> None:
+    steps = 12
+    policy = Planned(deadline="auto", bucket_mb=1e-4)
+    found = local_world(RANKS, lambda transport: Trained(transport, steps, policy=policy))
+    for each in found:
+        assert [row.deadline_s for row in each.rows] == [2.0 if step % 4 == 3 else 0.1 for step in range(steps)]
+        late = [row.step for row in each.rows if SLOW in row.late]
+        # With 0.25 s for gradients it is late in the steps of 0.1 s, but for those in which it gives what it finishes.
+        assert len(late) > steps / 4
+        assert torch.equal(each.numbers, found[0].numbers)
+    assert found[SLOW].backwards < steps
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SALF(deadline=60.0, reliability=EXACT),
+        ADEL(total_s=600.0, steps=10, ranks=RANKS, layers=2, layer_s=0.01, reliability=EXACT),
+    ],
+    ids=["SALF", "ADEL"],
+)
+def test_where_nobody_is_late_layers_by_deadline_are_plain_training_bit_for_bit(policy: SALF) -> None:
+    model, steps = perceptron(inside=100), 10
+
+    def work(transport: Transport) -> tuple[list[torch.Tensor], list[Any]]:
+        own = copy.deepcopy(model)
+        optimizer: Any = sgd(own)
+        prepare(own, optimizer, policy=policy, group=Group(transport))
+        for step in range(steps):
+            optimizer.zero_grad()
+            regression(own, vectors(transport.rank, step)).backward()
+            optimizer.step()
+        with exact(own):
+            return values(own), list(optimizer.ledger)
+
+    expected = plain(model, sgd, steps, world=RANKS)
+    for found, rows in local_world(RANKS, work):
+        assert_same(found, expected)
+        assert not any(row.late for row in rows)
+        assert [row.deadline_s for row in rows] == [60.0] * steps
+
+
+class Deep(torch.nn.Module):
+    """Two numbers in a row, the gradient of the first of which takes a rank long."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Parameter(torch.zeros(64)), torch.nn.Parameter(torch.zeros(64))
+        self.pause_s = pause_s
+
+    def forward(self) -> torch.Tensor:
+        found: torch.Tensor = (self.last + _Pause.apply(self.first, self.pause_s)).sum()
+        return found
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, pause_s: float) -> torch.Tensor:
+        ctx.pause_s = pause_s
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> Any:
+        time.sleep(ctx.pause_s)
+        return given[0], None
+
+
+def test_layers_that_a_late_rank_has_reached_at_a_given_deadline_count() -> None:
+    """Three of four ranks are late: the deadline does not wait for half of them."""
+    policy = SALF(deadline=0.1, bucket_mb=1e-4, reliability=EXACT)
+    steps = 12
+
+    def work(transport: Transport) -> list[Any]:
+        model = Deep(0.01 if transport.rank == 0 else 0.35)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        prepare(model, optimizer, policy=policy, group=Group(transport))
+        while optimizer.session.steps < steps:
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        return list(optimizer.ledger)
+
+    began = time.monotonic()
+    rows = local_world(RANKS, work)[0]
+    assert time.monotonic() - began < 0.8 * steps * 0.35
+    late = [row for row in rows if row.late]
+    assert len(late) > steps / 2
+    assert any(len(row.late) == 3 for row in late)
+    assert any(share == 0.5 for row in late for share in row.late.values())

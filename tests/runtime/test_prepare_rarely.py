@@ -10,6 +10,7 @@ from torch import nn
 
 from stormtorch import EXACT, LOSSY, LightDp, ModelAveraging, Policy, RankPolicy
 from stormtorch.collectives.spans import shards
+from stormtorch.collectives.sparse import Sparse
 from stormtorch.policies import AREA, MIFA, DiLoCo, Gossip, SparseDiLoCo, StreamingDiLoCo
 from training import Rank, on_ranks, perceptron, regression, sgd, vectors
 from views import Member, with_members
@@ -200,6 +201,46 @@ def test_pairs_keep_the_mean_of_all_models_and_bring_them_together() -> None:
     assert all(float((last - 1.5).abs().max()) < 0.5 for _, last in found)
 
 
+class Neighbours(Gossip):
+    """Gossip of ranks 0 and 1, and of ranks 2 and 3."""
+
+    def partners(self, ranks: int, random: torch.Generator) -> list[int]:
+        """Returns the other one of each pair."""
+        return [rank ^ 1 for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("outer_lr", "momentum"), [(1.0, 0.0), (0.7, 0.5)], ids=["the mean", "published"])
+def test_without_loss_both_of_a_pair_have_what_the_plain_formula_says(outer_lr: float, momentum: float) -> None:
+    policy = Neighbours(every=2, outer_lr=outer_lr, momentum=momentum, reliability=EXACT)
+    apart = Apart(4)
+    anchors, speeds = [flat(each) for each in apart.models], [torch.zeros(())] * 4
+    for step in range(6):
+        for rank in range(4):
+            apart.step(rank, step)
+        if step % 2 == 1:
+            models = [flat(each) for each in apart.models]
+            for rank in range(4):
+                mean = (models[rank] + models[rank ^ 1]) / 2.0
+                change = mean - anchors[rank]
+                speeds[rank] = momentum * speeds[rank] + change
+                anchors[rank] = anchors[rank] + outer_lr * (change + momentum * speeds[rank])
+                if momentum == 0.0:
+                    torch.testing.assert_close(anchors[rank], mean)
+                put(apart.models[rank], anchors[rank])
+    found = on_real(policy, 6)
+    for ours, theirs in zip(found, apart.models, strict=True):
+        torch.testing.assert_close(ours, flat(theirs), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_streaming_of_one_fragment_without_delay_is_diloco_bit_for_bit(alpha: float) -> None:
+    common: dict[str, Any] = {"every": 3, "outer_lr": 0.7, "momentum": 0.9, "alpha": alpha, "reliability": EXACT}
+    expected = on_real(DiLoCo(**common), 10)
+    for ours, theirs in zip(on_real(StreamingDiLoCo(fragments=1, delay=0, **common), 10), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("policy", [AREA(every=2, at_least=2, pace="together"), MIFA(every=2)], ids=["AREA", "MIFA"])
 def test_with_all_ranks_at_each_exchange_memories_change_nothing(policy: RankPolicy) -> None:
     expected = on_real(DiLoCo(every=2, outer_lr=1.0, momentum=0.0, reliability=EXACT), 8)
@@ -234,6 +275,23 @@ def test_a_sparse_exchange_of_everything_is_local_sgd_but_for_its_rounding() -> 
     for ours, theirs in zip(on_real(policy, 3), expected, strict=True):
         # Two magnitudes for all elements are coarse; what they point to must be the same.
         assert float(torch.nn.functional.cosine_similarity(ours - start, theirs - start, dim=0)) > 0.8
+
+
+class Wide(SparseDiLoCo):
+    """Sparse changes of 16 bits instead of 2."""
+
+    @property
+    def codes(self) -> tuple[Sparse, Sparse]:
+        """How changes go up and parameters come down."""
+        return Sparse(keep=self.keep, of=self.block, bits=16), Sparse(keep=self.answer, of=self.block, bits=16)
+
+
+def test_a_sparse_exchange_of_everything_in_more_bits_is_local_sgd() -> None:
+    policy = Wide(every=3, decay=1.0, keep=256, answer=256, block=256, reliability=EXACT)
+    expected = on_real(DiLoCo(every=3, outer_lr=1.0, momentum=0.0, reliability=EXACT), 9)
+    for ours, theirs in zip(on_real(policy, 9), expected, strict=True):
+        # Parameters come down in bfloat16, whose steps are 1/256.
+        torch.testing.assert_close(ours, theirs, rtol=1 / 256, atol=2e-3)
 
 
 def test_what_a_sparse_message_leaves_out_or_loses_stays_in_the_error() -> None:

@@ -40,6 +40,7 @@ from stormtorch.network.loss import (
     LossModel,
     PerLink,
     Shared,
+    SlowBackward,
     Stragglers,
     TimedBursts,
     Trace,
@@ -132,10 +133,11 @@ def faults(
         "delay_ms": delay_ms,
         "jitter_ms": jitter_ms,
     }
-    if isinstance(loss, Stragglers):
+    if isinstance(loss, Stragglers | SlowBackward):
         raise ValueError(
-            "loss cannot be Stragglers, which are for virtual workers: on a transport, end exchanges by "
-            "Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or by links"
+            "loss cannot be Stragglers or SlowBackward, which are for virtual workers: on a transport, end "
+            "exchanges by Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or "
+            "by links"
         )
     # Knobs at their defaults count as not given, so that `trace` or a model alone is no conflict.
     if loss != 0.0:
@@ -245,7 +247,7 @@ def _options(entry: object) -> Mapping[str, object]:
         return entry
     if isinstance(entry, LinkModel):
         return {"loss": entry}
-    if isinstance(entry, PerLink | Shared | Stragglers):
+    if isinstance(entry, PerLink | Shared | Stragglers | SlowBackward):
         raise ValueError(f"a link takes the model of one link, not a {type(entry).__name__}")
     # A bare rate describes the link's loss completely, so the burst of the other links is not inherited.
     return {"loss": entry, "burst": 1.0}

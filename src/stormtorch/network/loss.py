@@ -321,8 +321,36 @@ class Stragglers:
             raise ValueError(f"network must be another loss model, got {self.network!r}")
 
 
-LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers
-"""Any loss model. `faults(loss=...)` and the simulated network take all but `Stragglers`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowBackward:
+    """Ranks whose backward takes a random time, cut off by the deadline that the policy sets for each step.
+
+    A rank computes gradients of one part of the model after the other, from the last backwards. Each part takes it an
+    exponential time, so that the number of parts that it has at the deadline is Poisson. Gradients that it has not
+    computed are missing, those of what it owns itself, too. A policy without a deadline waits for all of them.
+
+    This model is for virtual workers. It lets no time pass: steps end at their deadlines.
+    """
+
+    part_s: float | tuple[float, ...]
+    """Mean seconds that a part takes; a tuple has one number for each rank."""
+    parts: int
+    """Equal parts, in chunks, of the model, which stand for its layers."""
+    network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
+    """Loss of the datagrams that are in time."""
+
+    def __post_init__(self) -> None:
+        each = self.part_s if isinstance(self.part_s, tuple) else (self.part_s,)
+        if not each or not all(checked_number("part_s", seconds) > 0.0 for seconds in each):
+            raise ValueError(f"part_s must be finite and above 0, got {self.part_s}")
+        if self.parts != int(self.parts) or self.parts < 1:
+            raise ValueError(f"parts must be a whole number of at least 1, got {self.parts}")
+        if not isinstance(self.network, LinkModel | PerLink | Shared):
+            raise ValueError(f"network must be another loss model, got {self.network!r}")
+
+
+LossModel: TypeAlias = LinkModel | PerLink | Shared | Stragglers | SlowBackward
+"""Any loss model. `faults(loss=...)` and the simulated network take neither `Stragglers` nor `SlowBackward`."""
 
 
 def loss_in_bursts(p: float, burst: float | str, *, name: str = "p") -> Bernoulli | GilbertElliott | TimedBursts:
@@ -344,7 +372,7 @@ def has_timed_bursts(network: LinkModel | PerLink | Shared) -> bool:
 
 def in_time(network: LossModel) -> LinkModel | PerLink | Shared:
     """Loss of datagrams of ranks that are not late."""
-    return network.network if isinstance(network, Stragglers) else network
+    return network.network if isinstance(network, Stragglers | SlowBackward) else network
 
 
 def _check_ranks(name: str, ranks: Sequence[int], world: int) -> None:

@@ -1,5 +1,6 @@
 """What ranks exchange and what they make of what arrives: one file per policy, plain tensors, no network."""
 
+from stormtorch.policies.adel import ADEL
 from stormtorch.policies.area import AREA
 from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.diloco import DiLoCo, StreamingDiLoCo
@@ -14,6 +15,7 @@ from stormtorch.policies.salf import SALF
 from stormtorch.policies.sparse_diloco import SparseDiLoCo
 
 __all__ = [
+    "ADEL",
     "AREA",
     "MIFA",
     "QSDP",

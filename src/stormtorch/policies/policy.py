@@ -27,6 +27,9 @@ from stormtorch.reliability import LOSSY, Reliability
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  # type: ignore[attr-defined]
 """Number formats in which gradients and parameters may travel."""
 
+Deadline = Literal["auto"] | float | None
+"""When gradients of a step are late: after seconds that are learned, after so many seconds, or never."""
+
 Numbers = float | torch.Tensor
 """One number for all chunks, or one for each: (..., C, 1)."""
 
@@ -155,17 +158,19 @@ class OwnerPolicy(Policy):
     """
 
     is_base: ClassVar[bool] = True
-    functions: ClassVar[tuple[str, ...]] = (*Policy.functions, "ahead", "publish")
+    functions: ClassVar[tuple[str, ...]] = (*Policy.functions, "ahead", "publish", "deadline_at")
 
     gradients: Reliability | None = None
     """Reliability of stage 1, gradients to their owners; None is `reliability`."""
     broadcast: Reliability | None = None
     """Reliability of stage 2, parameters to everyone; None is `reliability`. A budget below 1 repairs until at most
     that fraction is missing, or until the deadline."""
-    deadline: Literal["auto"] | None = None
+    deadline: Deadline = None
     """What happens to a rank that computes more slowly than the others. None waits for it. "auto" goes on without its
     gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
-    missed. See `stormtorch.runtime.timed`."""
+    missed. A number is a deadline in seconds from when a rank has its parameters; gradients that a rank has computed
+    until then count, as soon as one rank has all. A policy may set one for each step, by `deadline_at`. See
+    `stormtorch.runtime.timed`."""
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5
@@ -202,8 +207,10 @@ class OwnerPolicy(Policy):
             'be "auto", "elements" or "parameters"',
             self.ownership,
         )
-        check(self.deadline in (None, "auto"), "deadline", 'be "auto" or None', self.deadline)
-        check(self.deadline is None or not self.overlap, "overlap", 'be False with deadline="auto"', self.overlap)
+        given = isinstance(self.deadline, int | float) and 0.0 < self.deadline < math.inf
+        right = given or self.deadline in (None, "auto")
+        check(right, "deadline", 'be "auto", a number of seconds above 0, or None', self.deadline)
+        check(self.deadline is None or not self.overlap, "overlap", "be False with a deadline", self.overlap)
         check(self.standby in (0, 1), "standby", "be 0 or 1", self.standby)
         check(self.max_lag is None or self.max_lag >= 1, "max_lag", "be at least 1 or None", self.max_lag)
         check(self.guard is None or 0.0 < self.guard < 1.0, "guard", "lie in (0, 1) or be None", self.guard)
@@ -217,6 +224,16 @@ class OwnerPolicy(Policy):
     def down(self) -> Reliability:
         """Reliability of stage 2, parameters to everyone."""
         return self.reliability if self.broadcast is None else self.broadcast
+
+    def deadline_at(self, step: int) -> Deadline:
+        """Returns the deadline of a step; by default `deadline`. It is not asked where `deadline` is None.
+
+        All ranks must return the same for a step.
+
+        Args:
+            step: Number of the step, from 0.
+        """
+        return self.deadline
 
     def ahead(self, loss: float) -> float:
         """Returns by how many updates an owner's broadcast is ahead of its own parameters; by default 0.

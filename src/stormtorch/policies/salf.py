@@ -1,14 +1,14 @@
 """SALF: at the deadline of a step, what a slow rank has computed of its gradients counts, layer by layer, unbiased."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from stormtorch.checks import check
 from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.memory import NOBODY, Memory
-from stormtorch.policies.policy import Numbers
+from stormtorch.policies.policy import Deadline, Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class SALF(BoundedDrift):
     """
 
     name: ClassVar[str] = "salf"
-    deadline: Literal["auto"] | None = "auto"
-    """When a rank's backward is cut off; see `OwnerPolicy`. Virtual workers have stragglers instead."""
+    deadline: Deadline = "auto"
+    """When a rank's backward is cut off; see `OwnerPolicy`. Virtual workers with a `SlowBackward` need seconds here;
+    on other networks nobody is late, but for `Stragglers`."""
     inertia: float = 0.98
     """How much of what an owner remembers of how many ranks reach a layer stays at each step."""
 

@@ -1,11 +1,12 @@
-"""A session under `deadline="auto"`: a rank that computes slowly keeps nobody waiting.
+"""A session under a policy with a deadline: a rank that computes slowly keeps nobody waiting.
 
 Every rank takes part in every round, also one whose program is still computing: a *deputy*, a thread of the rank, then
 makes the round in its place. It gives the gradients that are ready, zeros for the rest, steps the rank's shard, and
 takes part in the broadcast, all in a copy of the parameters, so that the program's own stay as they are until its
 backward ends. Its gradients then go into the next round. What comes in one step of k weighs k times (`Chances`).
 
-The deputy acts when half of the other ranks wait and the deadline has passed, or has no chance to be met.
+The deputy acts when half of the other ranks wait and the deadline has passed, or has no chance to be met. Where the
+policy gives the deadline in seconds, it acts when one other rank waits and they have passed, not before.
 """
 
 from __future__ import annotations
@@ -293,6 +294,11 @@ class TimedSession(ShardedSession):
             total, count = total.add_(bucket.host_grads), count + 1
         return total.mul_(weight / count)
 
+    def _deadline(self) -> tuple[float | None, bool]:
+        """Returns the deadline of this round, None while it is not known or nobody is late; and whether it is given."""
+        planned = self.policy.deadline_at(self.steps)
+        return (self.deadlines.deadline_s, False) if planned == "auto" else (planned, True)
+
     def _lateness(self) -> tuple[float, float]:
         took_s = self._took_s
         if self._deputising:
@@ -319,7 +325,7 @@ class TimedSession(ShardedSession):
         given, took_s = self._lateness()
         all_given = {self._rounds.here.rank: given, **{peer: each.given for peer, each in reports.items()}}
         all_took = {self._rounds.here.rank: took_s, **{peer: each.took_s for peer, each in reports.items()}}
-        row.deadline_s = self.deadlines.deadline_s
+        row.deadline_s = self._deadline()[0]
         self.deadlines.learn(all_took)
         labels = self.labels()
         row.late = {labels[peer]: each for peer, each in sorted(all_given.items()) if each < 1.0}
@@ -368,18 +374,21 @@ class TimedSession(ShardedSession):
         return _LEAST_PAUSE_S
 
     def _until_due(self) -> float:
-        deadline_s, now = self.deadlines.deadline_s, time.monotonic()
+        (deadline_s, given), now = self._deadline(), time.monotonic()
         if self._acting or self._stalled or self._failure is not None or deadline_s is None:
             return _IDLE_S
         typical_s = self.deadlines.typical_s
         usual_s = self.deadlines.usual_s(self._rounds.here.rank)
-        hopeless = self._began_s + usual_s > self._round_s + deadline_s
-        early_s = self._round_s + 0.5 * typical_s - now
+        # A deadline that is given is used to its end: layers that are reached meanwhile count.
+        hopeless = not given and self._began_s + usual_s > self._round_s + deadline_s
+        early_s = self._round_s + min(0.5 * typical_s, deadline_s) - now
         if early_s > 0.0:
             return min(early_s, _IDLE_S)
         pause_s = min(max(_LEAST_PAUSE_S, 0.01 * deadline_s), _IDLE_S)
-        # Others may be at something else, as an evaluation: the round begins when half of them wait in it.
-        if len(self._rounds.waiting()) < self._rounds.here.size // 2:
+        # Others may be at something else, as an evaluation: the round begins when half of them wait in it. A deadline
+        # that is given may be one that few meet.
+        crowd = min(1, self._rounds.here.size - 1) if given else self._rounds.here.size // 2
+        if len(self._rounds.waiting()) < crowd:
             return pause_s
         if self._crowd_s is None:
             self._crowd_s = now

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stormtorch.network.loss import LinkModel, LossModel, PerLink, Stragglers, in_time
+from stormtorch.network.loss import LinkModel, LossModel, PerLink, SlowBackward, Stragglers, in_time
 from stormtorch.simulation.outcome import Simulated
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.workers import Workers
@@ -164,6 +164,10 @@ def digest(network: LossModel) -> str:
     found = hashlib.sha256()
     if isinstance(network, Stragglers):
         found.update(f"late {network.chance} {network.delivered} ".encode())
+        if network.backwards:
+            found.update(b"backwards ")
+    if isinstance(network, SlowBackward):
+        found.update(f"slow {network.part_s} {network.parts} ".encode())
     if isinstance(reached, PerLink):
         # A million links share a few models, whose traces may be long.
         numbers: dict[LinkModel, int] = {}

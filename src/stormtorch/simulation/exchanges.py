@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stormtorch.checks import BadSetting
+from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
 from stormtorch.policies.ledger import Row
-from stormtorch.policies.policy import Policy
+from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.simulation.coded import CodedMasks, Counts
@@ -50,6 +52,9 @@ class Exchanges:
             for stage in (policy.up, policy.down)
             for loss in range(101)
         )
+        if most and isinstance(setting.network, SlowBackward):
+            # Parity mixes chunks, of which some would not have been computed.
+            raise BadSetting("redundancy", "must be 0 over a SlowBackward")
         if most:
             self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
             self._senders = Senders(longest, setting.narrower, n)
@@ -75,6 +80,8 @@ class Exchanges:
         reliability = EXACT if exact else policy.up if up else policy.down
         each = setting.datagram_bytes / setting.workers
         masks = self._masks if up else self._masks_down
+        if up and isinstance(setting.network, SlowBackward):
+            _cut_off(masks, policy, row)
         chunks = masks.owner_C.numel()
         row.bytes_sent += round(chunks * (setting.workers - 1) * each)
         redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
@@ -138,6 +145,24 @@ class Exchanges:
         self._masks.load_state_dict(state if self._senders is None else state["masks"])
         if self._senders is not None:
             self._senders.load_state_dict(state["senders"])
+
+
+def _cut_off(masks: Masks | CodedMasks, policy: Policy, row: Row) -> None:
+    """Lets slow workers have until the deadline of a step, if the policy has one."""
+    if isinstance(policy, OwnerPolicy) and policy.deadline is not None and not isinstance(masks, CodedMasks):
+        masks.deadline_s = row.deadline_s = seconds_of(policy, row.step)
+
+
+def seconds_of(policy: OwnerPolicy, step: int) -> float | None:
+    """Returns the deadline of a step in seconds; None waits for all workers.
+
+    Raises:
+        BadSetting: The policy would learn its deadlines, for which virtual workers have no clock.
+    """
+    deadline = policy.deadline_at(step)
+    if deadline == "auto":
+        raise BadSetting("deadline", "must be None or in seconds in a simulation: virtual workers compute in no time")
+    return deadline
 
 
 def _cells_per_chunk(setting: Setting, policy: Policy) -> tuple[int, int]:

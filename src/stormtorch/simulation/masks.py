@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormtorch.network.loss import LinkModel, LossModel, PerLink, Shared, Stragglers, Trace, has_timed_bursts, in_time
+from stormtorch.network.loss import (
+    LinkModel,
+    LossModel,
+    PerLink,
+    Shared,
+    SlowBackward,
+    Stragglers,
+    Trace,
+    has_timed_bursts,
+    in_time,
+)
 from stormtorch.simulation.loss_chains import Chains, Shards, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
@@ -47,6 +57,11 @@ class Masks:
         self._shards = Shards.of(self._owner_C)
         self._generator = torch.Generator(self.device).manual_seed(seed)
         self._late = network if isinstance(network, Stragglers) else None
+        self._slow = network if isinstance(network, SlowBackward) else None
+        if self._slow is not None and isinstance(self._slow.part_s, tuple) and len(self._slow.part_s) != workers:
+            raise ValueError(f"part_s must have one number for each of {workers} workers, got {self._slow.part_s}")
+        self.deadline_s: float | None = None
+        """Seconds after which a `SlowBackward` is cut off in exchanges to come; None never cuts it off."""
         reached = in_time(network)
         if has_timed_bursts(reached):
             raise ValueError("network must have bursts of packets (GilbertElliott): virtual workers have no clock")
@@ -192,6 +207,8 @@ class Masks:
         arrived_WC[owner_C, torch.arange(chunks, device=self.device)] = True
         if self._late is not None and self._late.backwards and up and not again:
             self._cut_backwards(self._late, arrived_WC)
+        if self._slow is not None and self.deadline_s is not None and up and not again:
+            self._cut_slow(self._slow, self.deadline_s, arrived_WC)
         return arrived_WC
 
     def _cut_backwards(self, late: Stragglers, arrived_WC: Tensor) -> None:
@@ -202,6 +219,13 @@ class Masks:
             part_W.fill_(late.delivered)
         first_W = torch.where(late_W, (1.0 - part_W) * arrived_WC.shape[1], 0.0)
         arrived_WC &= torch.arange(arrived_WC.shape[1], device=self.device) >= first_W.unsqueeze(-1)
+
+    def _cut_slow(self, slow: SlowBackward, deadline_s: float, arrived_WC: Tensor) -> None:
+        """Marks gradients as lost that workers have not computed at a deadline of so many seconds."""
+        part_s = torch.tensor(slow.part_s, dtype=torch.float64, device=self.device)
+        done_W = torch.poisson((deadline_s / part_s).expand(self.workers), generator=self._generator)
+        part_C = torch.arange(arrived_WC.shape[1], device=self.device) * slow.parts // arrived_WC.shape[1]
+        arrived_WC &= slow.parts - part_C <= done_W.unsqueeze(-1)
 
     def _cut_late(self, late: Stragglers, arrived_WC: Tensor, place_C: Tensor, owner_S: Tensor, up: bool) -> None:
         """Marks what late senders sent last as lost."""

@@ -22,6 +22,16 @@ from stormtorch.theory.gradients import (
     variance_inflation,
 )
 from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
+from stormtorch.theory.layers import (
+    Backward,
+    Descent,
+    best_deadlines,
+    deadlines_bound,
+    layer_chances,
+    layers_inflation,
+    layers_missed,
+    least_deadline,
+)
 from stormtorch.theory.prediction import KINDS, Kind, Prediction, predict
 from stormtorch.theory.redundancy import (
     block_parity,
@@ -34,23 +44,31 @@ from stormtorch.theory.redundancy import (
 
 __all__ = [
     "KINDS",
+    "Backward",
+    "Descent",
     "Kind",
     "Prediction",
     "averaging_rate",
     "averaging_steps",
     "best_deadline",
+    "best_deadlines",
     "best_lead",
     "block_parity",
     "common_drift",
     "deadline_cost",
+    "deadlines_bound",
     "fetched",
     "horvitz_thompson_inflation",
     "lag_chance",
     "lag_variance",
     "largest_lag",
     "lateness_inflation",
+    "layer_chances",
+    "layers_inflation",
+    "layers_missed",
     "lead",
     "lead_steps",
+    "least_deadline",
     "least_redundancy",
     "mean_inverse_count",
     "mean_lag",

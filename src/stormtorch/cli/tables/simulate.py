@@ -17,7 +17,7 @@ from stormtorch.cli.tables.train import (
     spread_text,
     success_text,
 )
-from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
+from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Shared, SlowBackward, Stragglers, Trace
 from stormtorch.results.statistics import mean, median
 from stormtorch.results.text import loss_text, share_text, size_text, time_text
 from stormtorch.studies.results import SimReport, SimResult
@@ -90,6 +90,8 @@ def network_text(network: LossModel) -> str:
     if isinstance(network, Stragglers):
         late = f"{100 * network.chance:g} % of the workers late in each exchange"
         return f"{network_text(network.network)}, {late}"
+    if isinstance(network, SlowBackward):
+        return f"{network_text(network.network)}, backwards that take time"
     if isinstance(network, PerLink):
         if not network.links:
             return network_text(network.default)
