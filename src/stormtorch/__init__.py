@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ADEL,
         AREA,
         MIFA,
+        PARTEL,
         QSDP,
         SALF,
         BoundedDrift,
@@ -61,6 +62,7 @@ _PLACES = {
     "MIFA": "policies",
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
+    "PARTEL": "policies",
     "Policy": "policies",
     "PrivateDrift": "policies.private_drift",
     "QSDP": "policies",
@@ -89,6 +91,7 @@ __all__ = [
     "EXACT",
     "LOSSY",
     "MIFA",
+    "PARTEL",
     "QSDP",
     "REPAIRED",
     "SALF",
@@ -136,4 +139,10 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"stormtorch.{_PLACES[name]}"), name)
+    if name[:1].isupper():  # a policy that was added to the folder of policies, and is mentioned nowhere else
+        from stormtorch.policies.presets import named
+
+        for policy in named().values():
+            if policy.__name__ == name:
+                return policy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

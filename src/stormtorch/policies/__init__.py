@@ -8,6 +8,7 @@ from stormtorch.policies.gossip import Gossip
 from stormtorch.policies.gradient_averaging import GradientAveraging
 from stormtorch.policies.mifa import MIFA
 from stormtorch.policies.model_averaging import ModelAveraging
+from stormtorch.policies.partel import PARTEL
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.qsdp import QSDP
 from stormtorch.policies.rank_policy import RankPolicy
@@ -18,6 +19,7 @@ __all__ = [
     "ADEL",
     "AREA",
     "MIFA",
+    "PARTEL",
     "QSDP",
     "SALF",
     "BoundedDrift",
