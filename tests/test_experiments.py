@@ -64,3 +64,14 @@ def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any
     assert len(rows) >= 9
     for row in rows:
         assert row in page
+
+
+@pytest.mark.parametrize("name", ["participation", "private"])
+def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
+    pytest.importorskip("sklearn")
+    experiment = importlib.import_module(name)
+    page = (Path(__file__).parents[1] / "docs" / "federated.md").read_text()
+    rows = experiment.table(grid.load(name))
+    assert len(rows) >= 7
+    for row in rows:
+        assert row in page

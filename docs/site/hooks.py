@@ -26,6 +26,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Data": "data.md",
         "torch.distributed": "backend.md",
         "Talking rarely": "rarely.md",
+        "Uneven, late, private": "federated.md",
         "Your own policy": "policies.md",
         "Applications": "applications.md",
     },

@@ -14,6 +14,7 @@ from stormtorch.cli.plots.convergence import headline, plot_convergence
 from stormtorch.cli.tables.steps import convergence_table
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
+from stormtorch.policies.presets import PolicySettings
 
 SMALL = ConvergenceSettings(
     ranks=2, seconds=1.5, every_s=0.3, layers=1, width=64, batch=2, context=16, wires=("bfloat16",), timeout_s=100
@@ -142,3 +143,26 @@ def test_in_a_lab_a_backend_that_stands_still_is_given_up_and_the_next_one_learn
     assert drift.arrived < 1.0
     assert drift.losses[-1] < drift.losses[0]
     assert "given up" in text_of(convergence_table(report))
+
+
+def test_policies_race_by_name_to_a_loss_that_is_given() -> None:
+    policy = PolicySettings(every=5, more=(("momentum", "0.5"),), given=frozenset({"every"}))
+    settings = replace(SMALL, backends=("storm-drift", "diloco", "gossip"), policy=policy, target=5.0, faults=0.05)
+    report = measure(settings)
+    assert [curve.backend for curve in report.curves] == ["storm-drift-bf16", "diloco", "gossip"]
+    assert "every=5" in report.conditions["policy"]["diloco"]
+    assert "momentum=0.5" in report.conditions["policy"]["diloco"]
+    for each in report.curves:
+        assert each.losses[0] == report.curves[0].losses[0]
+        assert each.losses[-1] < each.losses[0] - 0.2
+        assert each.arrived < 1.0
+    assert report.target == 5.0
+    assert "loss of 5.000;" in text_of(convergence_table(report)) or "loss of 5.000." in text_of(
+        convergence_table(report)
+    )
+
+
+@pytest.mark.pure
+def test_a_policy_that_does_not_exist_is_no_backend() -> None:
+    with pytest.raises(BadSetting, match=r"must be .*diloco.*got"):
+        replace(SMALL, backends=("dilocco",))

@@ -18,7 +18,7 @@ from stormtorch.cli.networks import SimulatedNetwork
 from stormtorch.cli.plots.simulate import plot_simulation
 from stormtorch.cli.tables.simulate import network_text, sentences, show_simulation
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
-from stormtorch.policies.presets import PRESETS, names
+from stormtorch.policies.presets import PRESETS, named, names
 from stormtorch.studies.on_workers import run_simulations
 from stormtorch.studies.results import SimReport, SimResult
 from stormtorch.studies.settings import LmSettings, SimSettings
@@ -323,3 +323,12 @@ def test_pictures_and_other_optimizers_are_simulated() -> None:
     code, text = call("simulate", *options, "--model", "resnet20", "--how", "batched", "--at-once", "2")
     assert code == 0
     assert "accuracy" in text
+
+
+@pytest.mark.parametrize("name", named())
+def test_every_policy_of_a_file_trains_virtual_workers_by_its_name(name: str) -> None:
+    report = run_simulations(replace(SETTINGS, policies=(name,), every=2, given=frozenset({"every"}), steps=6))
+    (result,) = report.results
+    assert result.policy == name
+    assert result.val_loss is not None
+    assert result.val_loss < 6.0

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import stormtorch
 from example_runs import EXAMPLES
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, RankPolicy, Reliability
-from stormtorch.policies.presets import PRESETS, PolicySettings, make_policy
+from stormtorch.policies import presets
+from stormtorch.policies.presets import PRESETS, PolicySettings, make_policy, named
 
 pytestmark = pytest.mark.pure
 
@@ -77,3 +79,32 @@ def test_a_setting_that_was_given_holds_though_it_is_the_usual_one() -> None:
 def test_a_wrong_class_name_is_answered_by_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"has no class Elastik, only Elastic$"):
         make_policy(f"{OWN}:Elastik")
+
+
+def test_policies_are_found_by_the_names_of_their_classes_and_by_those_that_commands_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for policy in named().values():
+        assert getattr(stormtorch, policy.__name__) is policy
+
+    class Newcomer(RankPolicy):
+        name = "newcomer"
+
+    monkeypatch.setattr(presets, "named", lambda: {"newcomer": Newcomer})
+    assert stormtorch.Newcomer is Newcomer  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
+        _ = stormtorch.Nobody  # type: ignore[attr-defined]
+
+
+def test_blocks_follow_what_owners_carry_and_all_else_is_bounded_drift() -> None:
+    policy = stormtorch.PARTEL()
+    assert policy.shards == "rate"
+    assert policy.ahead(0.1) == BoundedDrift().ahead(0.1) > 0.0
+    assert stormtorch.PARTEL(shards="equal").shards == "equal"
+
+
+def test_a_field_without_a_value_is_read_as_a_seed_or_as_a_number() -> None:
+    policy = make_policy("light-dp", PolicySettings(more=(("key_seed", "3"), ("noise", "0.5"))))
+    assert isinstance(policy, stormtorch.LightDp)
+    assert (policy.key_seed, policy.noise) == (3, 0.5)
+    assert isinstance(policy.key_seed, int)

@@ -16,7 +16,7 @@ from stormtorch.cli.plots.train import plot_training
 from stormtorch.cli.tables.train import sentences, show_training
 from stormtorch.lab import Conditions
 from stormtorch.lab.fixtures import lab_or_skip
-from stormtorch.policies.presets import PRESETS
+from stormtorch.policies.presets import PRESETS, named
 from stormtorch.studies.on_ranks import run_training
 from stormtorch.studies.results import TrainReport
 from stormtorch.studies.settings import ImageSettings, LmSettings
@@ -235,3 +235,13 @@ def test_the_command_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
     assert "10 % loss injected on loopback" in text
     assert [each["policy"] for each in json.loads(out.read_text())["results"]] == ["lead"]
     assert "<svg" in picture.read_text()
+
+
+def test_every_policy_of_a_file_trains_ranks_by_its_name() -> None:
+    settings = replace(SMALL, policies=tuple(named()), every=2, given=frozenset({"every"}), ranks=3, timeout_s=300)
+    report = run_training(settings)
+    assert ranks_left() == []
+    assert [result.policy for result in report.results] == list(named())
+    for result in report.results:
+        assert result.val_loss < 6.0
+        assert result.arrived < 1.0 or result.policy == "qsdp", result.policy
