@@ -150,7 +150,7 @@ TOGETHER = {
     "on gloo": 'needs a group of the backend "storm", got gloo',
     "wrong order": "the model comes first, then its optimizer, got SGD and Sequential",
     "optimizer of another model": "the optimizer has none of the model's parameters",
-    "policy by name": "policy must be BoundedDrift, ModelAveraging, GradientAveraging or",
+    "policy by name": "policy must be one of the library's, as BoundedDrift() or DiLoCo(), or",
     "float64": "parameter 0 is torch.float64: only float32, bfloat16 and float16",
     "complex": "parameter 0 is torch.complex64: only float32, bfloat16 and float16",
     "LBFGS": "LBFGS evaluates the model in the middle of a step",

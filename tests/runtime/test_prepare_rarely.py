@@ -389,3 +389,24 @@ def test_masks_that_ranks_agree_on_cancel_out_in_the_mean() -> None:
     found = on_real(LightDp(every=2, mask=10.0, reliability=EXACT), 4)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_is_loaded_becomes_the_anchor() -> None:
+    """Anchors of the parameters before would pull what is loaded back to them."""
+    policy = DiLoCo(every=2, outer_lr=0.5, momentum=0.9, reliability=EXACT)
+    other = perceptron()
+    with torch.no_grad():
+        for each in other.parameters():
+            each.add_(1.0)
+
+    def loads(rank: Rank) -> torch.Tensor:
+        rank.train(4)
+        rank.model.load_state_dict(other.state_dict())
+        for group in rank.optimizer.param_groups:
+            group["lr"] = 0.0
+        rank.train(2)
+        rank.optimizer.session.wait()
+        return flat(rank.model)
+
+    for found in on_ranks(perceptron(), sgd, loads, policy=policy, world=3):
+        torch.testing.assert_close(found, flat(other))

@@ -129,6 +129,11 @@ class Memories:
                 self._begin_owner(store, 0, bucket.flat[first : first + count].detach().float().cpu())
         self.begin_ranks()
 
+    def begin_again(self) -> None:
+        """Begins all memories anew, with parameters that were loaded, the same on all ranks."""
+        if self._now in self._held:
+            self.begin(self._rank, self._now, self.held.cut.members)
+
     def begin_ranks(self) -> None:
         """Begins this rank's own memory, with the parameters that it has."""
         if not remembers(self._policy):

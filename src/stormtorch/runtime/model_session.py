@@ -185,8 +185,9 @@ class ModelSession(ReplicatedSession):
         return contextlib.nullcontext()
 
     def loaded(self) -> None:
-        """Forgets what calls and buffers have kept of the values before."""
+        """Forgets what calls, buffers and the policy have kept of the values before."""
         self._calls.forget()
+        self._memories.begin_again()
         self._buffers.remember()
 
     def wait(self) -> None:
