@@ -109,8 +109,8 @@ def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, n
         kind = GradientSession if policy.sends == "gradients" else ModelSession
         return kind(model, optimizer, group, name, policy)
     raise TypeError(
-        "policy must be one of the library's, as BoundedDrift() or DiLoCo(), or an OwnerPolicy or RankPolicy of your own, "
-        f"got {policy!r}"
+        "policy must be one of the library's, as BoundedDrift() or DiLoCo(), or an OwnerPolicy or RankPolicy of your "
+        f"own, got {policy!r}"
     )
 
 
