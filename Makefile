@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-convergence bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -114,6 +114,14 @@ bench-convergence: setup  ## the part of bench-lab that trains to the same loss;
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/stormtorch bench convergence --ranks 4 --rate 400mbit --loss 0.1 --seconds 60 --backends gloo-cubic,gloo-bbr,storm-drift \
 		--json $(BENCH_OUT)/lab-convergence-400mbit-loss10.json --plot $(BENCH_OUT)/lab-convergence-400mbit-loss10.png
+
+bench-rarely: setup  ## who comes to a loss first at 20 Mbit/s, 100 ms and 5 % loss: rare exchanges, every step, gloo; half an hour
+	@mkdir -p $(BENCH_OUT)
+	$(BIN)/stormtorch bench convergence --ranks 4 --rate 20mbit --delay 50ms --loss 0.05 --seconds 180 --every-s 12 \
+		--layers 3 --width 128 --batch 8 --wire float32 --target 2.4 --timeout-s 900 --patience-s 150 \
+		--backends storm-drift,diloco,streaming-diloco,sparse-diloco,gloo-bbr,gloo-cubic \
+		--every 30 --set outer_lr=1 --set momentum=0.5 --set block=1024 \
+		--json $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.json --plot $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.png
 
 # Installs an extra of pyproject.toml alone, without building stormtorch again.
 .venv/.extra-%: .venv/.installed

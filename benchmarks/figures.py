@@ -77,6 +77,27 @@ def ugly_paths() -> str:
     return "\n".join(rows) + "\n"
 
 
+def rarely() -> str:
+    """Rows of docs/rarely.md: who trained how fast over a thin, long path, and when it came to the loss."""
+    labels = {
+        "storm-drift": "`BoundedDrift`",
+        "diloco": "`DiLoCo`, every 30",
+        "streaming-diloco": "`StreamingDiLoCo`, every 30",
+        "sparse-diloco": "`SparseDiLoCo`, every 30",
+        "gloo-bbr": "DDP on gloo, TCP-BBR",
+        "gloo-cubic": "DDP on gloo, TCP-CUBIC",
+    }
+    data = json.loads((FOLDER / "lab-rarely-20mbit-100ms-loss5.json").read_text(encoding="utf-8"))
+    rows = []
+    for result in data["results"]:
+        step_s, reached_s = result["step_s"], result["reached_s"]
+        step = f"{step_s:.1f} s" if step_s > 1.0 else f"{1e3 * step_s:.0f} ms"
+        cells = [labels[result["backend"]], f"{result['steps'][-1]}", step]
+        cells += ["-" if reached_s is None else f"{reached_s:.0f} s", f"{result['losses'][-1]:.2f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def renewed(text: str) -> str:
     """The README with the tables as the files have them now."""
     for mark, content in zip(MARKS, (table(), ugly_paths()), strict=True):

@@ -49,3 +49,4 @@ def test_the_figures_in_the_readme_are_those_of_the_files(monkeypatch: pytest.Mo
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert figures.table().count("\n") > 20
     assert text == figures.renewed(text), "run: python benchmarks/figures.py"
+    assert figures.rarely() in (ROOT / "docs" / "rarely.md").read_text(encoding="utf-8")
