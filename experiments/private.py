@@ -57,7 +57,8 @@ def clipped(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     error = out.detach().softmax(-1) - nn.functional.one_hot(labels, 10)
     norm = error.norm(dim=-1) * (images.square().sum(-1) + 1.0).sqrt()
     losses = nn.functional.cross_entropy(out, labels, reduction="none")
-    return (losses * (CLIP / norm).clamp(max=1.0)).mean()
+    weighed: torch.Tensor = losses * (CLIP / norm).clamp(max=1.0)
+    return weighed.mean()
 
 
 def accuracy(way: str, epsilon: float, loss: float, seed: int) -> float:

@@ -27,6 +27,8 @@ from stormtorch.tasks.kinds import TASKS
 pytestmark = pytest.mark.pure
 
 SMALL = ("--workers", "4", "--steps", "3", "--batch", "1", "--width", "16", "--layers", "1", "--context", "8")
+# Rare exchanges of few steps have few fragments.
+FEW = (("fragments", "2"), ("at_least", "1"))
 SETTINGS = SimSettings(workers=5, steps=4, batch=1, width=16, layers=1, context=8, held_out=2, loss=0.3, lr=1e-3)
 
 
@@ -62,7 +64,11 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--policy", ","), "--policy", "must name at least one"),
         (("--lead", "far"), "--lead", "valid"),
         (("--lead", "11"), "--lead", "must lie in [0, 10], got 11"),
-        (("--lead", "2", "--policy", "plain"), "--lead", "belongs to lead, private-drift, and --policy has plain"),
+        (
+            ("--lead", "2", "--policy", "plain"),
+            "--lead",
+            "belongs to lead, adel, partel, private-drift, salf, and --policy has plain",
+        ),
         (("--max-lag", "3", "--policy", "lossless"), "--max-lag", "belongs to plain, lead"),
         (("--weights", "horvitz-thompson", "--policy", "model-averaging"), "--weights", "belongs to plain, lead"),
         (("--gradient-budget", "1", "--policy", "model-averaging"), "--gradient-budget", "belongs to plain, lead"),
@@ -327,7 +333,9 @@ def test_pictures_and_other_optimizers_are_simulated() -> None:
 
 @pytest.mark.parametrize("name", named())
 def test_every_policy_of_a_file_trains_virtual_workers_by_its_name(name: str) -> None:
-    report = run_simulations(replace(SETTINGS, policies=(name,), every=2, given=frozenset({"every"}), steps=6))
+    report = run_simulations(
+        replace(SETTINGS, policies=(name,), every=4, more=FEW, given=frozenset({"every"}), steps=6)
+    )
     (result,) = report.results
     assert result.policy == name
     assert result.val_loss is not None

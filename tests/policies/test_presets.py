@@ -91,9 +91,9 @@ def test_policies_are_found_by_the_names_of_their_classes_and_by_those_that_comm
         name = "newcomer"
 
     monkeypatch.setattr(presets, "named", lambda: {"newcomer": Newcomer})
-    assert stormtorch.Newcomer is Newcomer  # type: ignore[attr-defined]
+    assert stormtorch.Newcomer is Newcomer
     with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
-        _ = stormtorch.Nobody  # type: ignore[attr-defined]
+        _ = stormtorch.Nobody
 
 
 def test_blocks_follow_what_owners_carry_and_all_else_is_bounded_drift() -> None:

@@ -36,6 +36,8 @@ SMALL = LmSettings(
     loss=0.2,
     timeout_s=100,
 )
+# Rare exchanges of few steps have few fragments.
+FEW = (("fragments", "2"), ("at_least", "1"))
 
 
 # --- settings and tasks -----------------------------------------------------------------------------------------------
@@ -238,7 +240,9 @@ def test_the_command_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
 
 
 def test_every_policy_of_a_file_trains_ranks_by_its_name() -> None:
-    settings = replace(SMALL, policies=tuple(named()), every=2, given=frozenset({"every"}), ranks=3, timeout_s=300)
+    settings = replace(
+        SMALL, policies=tuple(named()), every=4, more=FEW, given=frozenset({"every"}), steps=8, ranks=3, timeout_s=300
+    )
     report = run_training(settings)
     assert ranks_left() == []
     assert [result.policy for result in report.results] == list(named())
