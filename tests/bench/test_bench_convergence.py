@@ -166,3 +166,11 @@ def test_policies_race_by_name_to_a_loss_that_is_given() -> None:
 def test_a_policy_that_does_not_exist_is_no_backend() -> None:
     with pytest.raises(BadSetting, match=r"must be .*diloco.*got"):
         replace(SMALL, backends=("dilocco",))
+
+
+@pytest.mark.pure
+def test_a_loss_that_nobody_came_to_is_said() -> None:
+    conditions = ConvergenceReport.begin(replace(SMALL, target=0.1)).conditions
+    report = ConvergenceReport(conditions, [curve("storm-drift", [5.0, 4.0]), curve("gloo", [5.0, 4.5])])
+    assert headline(report) == "nobody comes to a loss of 0.10"
+    assert report.speedup(report.curves[0]) is None

@@ -50,7 +50,7 @@ def test_the_shell_offers_values_also_within_a_list() -> None:
     assert one("x") == []
     assert several("l") == ["lossless", "lead", "light-dp"]
     assert several("lossless,l") == ["lossless,lead", "lossless,light-dp"]
-    assert several("lossless,lead,p") == ["lossless,lead,plain", "lossless,lead,private-drift"]
+    assert several("lossless,lead,p") == ["lossless,lead,plain", "lossless,lead,partel", "lossless,lead,private-drift"]
     assert several("") == choices.POLICIES.split(",")
     assert offer_list("a,b", "b,c")("") == ["a", "b", "c"]
 

@@ -108,3 +108,27 @@ def test_a_field_without_a_value_is_read_as_a_seed_or_as_a_number() -> None:
     assert isinstance(policy, stormtorch.LightDp)
     assert (policy.key_seed, policy.noise) == (3, 0.5)
     assert isinstance(policy.key_seed, int)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [("salf", "deadline=0.5", 0.5), ("salf", "deadline=auto", "auto"), ("adel", "rates=1,0.5", (1.0, 0.5))],
+)
+def test_a_field_is_set_to_a_number_a_word_or_several_numbers(name: str, text: str, found: object) -> None:
+    knob, _, value = text.partition("=")
+    assert getattr(make_policy(name, PolicySettings(more=((knob, value),))), knob) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps=many", "steps must be a whole number, got 'many'"),
+        ("inertia=x", "inertia must be a number, got 'x'"),
+        ("rates=x", "rates must be numbers"),
+        ("hierarchy=maybe", "hierarchy must be true or false"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_words(text: str, words: str) -> None:
+    knob, _, value = text.partition("=")
+    with pytest.raises(ValueError, match=words):
+        make_policy("adel", PolicySettings(more=((knob, value),)))

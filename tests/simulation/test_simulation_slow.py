@@ -112,6 +112,8 @@ def test_what_has_no_clock_is_refused_by_name() -> None:
         (SALF(), slow, "deadline must be None or in seconds"),
         (SALF(deadline=1.0), Bernoulli(p=0.1), "deadline must be None in a simulation whose network"),
         (BoundedDrift(gradients=Reliability(budget=1.0, redundancy=0.5), deadline=1.0), slow, "redundancy must be 0"),
+        (SALF(deadline=1.0, reliability=EXACT), slow, "gradients must have a budget of 1"),
+        (SALF(deadline=1.0, gradients=Reliability(budget=0.5)), slow, "gradients must have a budget of 1"),
     ):
         with pytest.raises(BadSetting, match=words):
             outcome(perceptron(), sgd, 1, policy=policy, network=network)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,5 +248,6 @@ def test_every_policy_of_a_file_trains_ranks_by_its_name() -> None:
     assert ranks_left() == []
     assert [result.policy for result in report.results] == list(named())
     for result in report.results:
-        assert result.val_loss < 6.0
-        assert result.arrived < 1.0 or result.policy == "qsdp", result.policy
+        assert result.val_loss < math.log(256), f"{result.policy} is worse than guessing a byte"
+        # What is sent again arrives, and of the few datagrams of sparse messages all may.
+        assert result.arrived < 1.0 or result.policy in ("qsdp", "sparse-diloco"), result.policy

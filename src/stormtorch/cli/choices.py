@@ -16,7 +16,8 @@ def _named() -> list[str]:
     return sorted(name for file in files for name in pattern.findall(file.read_text()))
 
 
-POLICIES = ",".join((PRESETS, *_named()))
+NAMED_POLICIES = ",".join(_named())
+POLICIES = f"{PRESETS},{NAMED_POLICIES}"
 TRAIN_POLICIES = "lossless,plain,lead"
 SIMULATE_POLICIES = "lossless,lead"
 WIRES = "float32,bfloat16,float16,int8,int4"

@@ -11,6 +11,7 @@ from stormtorch.cli.choices import (
     LAB_DDP_BACKENDS,
     LAB_WARMUP,
     MODELS,
+    NAMED_POLICIES,
     POLICIES,
     WARMUP,
     WIRES,
@@ -380,7 +381,7 @@ Learners = Annotated[
         "--backends",
         help=f"{_BACKENDS_HELP}: any of `bench ddp`, and policies by name, as diloco.",
         show_default="gloo (in a lab gloo-bbr) and storm-drift",
-        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
+        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS, NAMED_POLICIES),
     ),
 ]
 Wires = Annotated[

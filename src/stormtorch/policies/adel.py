@@ -28,7 +28,7 @@ class ADEL(SALF):
     """How much of what an owner remembers of how many ranks reach a layer stays at each step: less than SALF's, as what
     it remembers is of shorter deadlines. Layers that are often missed move too far where it is too much."""
     total_s: float = 600.0
-    """Seconds that all backwards together may take: the sum of the deadlines."""
+    """Sum of the deadlines in seconds. A step's begins when a rank has its parameters, so that forward counts, too."""
     steps: int = 1000
     """Optimizer steps of the training."""
     ranks: int = 8

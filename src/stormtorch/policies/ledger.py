@@ -115,7 +115,7 @@ class Row:
     share: float | None = None
     """Fraction of the parameters that this rank owned; None where ranks own nothing."""
     late: dict[int, float] = field(default_factory=dict)
-    """Ranks that were late, under `deadline="auto"`: fraction of each one's buckets whose gradients are in the mean."""
+    """Ranks that were late, under a `deadline`: fraction of each one's buckets whose gradients are in the mean."""
     deadline_s: float | None = None
     """Deadline for gradients in this step, in seconds from having parameters on, as this rank has learned it."""
     missing: list[int] = field(default_factory=list)

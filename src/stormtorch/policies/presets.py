@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -150,7 +151,7 @@ def _of_class(kind: type[Policy], described: str, settings: PolicySettings) -> P
 
 
 def _read(knob: str, text: str, default: Any) -> Any:
-    """Reads a field's value as what its default is.
+    """Reads a field's value as what its default is: of numbers and words, whichever the text is.
 
     Raises:
         ValueError: The text is no such value; the message names the field.
@@ -158,12 +159,17 @@ def _read(knob: str, text: str, default: Any) -> Any:
     try:
         if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
-        if isinstance(default, int | float | str):
+        if isinstance(default, int | float):
             return type(default)(text)
-        return int(text) if text.lstrip("+-").isdigit() else float(text)  # a field without a value may be a seed
+        if isinstance(default, tuple):
+            return tuple(float(each) for each in text.split(","))
     except (KeyError, ValueError) as error:
-        kind = "true or false" if isinstance(default, bool) else type(default).__name__
-        raise ValueError(f"{knob} must be {kind}, got {text!r}") from error
+        words = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ValueError(f"{knob} must be {words.get(type(default), 'numbers, as 1,0.5')}, got {text!r}") from error
+    for kind in (int, float):  # a field that has no value, or a word, may have a number, too
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _of_these(path: str) -> str:

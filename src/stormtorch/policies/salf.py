@@ -20,6 +20,8 @@ class SALF(BoundedDrift):
     gets a gradient of zero. As that happens by chance, gradients of a layer that was reached are made longer by the
     inverse of the chance that anybody reaches it: then all layers move as far on average as without stragglers. What
     owners send has the lead of `BoundedDrift`.
+
+    On real ranks, gradients that come after the deadline count in the next step, weighed by how often they come.
     """
 
     name: ClassVar[str] = "salf"

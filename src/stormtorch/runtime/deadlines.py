@@ -1,4 +1,4 @@
-"""What a session under `deadline="auto"` learns: how long ranks take, when to go on, and how late gradients weigh."""
+"""What a session under a deadline learns: how long ranks take, when to go on, and how late gradients weigh."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
     for session in sessions:
         policy = session.given_policy
         if isinstance(policy, OwnerPolicy) and policy.deadline is not None:
-            raise ValueError('prune() needs all ranks at the same step: set deadline=None instead of "auto"')
+            raise ValueError("prune() needs all ranks at the same step: set deadline=None")
         if isinstance(policy, RankPolicy):
             if remembers(policy) or policy.owners_remember:
                 name = type(policy).__name__

@@ -60,7 +60,7 @@ class TimedSession(ShardedSession):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: OwnerPolicy
     ) -> None:
         if hasattr(group.transport, "network"):
-            raise ValueError('deadline="auto" needs real time: a simulated network has none')
+            raise ValueError("deadline needs real time: a simulated network has none")
         # Guards all that follows. The program's thread and the deputy never act on the session at the same time.
         self._turn = threading.Condition()
         self._acting = 0
@@ -85,7 +85,7 @@ class TimedSession(ShardedSession):
         """How the program clipped the gradients of its last step; the deputy does the same."""
         super().__init__(model, optimizer, group, name, policy)
         self._norms.refusal = (
-            'the norm of gradients needs all ranks, and deadline="auto" goes on without the programs of those that are '
+            "the norm of gradients needs all ranks, and a deadline goes on without the programs of those that are "
             "late: clip by stormtorch.clip_grad_norm_, which is repeated for them, or set deadline=None"
         )
         self._norms.written = self._note_versions
@@ -160,7 +160,7 @@ class TimedSession(ShardedSession):
             self._took_s = self._finished_s - self._began_s
             if self._unstepped:
                 raise StormError(
-                    'deadline="auto" needs a step after every backward() that exchanges gradients: add gradients up '
+                    "a deadline needs a step after every backward() that exchanges gradients: add gradients up "
                     "under no_sync(), or set deadline=None"
                 )
             if self._stalled:
@@ -198,7 +198,7 @@ class TimedSession(ShardedSession):
     def before_step(self, *, closure: bool) -> None:
         """Waits for gradients. The step of a rank that is late does nothing: its deputy has made it."""
         if closure:
-            raise StormError('deadline="auto" takes no closure: compute gradients before step(), or set deadline=None')
+            raise StormError("a deadline takes no closure: compute gradients before step(), or set deadline=None")
         self._gradients.complete()
         self._clips, self._norms.clips = self._norms.clips, []
         if self._skips:
@@ -210,7 +210,7 @@ class TimedSession(ShardedSession):
         if self._versions_given != [bucket.own_grads._version for bucket in self.buckets]:
             raise StormError(
                 "averaged gradients were changed between backward() and step(), as a GradScaler does: under "
-                'deadline="auto", the step of a late rank is made without its program; set deadline=None'
+                "a deadline, the step of a late rank is made without its program; set deadline=None"
             )
         self._ready_step(closure=False)
 
@@ -387,7 +387,7 @@ class TimedSession(ShardedSession):
         pause_s = min(max(_LEAST_PAUSE_S, 0.01 * deadline_s), _IDLE_S)
         # Others may be at something else, as an evaluation: the round begins when half of them wait in it. A deadline
         # that is given may be one that few meet.
-        crowd = min(1, self._rounds.here.size - 1) if given else self._rounds.here.size // 2
+        crowd = 1 if given else max(1, self._rounds.here.size // 2)
         if len(self._rounds.waiting()) < crowd:
             return pause_s
         if self._crowd_s is None:

@@ -148,9 +148,16 @@ class Exchanges:
 
 
 def _cut_off(masks: Masks | CodedMasks, policy: Policy, row: Row) -> None:
-    """Lets slow workers have until the deadline of a step, if the policy has one."""
-    if isinstance(policy, OwnerPolicy) and policy.deadline is not None and not isinstance(masks, CodedMasks):
-        masks.deadline_s = row.deadline_s = seconds_of(policy, row.step)
+    """Lets slow workers have until the deadline of a step, if the policy has one.
+
+    Raises:
+        BadSetting: The policy would have gradients sent again that were not computed.
+    """
+    if isinstance(masks, CodedMasks) or not isinstance(policy, OwnerPolicy):
+        return
+    masks.deadline_s = row.deadline_s = None if policy.deadline is None else seconds_of(policy, row.step)
+    if masks.deadline_s is not None and policy.up.budget < 1.0:
+        raise BadSetting("gradients", "must have a budget of 1: what was not computed in time cannot be sent again")
 
 
 def seconds_of(policy: OwnerPolicy, step: int) -> float | None:

@@ -33,8 +33,8 @@ class Sharded(Workers):
     """
 
     def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
-        # A policy that is made for deadlines does without on networks where nobody is slow.
-        wanted = policy.deadline is not None and type(policy).deadline is None
+        # A policy that is made for deadlines, and was given none, does without where nobody is slow.
+        wanted = policy.deadline is not None and policy.deadline != type(policy).deadline
         if wanted and not isinstance(setting.network, SlowBackward):
             raise BadSetting("deadline", "must be None in a simulation whose network is not a SlowBackward")
         self.setting, self.policy, self.model = setting, policy, model

@@ -71,7 +71,8 @@ def headline(report: "ConvergenceReport") -> str:
     """Says what the picture shows: who comes to the same loss first, and who last."""
     reached = _reached(report)
     if not reached:
-        return "every backend was given up"
+        given_up = all(curve.gave_up for curve in report.curves) or report.target is None
+        return "every backend was given up" if given_up else f"nobody comes to a loss of {report.target:.2f}"
     (first_s, first), (last_s, last) = reached[0], reached[-1]
     said = f"{first} comes to a loss of {report.target:.2f} in {_seconds(first_s)}"
     return said if first == last else f"{said}, {last} in {_seconds(last_s)}"
