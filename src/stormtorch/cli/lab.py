@@ -25,6 +25,8 @@ from stormtorch.cli.options import (
     LabBurst,
     LabLoss,
     LabName,
+    LowQueue,
+    LowShare,
     Nat,
     PerLink,
     Queue,
@@ -57,6 +59,8 @@ def run(
     delay: Delay = None,
     jitter: Jitter = None,
     queue: Queue = None,
+    low_share: LowShare = None,
+    low_queue: LowQueue = None,
     tcp: Tcp = None,
     cable: Cable = None,
     nat: Nat = None,
@@ -94,6 +98,8 @@ def run(
 
       stormtorch lab run --paths 2 --rate 100mbit -- python train.py
 
+      stormtorch lab run --rate 100mbit --low-share 0.05 -- python train.py
+
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
     with friendly_errors(), ending_signals():
@@ -101,7 +107,17 @@ def run(
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
 
-        changes = _changes(rate=rate, loss=loss, burst=burst, trace=trace, delay=delay, jitter=jitter, queue=queue)
+        changes = _changes(
+            rate=rate,
+            loss=loss,
+            burst=burst,
+            trace=trace,
+            delay=delay,
+            jitter=jitter,
+            queue=queue,
+            low_share=low_share,
+            low_queue=low_queue,
+        )
         conditions = Conditions(seed=seed, tcp=tcp, cable=cable, nat=_routers(nat or [])).changed(**changes)
         if per_link is not None:
             conditions = read_per_link(per_link, conditions, hosts)
@@ -136,6 +152,8 @@ def change(
     delay: Delay = None,
     jitter: Jitter = None,
     queue: Queue = None,
+    low_share: LowShare = None,
+    low_queue: LowQueue = None,
     mtu: Annotated[
         int | None, typer.Option(help="Let larger IP packets vanish, as in many tunnels: 576 to 1500 bytes.")
     ] = None,
@@ -177,9 +195,21 @@ def change(
         from stormtorch.lab.registry import ask
 
         changes = _changes(
-            rate=rate, loss=loss, burst=burst, trace=None, delay=delay, jitter=jitter, queue=queue, mtu=mtu
+            rate=rate,
+            loss=loss,
+            burst=burst,
+            trace=None,
+            delay=delay,
+            jitter=jitter,
+            queue=queue,
+            low_share=low_share,
+            low_queue=low_queue,
+            mtu=mtu,
         )
-        Conditions(delay=1.0).changed(**changes)  # wrong values need no lab to be found out
+        # Wrong values need no lab to be found out; what a running lab has is not known here.
+        Conditions(rate="1gbit").changed(**changes) if low_share is not None else Conditions(delay=1.0).changed(
+            **changes
+        )
         if trace is not None:
             changes["trace"] = "".join("01"[bit] for bit in _read_trace(trace).bits)
         for verb, places in (("cut", cut), ("join", join)):

@@ -249,6 +249,21 @@ Queue = Annotated[
     str | None,
     typer.Option(help="Bytes that may wait at each end of a line: 64kb, 1mb; 512kb at first.", rich_help_panel=_LAB),
 ]
+LowShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a line that packets of low priority (DSCP 1 or 8) have while others want it all: 0 to 1. They "
+        "may always use what is free.",
+        show_default="all packets alike",
+        rich_help_panel=_LAB,
+    ),
+]
+LowQueue = Annotated[
+    str | None,
+    typer.Option(
+        help="Bytes of low priority that may wait at each end of a line; 128kb at first.", rich_help_panel=_LAB
+    ),
+]
 Tcp = Annotated[
     str | None,
     typer.Option(

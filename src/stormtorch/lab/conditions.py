@@ -64,6 +64,12 @@ class Conditions:
     """Delay from host to host, one way: a round trip takes twice as long."""
     jitter: str | float = 0.0
     """Largest further delay, drawn for each packet; packets stay in order."""
+    low_share: float | None = None
+    """Share of each line that packets of low priority have while others want it all, in [0, 1): 0 lets them wait for
+    all others, up to a hundredth. Packets are of low priority if their DSCP is 1 (lower effort) or 8 (CS1). They may
+    use the line as they like while nobody else does. None treats all packets alike."""
+    low_queue: str | int = 128 << 10
+    """Bytes of low priority that may wait at each end of a line; further ones are dropped."""
     seed: int = 0
     """Seed of loss and jitter: with the same seed, the same packets of a link are lost."""
     tcp: str | None = None
@@ -89,6 +95,7 @@ class Conditions:
         fixed = {
             "rate": None if self.rate is None else checked_rate("rate", self.rate),
             "queue": checked_queue("queue", self.queue),
+            "low_queue": checked_queue("low_queue", self.low_queue),
             "delay": checked_delay("delay", self.delay),
             "jitter": checked_delay("jitter", self.jitter),
             "cut": frozenset(self.cut),
@@ -106,8 +113,21 @@ class Conditions:
             raise BadCondition("seed", f"must be an integer in [0, 2^63), got {self.seed!r}")
         if self.jitter and not self.delayed:
             raise BadCondition("jitter", "needs a delay that it can vary")
+        if self.low_share is not None:
+            self._check_low()
         if self.cable is not None:
             self._check_cable(self.cable)
+
+    def _check_low(self) -> None:
+        share = _finite("low_share", self.low_share)
+        if not 0.0 <= share < 1.0:
+            raise BadCondition("low_share", f"must lie in [0, 1), got {share:g}")
+        if any(None in (line.up_bits, line.down_bits) for line in (self.line(-1), *map(self.line, self.lines))):
+            raise BadCondition("low_share", "needs a rate: nobody waits on a line without a limit")
+        if self.delayed or self.timed:
+            raise BadCondition(
+                "low_share", "needs the kernel's network, which has neither delays nor bursts by time: leave those out"
+            )
 
     def _check_cable(self, mtu: object) -> None:
         if isinstance(mtu, bool) or not isinstance(mtu, int) or not LEAST_MTU <= mtu <= MOST_CABLE_MTU:
@@ -117,6 +137,7 @@ class Conditions:
             "loss": self.loss != Bernoulli(p=0.0),
             "delay": self.delayed,
             "mtu": self.mtu is not None,
+            "low_share": self.low_share is not None,
             "cut": bool(self.cut or self.cut_links),
             "per_link": bool(self.lines),
             "nat": bool(self.nat),
@@ -136,6 +157,12 @@ class Conditions:
         """Queue in bytes."""
         assert not isinstance(self.queue, str)
         return self.queue
+
+    @property
+    def low_queue_bytes(self) -> int:
+        """Queue of low priority in bytes."""
+        assert not isinstance(self.low_queue, str)
+        return self.low_queue
 
     @property
     def delay_s(self) -> float:
@@ -228,6 +255,8 @@ class Conditions:
             "seed": self.seed,
             "tcp": self.tcp,
         }
+        if self.low_share is not None:
+            data |= {"low_share": self.low_share, "low_queue_bytes": self.low_queue_bytes}
         if self.cut:
             data["cut"] = sorted(self.cut)
         if self.cut_links:

@@ -348,6 +348,8 @@ class Lab:
                 raise BadCondition(
                     "burst", "can become a time only in a lab that started with one: it needs another kind of network"
                 )
+            if conditions.low_share is not None and not isinstance(network, KernelNetwork):
+                raise BadCondition("low_share", "needs a lab that started without a delay: another kind of network")
             if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
                 self._set_tcp(checked_tcp(conditions.tcp))
             if self._further is not None:

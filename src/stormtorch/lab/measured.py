@@ -26,6 +26,10 @@ class LineCount(NamedTuple):
     """Packets that passed."""
     overflowed: int
     """Packets that found the queue full: loss that senders cause by themselves."""
+    low_packets: int | None = None
+    """Those of low priority among the packets that passed; None where the network does not tell packets apart."""
+    low_overflowed: int | None = None
+    """Those of low priority among the packets that found their queue full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,15 @@ class Measured:
         sent = sum(line.packets + line.overflowed for line in self.lines if line.direction == "up")
         return lost / sent if sent else 0.0
 
+    @property
+    def low_loss(self) -> float | None:
+        """Fraction of the packets of low priority that found their queue full; None where nothing was sent so."""
+        lost = sum(line.low_overflowed or 0 for line in self.lines)
+        sent = sum(
+            (line.low_packets or 0) + (line.low_overflowed or 0) for line in self.lines if line.direction == "up"
+        )
+        return lost / sent if sent else None
+
     def since(self, before: "Measured") -> "Measured":
         """Counters since `before`."""
         links = {(link.source, link.target): link for link in before.links}
@@ -76,6 +89,7 @@ class Measured:
             "loss": self.loss,
             **({} if self.burst is None else {"burst": self.burst}),
             "overflow": self.overflow,
+            **({} if self.low_loss is None else {"low_loss": self.low_loss}),
             "rates_bits_per_s": [round(rate) for rate in self.rates_bits],
             "round_trips_s": [round(seconds, 6) for seconds in self.round_trips_s],
             "links": [link._asdict() for link in self.links],
@@ -93,4 +107,9 @@ def _less_link(now: LinkCount, before: LinkCount | None) -> LinkCount:
 def _less_line(now: LineCount, before: LineCount | None) -> LineCount:
     if before is None:
         return now
-    return now._replace(packets=now.packets - before.packets, overflowed=now.overflowed - before.overflowed)
+    return now._replace(
+        packets=now.packets - before.packets,
+        overflowed=now.overflowed - before.overflowed,
+        low_packets=None if now.low_packets is None else now.low_packets - (before.low_packets or 0),
+        low_overflowed=None if now.low_overflowed is None else now.low_overflowed - (before.low_overflowed or 0),
+    )

@@ -1,4 +1,4 @@
-"""The lab's network in the kernel: a bridge, a veth pair to each host, tbf for rates, nft for loss.
+"""The lab's network in the kernel: a bridge, a veth pair to each host, tbf or htb for rates, nft for loss.
 
 Functions make command lines for ip, tc and nft; `KernelNetwork` runs them. Packets are lost on the bridge, between the
 uplink of one host and the downlink of another, by counting them through a trace drawn in advance: nft's own random
@@ -26,6 +26,10 @@ _PERIOD = 1 << 16
 # Number of traces with bursts to draw; the one whose loss is nearest to the requested loss is used.
 _DRAWS = 8
 _TABLE = "stormtorch"
+LOW_DSCP = (1, 8)
+"""Differentiated services that mean low priority: lower effort (RFC 8622), and CS1, which it took the place of."""
+# Handle of the queue of low priority.
+_LOW = "20:"
 _ROUTER_RULES = "/proc/sys/net/bridge/bridge-nf-call-iptables"
 NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "off")
 """Features of a device, for ethtool, by which each packet travels by itself."""
@@ -103,6 +107,8 @@ class KernelNetwork:
     ) -> None:
         self._wiring = wiring or Wiring()
         self.kind = "bridge, tbf, netem, nft" if conditions.delayed else "bridge, tbf, nft"
+        if conditions.low_share is not None:
+            self.kind = "bridge, htb, nft"
         self._switch = switch
         self._hosts = hosts
         self._conditions: Conditions | None = None
@@ -124,13 +130,17 @@ class KernelNetwork:
         for index, holder in enumerate(self._hosts):
             line = conditions.line(index)
             delay = (conditions.delay_s, conditions.jitter_s)
+            low = None if conditions.low_share is None else (conditions.low_share, conditions.low_queue_bytes)
             if before is not None:
-                if replace(before.line(index), mtu=line.mtu) == line and (before.delay_s, before.jitter_s) == delay:
+                old = None if before.low_share is None else (before.low_share, before.low_queue_bytes)
+                same = (before.delay_s, before.jitter_s) == delay and old == low
+                if replace(before.line(index), mtu=line.mtu) == line and same:
                     continue
-                self._keep_counts(index, before.line(index), line)
-            holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(names.device, line.up_bits, line, (0.0, 0.0))))
+                self._keep_counts(index, before.line(index), line, anew=(old, low) != (None, None))
+            holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(names.device, line.up_bits, line, low=low)))
             self._switch.run(
-                [tool("tc"), "-batch", "-"], "\n".join(shape(f"{names.port}{index}", line.down_bits, line, delay))
+                [tool("tc"), "-batch", "-"],
+                "\n".join(shape(f"{names.port}{index}", line.down_bits, line, delay, low)),
             )
         if before is not None and (before.loss, before.seed) == (conditions.loss, conditions.seed):
             # Cuts and MTUs alone: the links keep their counters and their places in the traces of losses.
@@ -161,12 +171,19 @@ class KernelNetwork:
             counts.append(_line_count(index, "down", down, f"{self._wiring.port}{index}"))
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
 
-    def _keep_counts(self, host: int, before: HostLine, after: HostLine) -> None:
-        """Keeps the counters of a queue that changes its kind, which restarts them; a new rate alone does not."""
+    def _keep_counts(self, host: int, before: HostLine, after: HostLine, *, anew: bool) -> None:
+        """Keeps the counters of a queue that changes its kind, which restarts them; a new rate alone does not.
+
+        Args:
+            host: Number of the host.
+            before: Its line until now.
+            after: Its line from now on.
+            anew: Whether the queues are made anew in any case.
+        """
         changed = {"up": (before.up_bits, after.up_bits), "down": (before.down_bits, after.down_bits)}
         for count in self.lines():
             old, new = changed[count.direction]
-            if count.host == host and (old is None) != (new is None):
+            if count.host == host and (anew or (old is None) != (new is None)):
                 self._passed[count.host, count.direction] = count
 
     def close(self) -> None:
@@ -221,9 +238,26 @@ def set_up(device: str, own: str) -> list[str]:
     ]
 
 
-def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, float]) -> list[str]:
-    """Commands for tc -batch that give a device its rate, queue and delay."""
+def shape(
+    device: str,
+    bits: float | None,
+    line: HostLine,
+    delay: tuple[float, float] = (0.0, 0.0),
+    low: tuple[float, int] | None = None,
+) -> list[str]:
+    """Commands for tc -batch that give a device its rate, queue and delay.
+
+    Args:
+        device: The device.
+        bits: Its rate in bits per second; None is unlimited.
+        line: The line that it is an end of.
+        delay: Delay and jitter in seconds.
+        low: Share and bytes of the queue of low priority; None treats all packets alike.
+    """
     assert line.queue_bytes is not None
+    if low is not None:
+        assert bits is not None
+        return _classes(device, bits, line.queue_bytes, *low)
     commands = []
     parent = "root handle 1:"
     if delay[0]:
@@ -244,6 +278,30 @@ def shape(device: str, bits: float | None, line: HostLine, delay: tuple[float, f
         # Another handle: a queue cannot be replaced by one of another kind under the same handle.
         commands.append(f"qdisc replace dev {device} root handle 2: bfifo limit {line.queue_bytes}")
     return commands
+
+
+def _classes(device: str, bits: float, queue_bytes: int, low_share: float, low_queue_bytes: int) -> list[str]:
+    """Commands for tc -batch that give a device two classes, of which one waits for the other."""
+    burst_bytes = max(bits / 8 * 1e-3, 4 * 1514)
+    # htb wants a rate above 0 for every class; a hundredth is what a class gets that waits for all others.
+    low_bits = max(low_share, 0.01) * bits
+    common = f"ceil {bits:.0f}bit burst {burst_bytes:.0f} cburst {burst_bytes:.0f} quantum 1514"
+    one = f"class replace dev {device} parent"
+    both = f"filter replace dev {device} parent 3: protocol ip"
+    return [
+        # htb cannot be changed once it is there, so another queue takes its place for a moment.
+        f"qdisc replace dev {device} root handle 2: bfifo limit {queue_bytes}",
+        f"qdisc replace dev {device} root handle 3: htb default 10",
+        f"{one} 3: classid 3:1 htb rate {bits:.0f}bit {common}",
+        f"{one} 3:1 classid 3:10 htb rate {bits - low_bits:.0f}bit {common} prio 0",
+        f"{one} 3:1 classid 3:20 htb rate {low_bits:.0f}bit {common} prio 1",
+        f"qdisc replace dev {device} parent 3:10 handle 10: bfifo limit {queue_bytes}",
+        f"qdisc replace dev {device} parent 3:20 handle {_LOW} bfifo limit {low_queue_bytes}",
+        *(
+            f"{both} prio {place} u32 match ip dsfield {dscp << 2:#x} 0xfc flowid 3:20"
+            for place, dscp in enumerate(LOW_DSCP, 1)
+        ),
+    ]
 
 
 def ruleset(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
@@ -334,16 +392,29 @@ def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
 
 def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
     # Count at tbf, not at netem: only the queue of tbf can overflow.
-    rows = [row for row in json.loads(text) if row.get("dev") == device and row.get("handle") in ("1:", "2:")]
-    if not rows:
+    rows = {row.get("handle"): row for row in json.loads(text) if row.get("dev") == device}
+    whole = next((rows[handle] for handle in ("1:", "2:", "3:") if handle in rows), None)
+    if whole is None:
         raise LabError(f"tc does not list the queue of {device}")  # zero would look like a measurement
-    return LineCount(host=host, direction=direction, packets=rows[0]["packets"], overflowed=rows[0]["drops"])
+    count = LineCount(host=host, direction=direction, packets=whole["packets"], overflowed=whole["drops"])
+    if (low := rows.get(_LOW)) is None:
+        return count
+    return count._replace(low_packets=low["packets"], low_overflowed=low["drops"])
 
 
 def _sum(count: LineCount, before: LineCount | None) -> LineCount:
     if before is None:
         return count
-    return count._replace(packets=count.packets + before.packets, overflowed=count.overflowed + before.overflowed)
+    return count._replace(
+        packets=count.packets + before.packets,
+        overflowed=count.overflowed + before.overflowed,
+        low_packets=_both(count.low_packets, before.low_packets),
+        low_overflowed=_both(count.low_overflowed, before.low_overflowed),
+    )
+
+
+def _both(now: int | None, before: int | None) -> int | None:
+    return before if now is None else now + (before or 0)
 
 
 def _block(head: str, lines: Sequence[str]) -> str:

@@ -55,6 +55,8 @@ def network_text(requested: dict[str, Any]) -> str:
         text = f"cable with an MTU of {mtu}"
     if requested["round_trip_s"]:
         text += f", round trip {1e3 * requested['round_trip_s']:.3g} ms"
+    if (share := requested.get("low_share")) is not None:
+        text += f", low priority {100 * share:g} %"
     return text
 
 

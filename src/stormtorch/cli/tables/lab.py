@@ -29,6 +29,8 @@ def before_text(lab: "Lab") -> str:
 def after_text(measured: Measured, statuses: Sequence[int]) -> str:
     """Text after a command: what the network did meanwhile, and who failed."""
     lines = [f"[bold]measured[/bold]  {counted_text(measured.links)}; {measured.overflow:.2%} met a full queue"]
+    if measured.low_loss is not None:
+        lines[0] += f", {measured.low_loss:.2%} of those of low priority"
     hosts = 1 + max((link.source for link in measured.links), default=0)
     if hosts <= _MOST_LISTED_HOSTS and any(link.lost for link in measured.links):
         lines += _matrix(measured.links, hosts)
@@ -64,6 +66,8 @@ def requested_text(requested: dict[str, Any]) -> str:
     if requested["jitter_s"]:
         words.append(f"{1e3 * requested['jitter_s']:g} ms jitter")
     words.append(f"queues of {requested['queue_bytes'] / 1024:g} KB")
+    if (share := requested.get("low_share")) is not None:
+        words.append(f"low priority {share:.0%} of a line, queues of {requested['low_queue_bytes'] / 1024:g} KB")
     if requested["tcp"]:
         words.append(f"TCP {requested['tcp']}")
     if requested.get("delays_s"):
