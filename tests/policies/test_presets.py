@@ -8,6 +8,7 @@ import torch
 import stormtorch
 from example_runs import EXAMPLES
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, RankPolicy, Reliability
+from stormtorch.checks import BadSetting
 from stormtorch.policies import presets
 from stormtorch.policies.presets import PRESETS, PolicySettings, make_policy, named
 
@@ -132,3 +133,11 @@ def test_a_value_of_another_kind_is_refused_in_words(text: str, words: str) -> N
     knob, _, value = text.partition("=")
     with pytest.raises(ValueError, match=words):
         make_policy("adel", PolicySettings(more=((knob, value),)))
+
+
+def test_a_field_that_commands_have_no_option_for_is_blamed_on_the_policy() -> None:
+    settings = PolicySettings(every=8, given=frozenset({"every"}))
+    with pytest.raises(BadSetting, match=r"policy has streaming-diloco, whose delay must .*: --set delay=VALUE"):
+        make_policy("streaming-diloco", settings)
+    with pytest.raises(BadSetting, match=r"^every must"):
+        make_policy("diloco", PolicySettings(every=0))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stormtorch import policies
+from stormtorch.checks import BadSetting
 from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
@@ -146,6 +147,12 @@ def _of_class(kind: type[Policy], described: str, settings: PolicySettings) -> P
             given[knob] = _read(knob, text, fields[knob].default)
     try:
         return kind(**{knob: value for knob, value in given.items() if knob in fields})
+    except BadSetting as error:
+        if hasattr(usual, error.name):
+            raise
+        # Commands have no option of that name, or one that means something else, as the delay of a network.
+        problem = f"has {described}, whose {error.name} {error.problem}: --set {error.name}=VALUE sets it"
+        raise BadSetting("policy", problem) from error
     except TypeError as error:
         raise ValueError(f"policy: {described} could not be made: {error}") from error
 
