@@ -19,6 +19,7 @@ get the time that TCP needs under loss, in place of their timeouts of a minute o
 
 import argparse
 import copy
+import importlib.metadata
 import itertools
 import json
 import os
@@ -219,7 +220,9 @@ def train(arguments: argparse.Namespace) -> None:
     plain_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(marks))
     cycles = [marks[place + arguments.every] - marks[place] for place in range(0, len(marks) - 1, arguments.every)]
     added = [max(each - arguments.every * plain_s, 0.0) for each in cycles]
-    print(MARK + json.dumps({"exchanges": added[1:], "step": plain_s, "loss": float(loss.detach())}), flush=True)
+    version = importlib.metadata.version(arguments.peer.partition("-")[0])
+    told = {"exchanges": added[1:], "step": plain_s, "loss": float(loss.detach()), "version": version}
+    print(MARK + json.dumps(told), flush=True)
     end()
 
 
@@ -253,6 +256,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     each = [statistics.mean(ranks) for ranks in zip(*(rank["exchanges"] for rank in found), strict=True)]
     return {
         "peer": arguments.peer,
+        "peer_version": found[0]["version"],
         "hosts": arguments.hosts,
         "every": arguments.every,
         **asked,
@@ -263,6 +267,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "loss_at_end": statistics.mean(rank["loss"] for rank in found),
         **around,
     }
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """Puts a result into a file, in place of an earlier one of the same peer."""
+    known = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    others = [each for each in known if each["peer"] != result["peer"]]
+    path.write_text(json.dumps({"results": [*others, result]}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -277,7 +288,7 @@ if __name__ == "__main__":
     parser.add_argument("--loss", type=float, default=0.05, help="fraction of packets lost (0.05)")
     parser.add_argument("--tcp", help="TCP's congestion control on the hosts (the machine's)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which the ranks are ended (900)")
-    parser.add_argument("--json", type=Path, help="file for what was measured")
+    parser.add_argument("--json", type=Path, help="file for what was measured, beside other peers' results that it has")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
@@ -286,4 +297,4 @@ if __name__ == "__main__":
         result = measure(given)
         print(json.dumps(result, indent=1))
         if given.json:
-            given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            keep(given.json, result)

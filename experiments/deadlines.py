@@ -14,27 +14,22 @@ rate, where it decides.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
+from digits import Pictures, main, objective, perceptron
 from stormtorch import ADEL, EXACT, LOSSY, SALF, BoundedDrift, OwnerPolicy, simulate
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.policy import Deadline
 from stormtorch.results.statistics import mean
 from stormtorch.theory import layer_chances
 
-PATH = Path(__file__).parent / "results" / "deadlines.json"
-SEEDS, USERS, PARTS, STEPS, HELD_OUT = 5, 30, 3, 300, 500
+SEEDS, USERS, PARTS, STEPS = 5, 30, 3, 300
 MEANS_S = (0.5, 1.0, 2.0)
 TRAININGS = {"batches of 16, rate 0.1": (16, 0.1), "batches of 1, rate 0.5": (1, 0.5)}
-SETTINGS = {"users": USERS, "parts": PARTS, "part_s": 1.0, "steps": STEPS, "trainings": TRAININGS}
 LATE: dict[str, Any] = {"reliability": EXACT, "gradients": LOSSY, "guard": None}
 
 
@@ -47,17 +42,12 @@ class Backwards(ADEL):
         return super().deadline_at(self.steps - 1 - step)
 
 
-class Digits:
+class Digits(Pictures):
     """Digits, of which every user draws from all."""
 
     def __init__(self, seed: int, batch: int) -> None:
-        found = load_digits()
-        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(seed))
-        images = torch.tensor(found.data, dtype=torch.float32)[order] / 16.0
-        labels = torch.tensor(found.target)[order]
-        self.held_out = images[:HELD_OUT], labels[:HELD_OUT]
-        self.images, self.labels = images[HELD_OUT:], labels[HELD_OUT:]
-        self.seed, self.batch = seed, batch
+        super().__init__(seed)
+        self.batch = batch
 
     def batches(self, step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws some pictures for each user."""
@@ -72,16 +62,11 @@ class Digits:
         return float(loss), float(right.float().mean())
 
 
-def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Returns the loss of a user's batch."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def train(digits: Digits, policy: OwnerPolicy, network: LossModel, lr: float) -> dict[str, float]:
     """Trains once; what counts is the mean over the last 5 % of the steps."""
     torch.manual_seed(digits.seed)
     done = simulate(
-        nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)),
+        perceptron(),
         objective,
         digits.batches,
         lambda parameters: torch.optim.SGD(parameters, lr=lr),
@@ -139,25 +124,24 @@ def table(runs: dict[str, dict[str, float]]) -> list[str]:
     return rows
 
 
-def main() -> None:
-    """Computes what is missing, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only runs whose key contains this")
-    parser.add_argument("--draw", action="store_true", help="compute nothing, print what is there")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    runs: dict[str, dict[str, float]] = json.loads(PATH.read_text())["runs"] if PATH.exists() else {}
-    for seed in range(0 if chosen.draw else SEEDS):
-        for training, (batch, lr) in TRAININGS.items():
-            for mean_s in (None, *MEANS_S):
-                for way, (policy, network) in ways(mean_s).items():
-                    key = f"{training}/{mean_s or 0:g}/{way}/{seed}"
-                    if key not in runs and chosen.only in key:
-                        runs[key] = train(Digits(seed, batch), policy, network, lr)
-                        print(key, runs[key], flush=True)
-                        PATH.write_text(json.dumps({"settings": SETTINGS, "runs": runs}, indent=1) + "\n")
-    print("\n".join(table(runs)))
+def keys() -> list[str]:
+    """Every run: training, mean deadline, way and seed."""
+    return [
+        f"{training}/{mean_s or 0:g}/{way}/{seed}"
+        for seed in range(SEEDS)
+        for training in TRAININGS
+        for mean_s in (None, *MEANS_S)
+        for way in ways(mean_s)
+    ]
+
+
+def answer(key: str) -> dict[str, float]:
+    """Makes one run, as its key says."""
+    training, mean_s, way, seed = key.split("/")
+    batch, lr = TRAININGS[training]
+    policy, network = ways(float(mean_s) or None)[way]
+    return train(Digits(int(seed), batch), policy, network, lr)
 
 
 if __name__ == "__main__":
-    main()
+    main("deadlines", __doc__, keys(), answer, table)

@@ -12,29 +12,22 @@ Each with 10 % packet loss in both directions, too.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
+from digits import Pictures, main, objective, perceptron
 from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Policy, RankPolicy, simulate
 from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.results.statistics import mean
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = 5
 LOSSES = (0.0, 0.1)
-HELD_OUT = 500
 RATES = (0.05, 0.2, 0.8)
 
 
@@ -68,23 +61,16 @@ class FedBuff(RankPolicy):
         return rank["start"]
 
 
-class Digits:
+class Digits(Pictures):
     """Digits, of which each client has two kinds, or all."""
 
     def __init__(self, clients: int, seed: int, *, two: bool) -> None:
-        random = torch.Generator().manual_seed(seed)
-        found = load_digits()
-        order = torch.randperm(len(found.target), generator=random)
-        images = torch.tensor(found.data, dtype=torch.float32)[order] / 16.0
-        labels = torch.tensor(found.target)[order]
-        self.held_out = images[:HELD_OUT], labels[:HELD_OUT]
-        self.images, self.labels = images[HELD_OUT:], labels[HELD_OUT:]
+        super().__init__(seed)
         self.kinds = [(client % 10, (client + 1) % 10) for client in range(clients)]
         every = torch.arange(len(self.labels))
         self.places = [
             torch.cat([every[self.labels == kind] for kind in kinds]) if two else every for kinds in self.kinds
         ]
-        self.seed = seed
 
     def batches(self, step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws 16 pictures for each client."""
@@ -95,17 +81,6 @@ class Digits:
             chosen.append(self.places[client][at])
         picked = torch.stack(chosen)
         return self.images[picked], self.labels[picked]
-
-    def judge(self, model: nn.Module) -> tuple[float, float]:
-        """Returns loss and accuracy on digits that nobody has."""
-        images, labels = self.held_out
-        out = model(images)
-        return float(nn.functional.cross_entropy(out, labels)), float((out.argmax(1) == labels).float().mean())
-
-
-def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Returns the loss of a client's batch."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def train(
@@ -188,16 +163,13 @@ def stragglers(seed: int, loss: float) -> dict[str, dict[str, float]]:
     late = Stragglers(chance=0.9, backwards=True, network=Bernoulli(p=loss))
     dropped = Stragglers(chance=0.9, backwards=True, delivered=1e-6, network=Bernoulli(p=loss))
 
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
-
     found: dict[str, dict[str, float]] = {}
     for name, policy, network in (
         ("nobody is late", BoundedDrift(lead=0.0, **common), Bernoulli(p=loss)),
         ("late ones are dropped", BoundedDrift(lead=0.0, **common), dropped),
         ("SALF", SALF(deadline=None, **common), late),
     ):
-        found |= _each({name: policy}, digits, model, network, 400, 0.1)
+        found |= _each({name: policy}, digits, perceptron, network, 400, 0.1)
     return found
 
 
@@ -226,10 +198,10 @@ QUESTIONS: dict[str, Callable[[int, float], dict[str, dict[str, float]]]] = {
 }
 
 
-def answer(key: str) -> tuple[str, dict[str, dict[str, float]]]:
+def answer(key: str) -> dict[str, dict[str, float]]:
     """Runs one question with one loss and seed, as its key says."""
     name, loss, seed = key.split("/")
-    return key, QUESTIONS[name](int(seed), float(loss))
+    return QUESTIONS[name](int(seed), float(loss))
 
 
 def table(results: dict[str, Any]) -> list[str]:
@@ -255,25 +227,6 @@ def _mean(runs: dict[str, Any], loss: float, name: str, what: str) -> float:
     return mean([run[name][what] for key, run in sorted(runs.items()) if key.split("/")[1] == f"{loss:g}"])
 
 
-def main() -> None:
-    """Computes what is missing, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time, each with one thread")
-    parser.add_argument("--only", default="", help="only runs whose key contains this")
-    parser.add_argument("--draw", action="store_true", help="compute nothing, print what is there")
-    chosen = parser.parse_args()
-    path = RESULTS / "participation.json"
-    found: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
-    keys = [f"{name}/{loss:g}/{seed}" for seed in range(SEEDS) for loss in LOSSES for name in QUESTIONS]
-    missing = [] if chosen.draw else [key for key in keys if key not in found and chosen.only in key]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.processes, spawn, torch.set_num_threads, (1,)) as pool:
-        for done in as_completed([pool.submit(answer, key) for key in missing]):
-            key, found[key] = done.result()
-            print(key, found[key], flush=True)
-            path.write_text(json.dumps({"runs": dict(sorted(found.items()))}, indent=1) + "\n")
-    print("\n".join(table(found)))
-
-
 if __name__ == "__main__":
-    main()
+    every = [f"{name}/{loss:g}/{seed}" for seed in range(SEEDS) for loss in LOSSES for name in QUESTIONS]
+    main("participation", __doc__, every, answer, table)

@@ -11,27 +11,21 @@ rounds of its own, which epsilon does not count.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
+from digits import Pictures, main
 from stormtorch import LightDp, simulate
 from stormtorch.network.loss import Bernoulli
 from stormtorch.privacy import noise_for
 from stormtorch.results.statistics import mean
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = 5
 LOSSES = (0.0, 0.1)
 EPSILONS = (3.0, 6.0, 9.0)
-CLIENTS, PICTURES, HELD_OUT = 50, 25, 500
+CLIENTS, PICTURES = 50, 25
 ROUNDS, RATE, CLIP, DELTA = 40, 2.0, 1.0, 1e-4
 
 
@@ -63,19 +57,8 @@ def clipped(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 def accuracy(way: str, epsilon: float, loss: float, seed: int) -> float:
     """Trains once. Returns the fraction of right answers on pictures that no client has."""
-    random = torch.Generator().manual_seed(seed)
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=random)
-    images = torch.tensor(found.data, dtype=torch.float32)[order] / 16.0
-    labels = torch.tensor(found.target)[order]
-    own = slice(HELD_OUT, HELD_OUT + CLIENTS * PICTURES)
-    x, y = images[own].view(CLIENTS, PICTURES, 64), labels[own].view(CLIENTS, PICTURES)
-
-    def judge(model: nn.Module) -> tuple[float, float]:
-        out = model(images[:HELD_OUT])
-        right = (out.argmax(1) == labels[:HELD_OUT]).float().mean()
-        return float(nn.functional.cross_entropy(out, labels[:HELD_OUT])), float(right)
-
+    pictures, own = Pictures(seed), CLIENTS * PICTURES
+    x, y = pictures.images[:own].view(CLIENTS, PICTURES, 64), pictures.labels[:own].view(CLIENTS, PICTURES)
     model = nn.Linear(64, 10)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -89,7 +72,7 @@ def accuracy(way: str, epsilon: float, loss: float, seed: int) -> float:
         network=Bernoulli(p=loss),
         policy=policy(way, epsilon, seed),
         seed=seed,
-        evaluate=judge,
+        evaluate=pictures.judge,
     )
     return done.validations[-1][2]
 
@@ -101,10 +84,10 @@ def keys() -> list[str]:
     return [f"{way}/{epsilon:g}/{loss:g}/{seed}" for seed in range(SEEDS) for loss in LOSSES for way, epsilon in ways]
 
 
-def answer(key: str) -> tuple[str, float]:
+def answer(key: str) -> float:
     """Makes one run, as its key says."""
     way, epsilon, loss, seed = key.split("/")
-    return key, accuracy(way, float(epsilon), float(loss), int(seed))
+    return accuracy(way, float(epsilon), float(loss), int(seed))
 
 
 def table(runs: dict[str, float]) -> list[str]:
@@ -120,23 +103,5 @@ def table(runs: dict[str, float]) -> list[str]:
     return rows
 
 
-def main() -> None:
-    """Computes what is missing, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time, each with one thread")
-    parser.add_argument("--draw", action="store_true", help="compute nothing, print what is there")
-    chosen = parser.parse_args()
-    path = RESULTS / "private.json"
-    found: dict[str, float] = json.loads(path.read_text())["runs"] if path.exists() else {}
-    missing = [] if chosen.draw else [key for key in keys() if key not in found]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.processes, spawn, torch.set_num_threads, (1,)) as pool:
-        for done in as_completed([pool.submit(answer, key) for key in missing]):
-            key, found[key] = done.result()
-            print(key, f"{found[key]:.3f}", flush=True)
-            path.write_text(json.dumps({"runs": dict(sorted(found.items()))}, indent=1) + "\n")
-    print("\n".join(table(found)))
-
-
 if __name__ == "__main__":
-    main()
+    main("private", __doc__, keys(), answer, table)

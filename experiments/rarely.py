@@ -206,7 +206,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 costs.append(mean(more))
                 beside.append(mean(above(found, f"{kind}/{loss:g}", BASE)))
         losses = [100 * loss for loss in LOSSES[: len(costs)]]
-        style = ("o-", "s--", "^:")[place // 10] if place >= 10 else "o-"
+        style = "o-" if place < 10 else "s--"  # there are ten colours
         own.plot(losses, costs, style, markersize=4, label=label)
         all_.plot(losses, beside, style, markersize=4, label=label)
     for axis, title in ((own, "above its own lossless run"), (all_, "above data parallel without loss")):

@@ -75,3 +75,16 @@ def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, 
     assert len(rows) >= 7
     for row in rows:
         assert row in page
+
+
+def test_what_the_page_says_of_planned_deadlines_is_what_was_kept(grid: Any) -> None:
+    pytest.importorskip("sklearn")
+    page = (Path(__file__).parents[1] / "docs" / "federated.md").read_text()
+    ratios = [
+        row.split("|")[-2].strip()
+        for row in importlib.import_module("deadlines").table(grid.load("deadlines"))
+        if row.split("|")[3].strip() == "ADEL"
+    ]
+    assert len(ratios) == 6
+    for ratio in ratios:
+        assert ratio in page

@@ -256,3 +256,22 @@ def test_layers_that_a_late_rank_has_reached_at_a_given_deadline_count() -> None
     assert len(late) > steps / 2
     assert any(len(row.late) == 3 for row in late)
     assert any(share == 0.5 for row in late for share in row.late.values())
+
+
+@pytest.mark.parametrize("deadline", [0.05, "auto"])
+def test_a_rank_alone_makes_no_step_by_itself(deadline: Any) -> None:
+    """Nobody waits for it: a program that evaluates for long must not find its model moved."""
+
+    def work(transport: Transport) -> tuple[int, bool]:
+        model = Vector(COUNT)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        prepare(model, optimizer, policy=BoundedDrift(deadline=deadline, bucket_mb=1e-4), group=Group(transport))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(COUNT)).backward()
+            optimizer.step()
+        before = model.numbers.detach().clone()
+        time.sleep(0.6)
+        return optimizer.session.steps, torch.equal(before, model.numbers)
+
+    assert local_world(1, work) == [(3, True)]

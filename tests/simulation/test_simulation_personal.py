@@ -79,7 +79,7 @@ class Workers:
 
 
 class Distance(nn.Module):
-    """What is shared has gradients that depend on the replica and on what is personal, and the other way round."""
+    """Gradients of the shared part depend on the personal part of the same worker, and the other way round."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,3 +134,14 @@ def test_digests_tell_slow_networks_apart() -> None:
         Bernoulli(p=0.0),
     ]
     assert len({digest(each) for each in kinds}) == len(kinds)
+
+
+def test_a_step_without_a_deadline_waits_for_all_also_after_one_that_had_it() -> None:
+    def policy(step: int) -> SALF:
+        return SALF(deadline=0.01 if step == 0 else None, **LATE)
+
+    done, _ = outcome(perceptron(), sgd, 3, policy=policy, network=SlowBackward(part_s=1.0, parts=2))
+    assert [row.deadline_s for row in done.ledger] == [0.01, None, None]
+    first, *others = (row.effective_batch for row in done.ledger)
+    assert first < 0.5
+    assert others == [1.0, 1.0]

@@ -206,10 +206,9 @@ def change(
             low_queue=low_queue,
             mtu=mtu,
         )
-        # Wrong values need no lab to be found out; what a running lab has is not known here.
-        Conditions(rate="1gbit").changed(**changes) if low_share is not None else Conditions(delay=1.0).changed(
-            **changes
-        )
+        # Wrong values need no lab to be found out. Jitter needs a delay, which the lab may have, and classes a rate.
+        assumed = Conditions(delay=1.0) if low_share is None else Conditions(rate="1gbit")
+        assumed.changed(**changes)
         if trace is not None:
             changes["trace"] = "".join("01"[bit] for bit in _read_trace(trace).bits)
         for verb, places in (("cut", cut), ("join", join)):

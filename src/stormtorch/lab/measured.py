@@ -27,9 +27,9 @@ class LineCount(NamedTuple):
     overflowed: int
     """Packets that found the queue full: loss that senders cause by themselves."""
     low_packets: int | None = None
-    """Those of low priority among the packets that passed; None where the network does not tell packets apart."""
+    """Packets of low priority that passed, of all `packets`; None where the network treats all packets alike."""
     low_overflowed: int | None = None
-    """Those of low priority among the packets that found their queue full."""
+    """Packets of low priority that found their queue full, of all `overflowed`; None as for `low_packets`."""
 
 
 @dataclass(frozen=True, kw_only=True)
