@@ -27,7 +27,12 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
         if (message.second_stage == second_stage) close(exchange, message, true);
     }
     for (Outgoing& message : exchange.sends) {
-        if (message.second_stage == second_stage) message.release();
+        if (message.second_stage != second_stage || message.released) continue;
+        // Whoever has more time would wait for the rest in vain.
+        Control end = message.end();
+        end.flags = static_cast<std::uint8_t>(end.flags | flag_repair);
+        if (message.wanted && message.delivered() < message.cut.chunks) peers_[message.peer].say(end);
+        message.release();
     }
 }
 

@@ -1,5 +1,6 @@
 """How much may be missing and for how long: budgets, deadlines, and what stays where nothing arrived."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,23 @@ def test_an_exchange_ends_at_its_deadline_with_what_has_arrived() -> None:
         assert 20 < missing(arrival, 1 - rank) < 80, "the budget gives way to the deadline"
         arrived = arrival.mask(1 - rank).repeat_interleave(CHUNK)
         assert torch.equal(output, torch.where(arrived, 1.0, -7.0)), "what is missing keeps its old value"
+
+
+def test_the_shorter_deadline_of_two_ranks_ends_the_exchange_for_both() -> None:
+    def work(transport: Transport) -> Arrival:
+        group = Group(transport)
+        outputs = [torch.empty(2000 * CHUNK) for _ in range(2)]
+        reliability = Reliability(budget=1.0, deadline_s=0.010 if transport.rank == 0 else 10.0)
+        return all_gather(group, outputs, torch.ones(2000 * CHUNK), reliability=reliability).wait()[0]
+
+    paced = {
+        **SLOW,
+        "options": replace(SLOW["options"], rate=SLOW["rate"]),
+    }  # not all of it in the line's queue at once
+    first, second = SimulatedNetwork(2, seed=11, **paced).run(work)
+    assert first.elapsed_s == pytest.approx(0.010, abs=1e-4)
+    assert second.elapsed_s < 0.2, "it does not wait for what is no longer sent"
+    assert missing(second, 0) > 1000
 
 
 def test_a_deadline_that_is_not_needed_does_not_delay() -> None:

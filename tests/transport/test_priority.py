@@ -1,9 +1,11 @@
 """Priorities: a job, or some groups of it, whose traffic is marked as low and yields."""
 
 import contextlib
+import copy
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 from conftest import OPTIONS, SHARING, local_world, wait_until_near
 
-from stormtorch import Options
+from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
 from stormtorch.collectives import Group, Op, all_reduce
+from stormtorch.reliability import Priority
 from stormtorch.transport.cards import agree
 from stormtorch.transport.options import RateMode
 from stormtorch.transport.starting import bind
 from stormtorch.transport.udp import UdpTransport
+from training import perceptron, vectors
 
 BOTH = replace(OPTIONS, priority="both")
 KEY = bytes(range(32))
@@ -140,3 +144,37 @@ def test_rate_follows_priority_and_what_it_yields_to() -> None:
     assert Options(priority="low", yield_to="classes").rate_mode(loopback=True) == (RateMode.UNLIMITED, 0.0)
     assert Options(priority="low", rate="8mbit").rate_mode(loopback=False) == (RateMode.FIXED, 1e6)
     assert Options(rate="low").rate_mode(loopback=False) == (RateMode.LOW_PRIORITY, 0.0)
+
+
+def training(priority: Priority | None) -> Callable[[UdpTransport], tuple[list[torch.Tensor], list[int]]]:
+    first = perceptron(inside=20_000)
+
+    def work(transport: UdpTransport) -> tuple[list[torch.Tensor], list[int]]:
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        policy = BoundedDrift(gradients=EXACT, broadcast=EXACT, priority=priority)
+        prepare(model, optimizer, policy=policy, group=Group(transport))
+        before = transport.lane_bytes_sent()
+        for step in range(4):
+            optimizer.zero_grad()
+            model(vectors(step, transport.rank)).square().mean().backward()
+            optimizer.step()
+        after = transport.lane_bytes_sent()
+        with exact(model):
+            return [each.detach().clone() for each in model.parameters()], [
+                b - a for a, b in zip(before, after, strict=True)
+            ]
+
+    return work
+
+
+def test_training_of_low_priority_goes_by_the_marked_lane_and_learns_the_same() -> None:
+    plain = local_world(3, training(None), options=BOTH)
+    low = local_world(3, training("low"), options=BOTH)
+    for (expected, _), (found, sent) in zip(plain, low, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+        assert sent[-1] > 50 * sent[0], "only what ranks tell each other about a step has normal priority"
+    assert all(sent[-1] == 0 for _, sent in plain)
+    with pytest.raises(ValueError, match=r'priority must be None or "normal" in this job'):
+        local_world(2, training("low"), options=OPTIONS)
