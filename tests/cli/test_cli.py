@@ -11,7 +11,7 @@ from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch import Options, __version__
 from stormtorch.bench import replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
-from stormtorch.bench.manners import MANNERS
+from stormtorch.bench.finding import MANNERS
 from stormtorch.bench.suite import PARTS
 from stormtorch.cli import choices
 from stormtorch.cli.plots.train import COLOURS

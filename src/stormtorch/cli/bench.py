@@ -280,7 +280,8 @@ def manners(
     """Look at how the engine behaves on a network that it does not know, with no rate given.
 
     Whether it floods queues (all-to-all, incast), leaves a bulk TCP flow its share (tcp),
-    gets out of its way with rate="low" (low), and how fast it follows a change (step).
+    gets out of its way at low priority (low, latency), what low priority costs where nobody else is (alone),
+    how soon it has the line back when others pause (pause), and how fast it follows a change (step).
 
     [bold]Examples[/bold]
 
@@ -289,7 +290,8 @@ def manners(
       stormtorch bench manners --only incast --queue 64kb --ranks 8
     """
     with friendly_errors():
-        from stormtorch.bench.manners import MannersSettings, run_manners
+        from stormtorch.bench.finding import MannersSettings
+        from stormtorch.bench.manners import run_manners
         from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import manners_table
 

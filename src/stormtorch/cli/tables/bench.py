@@ -187,7 +187,10 @@ def manners_table(report: "MannersReport") -> Table:
     for heading in ("", "figure", "bound", ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for finding in report.findings:
-        percent = finding.name != "step"
-        figure, bound = (f"{100 * x:.2f} %" if percent else f"{x:.0f}" for x in (finding.figure, finding.bound))
+        units = {"step": "{:.0f}", "pause": "{:.2f} s", "alone": "{:.3f}"}
+        figure, bound = (
+            units[finding.name].format(x) if finding.name in units else f"{100 * x:.2f} %"
+            for x in (finding.figure, finding.bound)
+        )
         table.add_row(finding.what, figure, f"{'≤' if finding.at_most else '≥'} {bound}", "" if finding.good else "✗")
     return table
