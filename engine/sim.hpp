@@ -32,7 +32,7 @@ struct SimPath {
 // Lines that datagrams share with other packets, in classes. They take the place of the lines below, and of all paths.
 struct SharedLines {
     SwitchSettings network{};
-    Priority priority{};              // of the cores' datagrams
+    Priority priority{};             // of the cores' datagrams
     std::uint32_t header_bytes{42};  // of each datagram on the wire: Ethernet, IPv4 and UDP
 };
 

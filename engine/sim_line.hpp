@@ -18,7 +18,8 @@ struct LineSettings {
     double bytes_per_s{};                // 0 is unlimited: nothing ever waits
     std::size_t queue_bytes{512 << 10};  // of the normal class; 0 is unlimited
     std::size_t low_queue_bytes{128 << 10};
-    double low_share{};  // part of the line that the low class gets while both want it all; 0 lets it wait for all others
+    double
+        low_share{};  // part of the line that the low class gets while both want it all; 0 lets it wait for all others
     // What a line that was idle sends at once, and a class that was idle before the other may borrow again. 0 is a wire,
     // whose packets take their time one after another.
     double burst_bytes{};
@@ -56,7 +57,8 @@ private:
         std::deque<Waiting> queue{};
         std::size_t bytes{}, limit{};
         double share{};
-        double credit{};  // bytes that it may send before it borrows; below 0 after a packet that it could not quite afford
+        double
+            credit{};  // bytes that it may send before it borrows; below 0 after a packet that it could not quite afford
         Counts counts{};
     };
 

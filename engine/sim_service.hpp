@@ -16,7 +16,7 @@
 namespace storm {
 
 struct ServiceSettings {
-    double requests_per_s{};                // of all hosts together
+    double requests_per_s{};  // of all hosts together
     std::uint32_t response_bytes{100'000};
     std::uint32_t request_bytes{128};
     std::uint64_t seed{};

@@ -59,7 +59,9 @@ std::optional<SimPacket> SimSwitch::step() {
             awaited_[event.which] = false;
             pull(event.which, event.at);
             return std::nullopt;
-        case What::reaches_switch: put(2U * packets_[event.which].target + 1, event.which, event.at); return std::nullopt;
+        case What::reaches_switch:
+            put(2U * packets_[event.which].target + 1, event.which, event.at);
+            return std::nullopt;
         case What::reaches_host: break;
     }
     free_.push_back(event.which);

@@ -17,8 +17,8 @@ struct Segment {
     enum class Kind : std::uint8_t { open, opened, request, data, ack };
     std::uint32_t connection{};
     Kind kind{};
-    std::uint32_t number{};         // of data: which segment of the connection
-    std::uint64_t order{};          // of data: which transmission of the connection; of an ack: the one that it answers
+    std::uint32_t number{};  // of data: which segment of the connection
+    std::uint64_t order{};   // of data: which transmission of the connection; of an ack: the one that it answers
     std::uint32_t next{}, sacked{};  // of an ack: the first segment that is missing, and the one that just came
 };
 

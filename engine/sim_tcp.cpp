@@ -9,7 +9,7 @@ namespace storm {
 namespace {
 
 constexpr double initial_window = 10;
-constexpr double after_loss = 0.7;                           // CUBIC's part of the window that is kept
+constexpr double after_loss = 0.7;                                  // CUBIC's part of the window that is kept
 constexpr double growth = 3 * (1 - after_loss) / (1 + after_loss);  // per round trip: as fast as Reno, which keeps half
 constexpr Nanos least_timeout = 200 * millisecond;
 constexpr Nanos first_timeout = second;

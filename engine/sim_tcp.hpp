@@ -65,7 +65,7 @@ private:
     std::uint32_t pipe_{};  // segments on their way: neither acknowledged nor known to be lost
     std::uint64_t order_{}, newest_delivered_{};
     double window_{10}, threshold_{std::numeric_limits<double>::infinity()};
-    bool limited_{};            // by the window, since it was last acknowledged
+    bool limited_{};             // by the window, since it was last acknowledged
     std::uint32_t most_pipe_{};  // since the last write into an idle connection
     Nanos srtt_{}, rttvar_{}, least_rtt_{never};
     Nanos sent_at_{}, timer_{never};

@@ -45,7 +45,7 @@ class Colocation:
     low_share: float | None = None
     """Share of each line that the training has while the service wants it all, in [0, 1): 0 lets it wait for all else.
     None has no classes: all packets wait in one queue."""
-    low_queue_bytes: int = 128 << 10
+    low_queue_bytes: int = 512 << 10
     """Bytes of low priority that may wait at each end of a line."""
     training: str | float = 150e6
     """Payload that each rank of the training sends, in bits per second, on average; 0 is no training."""
@@ -116,7 +116,17 @@ class Colocation:
     @staticmethod
     def of_the_lab(**others: Any) -> Colocation:
         """Settings of the lab's network: 8 hosts at 100 Mbit/s, with the bursts of Linux's shapers."""
-        lab: dict[str, Any] = {"hosts": 8, "rate": "100mbit", "burst_s": 1e-3, "training": 15e6, "requests_per_s": 250.0}
+        lab: dict[str, Any] = {
+            "hosts": 8,
+            "rate": "100mbit",
+            "burst_s": 1e-3,
+            "low_queue_bytes": 128 << 10,
+            "training": 15e6,
+            "every_s": 1.0,
+            "requests_per_s": 250.0,
+            "seconds": 6.0,
+            "warm_s": 2.0,
+        }
         return Colocation(**{**lab, **others})
 
 
@@ -194,14 +204,14 @@ def colocate(settings: Colocation) -> Colocated:
             if training is not None:
                 training.go_on(measured=False)
             sim.run_until(sim.now_s + _POLL_S)
-    return _result(sim, training, begin_s, asked)
+    return _result(sim, settings.hosts, training, begin_s, asked)
 
 
-def _result(sim: _engine.Sim, training: Training | None, begin_s: float, asked: int) -> Colocated:
+def _result(sim: _engine.Sim, hosts: int, training: Training | None, begin_s: float, asked: int) -> Colocated:
     answered = sim.answered() if asked else []
     times = [took for at, took in answered if at >= begin_s]
     counts = sim.service_counts() if asked else {"resent": 0, "timeouts": 0}
-    lines = [sim.line_counts(host) for host in range(training.hosts if training else 0)]
+    lines = [sim.line_counts(host) for host in range(hosts)]
     return Colocated(
         mean_s=mean(times) if times else None,
         p50_s=percentile(times, 50) if times else None,
@@ -276,9 +286,7 @@ class Training:
 
     def _plan(self, rank: int) -> Plan:
         flat = self._memory[rank]
-        spans = [
-            (flat.data_ptr() + 4 * first, 4 * count) for first, count in shards(flat.numel(), 4, self.hosts)
-        ]
+        spans = [(flat.data_ptr() + 4 * first, 4 * count) for first, count in shards(flat.numel(), 4, self.hosts)]
         own, length = spans[rank]
         others = [(rank + step) % self.hosts for step in range(1, self.hosts)]
         reliability = Reliability(budget=1.0, deadline_s=self._settings.deadline_s)
