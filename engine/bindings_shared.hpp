@@ -5,7 +5,9 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdint>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -40,8 +42,13 @@ inline nb::dict to_dict(const SimLine::Counts& counts) {
 template <class Class>
 void define_shared(Class& type) {
     type.def(
-        "run_until", [](Sim& s, double at_s) { s.run_until(static_cast<Nanos>(at_s * 1e9)); }, nb::arg("at_s"),
-        nb::call_guard<nb::gil_scoped_release>());
+        "run_until",
+        [](Sim& s, double at_s) {
+            if (!(at_s >= 0 && at_s < 1e9)) throw std::invalid_argument("at_s must be a time");
+            const nb::gil_scoped_release released;
+            s.run_until(std::llround(at_s * 1e9));
+        },
+        nb::arg("at_s"));
     type.def(
         "serve",
         [](Sim& s, double requests_per_s, std::uint32_t response_bytes, std::uint32_t request_bytes,

@@ -88,6 +88,16 @@ void Sim::serve(const ServiceSettings& settings) {
     service_.emplace(settings, hosts_.size(), now_);
 }
 
+SimService& Sim::service() {
+    if (!service_) throw std::logic_error("no service runs");
+    return *service_;
+}
+
+const SimSwitch& Sim::shared() const {
+    if (!shared_) throw std::logic_error("there are no shared lines");
+    return *shared_;
+}
+
 void Sim::run_until(Nanos at) {
     while (next_at() <= at && advance()) {
     }

@@ -77,9 +77,9 @@ public:
     void run_until(Nanos at);
     // Begins a service between the hosts, over shared lines. Throws std::logic_error if there are none, or one runs already.
     void serve(const ServiceSettings& settings);
-    [[nodiscard]] SimService& service() { return service_.value(); }
-    // The network of shared lines; throws std::bad_optional_access if there is none.
-    [[nodiscard]] const SimSwitch& shared() const { return shared_.value(); }
+    // Throw std::logic_error if there is none.
+    [[nodiscard]] SimService& service();
+    [[nodiscard]] const SimSwitch& shared() const;
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }

@@ -93,6 +93,37 @@ TEST(without_a_share_the_low_class_waits_until_nobody_else_does) {
     CHECK(order == (std::vector<std::uint32_t>{3, 4, 1, 2}));
 }
 
+TEST(the_normal_class_goes_first_while_both_are_within_their_shares) {
+    LineSettings settings = megabyte_per_s;
+    settings.low_share = 0.5;
+    SimLine line(settings);
+    CHECK(line.offer(0, packet, Priority::low, second));
+    const Nanos now = line.take(second).at;
+    CHECK(line.offer(1, packet, Priority::low, second));
+    CHECK(line.offer(2, packet, Priority::normal, second));
+    CHECK_EQUAL(line.take(now).packet, 2U);
+}
+
+TEST(a_class_that_had_the_line_for_itself_still_gets_its_share_when_the_other_comes) {
+    LineSettings settings = megabyte_per_s;
+    settings.low_share = 0.5;
+    SimLine line(settings);
+    Nanos now = second;
+    while (now < 11 * second) {
+        CHECK(line.offer(0, packet, Priority::low, now));
+        now = line.take(now).at;
+    }
+    const std::uint64_t before = line.counts(Priority::low).packets;
+    while (now < 12 * second) {
+        for (const Priority each : {Priority::normal, Priority::low}) {
+            while (line.waiting_bytes(each) < 10 * packet) CHECK(line.offer(0, packet, each, now));
+        }
+        now = line.take(now).at;
+    }
+    const std::uint64_t got = line.counts(Priority::low).packets - before;
+    CHECK(got > 490 && got < 510);  // of a thousand
+}
+
 TEST(each_class_drops_and_counts_what_its_own_queue_cannot_hold) {
     LineSettings settings = megabyte_per_s;
     settings.queue_bytes = 5 * packet;
@@ -106,10 +137,7 @@ TEST(each_class_drops_and_counts_what_its_own_queue_cannot_hold) {
     }
     CHECK_EQUAL(line.counts(Priority::normal).drops, 5U);
     CHECK_EQUAL(line.counts(Priority::low).drops, 8U);
-    for (Nanos now = second + millisecond; line.next_at() != never; now = line.next_at()) {
-        if (line.take(now).at == 0) break;
-        if (line.next_at() == never) break;
-    }
+    for (Nanos now = line.next_at(); line.next_at() != never;) now = line.take(now).at;
     CHECK_EQUAL(line.counts(Priority::normal).packets, 6U);
     CHECK_EQUAL(line.counts(Priority::low).packets, 2U);
 }

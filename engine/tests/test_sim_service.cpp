@@ -201,6 +201,19 @@ TEST(requests_arrive_at_the_asked_rate_and_a_seed_repeats_them) {
     CHECK(one != times(2));
 }
 
+TEST(all_requests_are_answered_in_the_end_however_much_was_lost) {
+    SimConfig config;
+    config.core.world = 4;
+    config.shared = SharedLines{.network = lines(20 << 10)};
+    Sim sim(config);
+    sim.serve({.requests_per_s = 8000, .seed = 4});  // more than the lines carry
+    sim.run_until(sim.now() + second / 4);
+    sim.service().stop();
+    CHECK(sim.service().timeouts() > 10);
+    sim.run_until(sim.now() + 200 * second);
+    CHECK_EQUAL(sim.service().answered().size(), sim.service().asked());
+}
+
 TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they_are_low) {
     const auto run = [](std::optional<Priority> priority, std::size_t bytes) {
         SimConfig config;

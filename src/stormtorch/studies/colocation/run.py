@@ -20,6 +20,8 @@ from stormtorch.transport.simulated import core_settings
 
 # Of a datagram on the wire: Ethernet, IPv4, UDP.
 _HEADER_BYTES = 42
+# The engine counts nanoseconds.
+_TICK_S = 1e-9
 # How often ranks look whether their exchange has ended.
 _POLL_S = 0.5e-3
 # Longest time for which requests are waited for that arrived before the end.
@@ -185,48 +187,57 @@ def colocate(settings: Colocation) -> Colocated:
             "low": settings.low_share is not None,
         },
     )
-    start_s = sim.now_s
-    begin_s = start_s + settings.warm_s
+    begin_s = sim.now_s + settings.warm_s
     end_s = begin_s + settings.seconds
     training = Training(sim, settings) if settings.training else None
     if settings.requests_per_s:
         sim.serve(settings.requests_per_s, settings.response_bytes, settings.request_bytes, settings.seed)
-    asked = 0
-    while sim.now_s < end_s:
-        if training is not None:
-            training.go_on(measured=sim.now_s >= begin_s)
-        sim.run_until(min(sim.now_s + (_POLL_S if training else settings.seconds), end_s))
+    _run_until(sim, training, begin_s, measured=False)
+    before = _counts(sim, settings)
+    _run_until(sim, training, end_s, measured=True)
     if settings.requests_per_s:
-        asked = sim.service_counts()["asked"]
         sim.stop_service()
         # The training goes on: the last requests must not find the lines empty.
-        while sim.service_counts()["answered"] < asked and sim.now_s < end_s + _PATIENCE_S:
-            if training is not None:
-                training.go_on(measured=False)
-            sim.run_until(sim.now_s + _POLL_S)
-    return _result(sim, settings.hosts, training, begin_s, asked)
-
-
-def _result(sim: _engine.Sim, hosts: int, training: Training | None, begin_s: float, asked: int) -> Colocated:
-    answered = sim.answered() if asked else []
-    times = [took for at, took in answered if at >= begin_s]
-    counts = sim.service_counts() if asked else {"resent": 0, "timeouts": 0}
-    lines = [sim.line_counts(host) for host in range(hosts)]
+        give_up_s = end_s + _PATIENCE_S
+        while sim.service_counts()["answered"] < sim.service_counts()["asked"] and sim.now_s < give_up_s:
+            _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
+    counts = {name: value - before[name] for name, value in _counts(sim, settings).items()}
+    times = [took for at, took in sim.answered() if at >= begin_s] if settings.requests_per_s else []
     return Colocated(
         mean_s=mean(times) if times else None,
         p50_s=percentile(times, 50) if times else None,
         p99_s=percentile(times, 99) if times else None,
         requests=len(times),
-        unanswered=asked - len(answered),
+        unanswered=counts["asked"] - len(times),
         resent=counts["resent"],
         timeouts=counts["timeouts"],
         loss=training.loss if training else None,
         stage_loss=training.stage_loss if training else None,
         exchanges=len(training.took_s) if training else 0,
         exchange_s=mean(training.took_s) if training and training.took_s else None,
-        drops=sum(each["up"]["drops"] + each["down"]["drops"] for each in lines),
-        low_drops=sum(each["up_low"]["drops"] + each["down_low"]["drops"] for each in lines),
+        drops=counts["drops"],
+        low_drops=counts["low_drops"],
     )
+
+
+def _run_until(sim: _engine.Sim, training: Training | None, at_s: float, *, measured: bool) -> None:
+    while sim.now_s < at_s - _TICK_S:
+        if training is not None:
+            training.go_on(measured=measured)
+        sim.run_until(at_s if training is None else min(sim.now_s + _POLL_S, at_s))
+
+
+def _counts(sim: _engine.Sim, settings: Colocation) -> dict[str, int]:
+    """Counters since the network was made."""
+    lines = [sim.line_counts(host) for host in range(settings.hosts)]
+    service = sim.service_counts() if settings.requests_per_s else {"asked": 0, "resent": 0, "timeouts": 0}
+    return {
+        "asked": service["asked"],
+        "resent": service["resent"],
+        "timeouts": service["timeouts"],
+        "drops": sum(line[way]["drops"] for line in lines for way in ("up", "down")),
+        "low_drops": sum(line[way]["drops"] for line in lines for way in ("up_low", "down_low")),
+    }
 
 
 class Training:
@@ -269,7 +280,7 @@ class Training:
             for _, outcome in self._sim.take_finished(rank):
                 self._end(rank, outcome)
             due_s = self._start_s + self._begun[rank] * self._settings.every_s
-            if self._running[rank] is None and self._sim.now_s >= due_s - 1e-9:
+            if self._running[rank] is None and self._sim.now_s >= due_s - _TICK_S:
                 self._running[rank] = self._sim.post(rank, *self._plan(rank).arguments()), measured
                 self._begun[rank] += 1
 
