@@ -9,8 +9,10 @@ import pytest
 
 import stormtorch._engine as _engine
 from stormtorch.checks import BadSetting
+from stormtorch.network.faults import faults
 from stormtorch.studies.colocation.run import Colocation, colocate
 from stormtorch.studies.colocation.sweep import ColocationStudy, Runs, best_within, carry, compare, most_requests
+from stormtorch.transport.simulated import core_settings
 
 # Few hosts and little time, so that a run takes a fraction of a second.
 SMALL = Colocation(hosts=4, training=200e6, every_s=0.1, requests_per_s=1000.0, seconds=0.6, warm_s=0.2, seed=5)
@@ -110,7 +112,8 @@ def test_the_lab_has_slower_lines_whose_shapers_pass_bursts() -> None:
 def test_the_best_pair_is_the_fastest_whose_loss_is_allowed(tmp_path: Path) -> None:
     told = []
     runs = Runs(lambda settings, _: told.append(settings))
-    pairs = compare(SMALL, rates=(2500.0,), shares=(0.4, 0.0), slacks=(1.2, 4.0), runs=runs)
+    brief = replace(SMALL, seconds=0.3)
+    pairs = compare(brief, rates=(2500.0,), shares=(0.4, 0.0), slacks=(1.2, 4.0), runs=runs)
     assert len(pairs) == 4
     assert len(told) == 6  # two of them without classes
     best = best_within(pairs, 0.05)
@@ -119,7 +122,7 @@ def test_the_best_pair_is_the_fastest_whose_loss_is_allowed(tmp_path: Path) -> N
     assert all(pair.speedup <= best.speedup for pair in pairs if pair.loss <= 0.05)
     assert best_within(pairs, -1.0) is None
     path = tmp_path / "study.json"
-    ColocationStudy(base=SMALL, pairs=pairs).write(path)
+    ColocationStudy(base=brief, pairs=pairs).write(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert [row["allowed"] for row in read["best"]] == [0.01, 0.05, 0.10, 0.20]
     assert read["best"][1]["speedup"] == best.speedup
@@ -141,11 +144,7 @@ def test_a_service_that_is_preferred_carries_more_requests_in_the_same_time() ->
 
 
 def test_a_service_needs_lines_that_it_can_share() -> None:
-    network = Colocation(hosts=2).options
-    from stormtorch.network.faults import faults
-    from stormtorch.transport.simulated import core_settings
-
-    core = core_settings(2, network, unlimited=False, seed=0)
+    core = core_settings(2, SMALL.options, unlimited=False, seed=0)
     sim = _engine.Sim(2, core, dict(faults(loss=0.0, seed=0).settings), 50e-6, 1e6, 1 << 19)
     with pytest.raises(RuntimeError, match="shared lines"):
         sim.serve(100.0, 1000, 100, 0)

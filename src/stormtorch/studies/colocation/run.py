@@ -137,11 +137,12 @@ class Colocated:
     """Measured values of one run."""
 
     mean_s: float | None
-    """Mean time from a request's arrival to the last byte of its response; None without a service."""
+    """Mean time from a request's arrival to the last byte of its response; None without a service. Requests that were
+    not answered count with three seconds."""
     p50_s: float | None
-    """Median of these times."""
+    """Median over the requests that were answered."""
     p99_s: float | None
-    """99th percentile of these times."""
+    """99th percentile over the requests that were answered."""
     requests: int
     """Requests that arrived in the measured time and were answered."""
     unanswered: int
@@ -203,12 +204,13 @@ def colocate(settings: Colocation) -> Colocated:
             _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
     counts = {name: value - before[name] for name, value in _counts(sim, settings).items()}
     times = [took for at, took in sim.answered() if at >= begin_s] if settings.requests_per_s else []
+    unanswered = counts["asked"] - len(times)
     return Colocated(
-        mean_s=mean(times) if times else None,
+        mean_s=mean(times + [_PATIENCE_S] * unanswered) if times else None,
         p50_s=percentile(times, 50) if times else None,
         p99_s=percentile(times, 99) if times else None,
         requests=len(times),
-        unanswered=counts["asked"] - len(times),
+        unanswered=unanswered,
         resent=counts["resent"],
         timeouts=counts["timeouts"],
         loss=training.loss if training else None,

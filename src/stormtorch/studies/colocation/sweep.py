@@ -138,7 +138,7 @@ def most_requests(
     while high - low > 1:
         middle = (low + high) // 2
         result = runs(replace(base, requests_per_s=middle * step))
-        within = result.mean_s is not None and result.mean_s <= target_s and not result.unanswered
+        within = result.mean_s is not None and result.mean_s <= target_s
         if within and (result.loss or 0.0) <= most_loss:
             low = middle
         else:
