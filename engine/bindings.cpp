@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings_shared.hpp"
 #include "bindings_views.hpp"
 #include "coding_model.hpp"
 #include "endpoint.hpp"
@@ -500,15 +501,18 @@ NB_MODULE(_engine, m) {
         .def(
             "__init__",
             [](Sim* self, std::uint16_t world, const Mapping& core, const Mapping& faults, double delay_s,
-               double bytes_per_s, std::size_t queue_bytes) {
+               double bytes_per_s, std::size_t queue_bytes, const std::optional<Mapping>& shared) {
+                const auto lines =
+                    shared ? std::optional(python::to_shared_lines(*shared, to_nanos(delay_s))) : std::nullopt;
                 new (self) Sim({.core = make_core_config(0, world, core),
                                 .faults = to_fault_settings(faults),
                                 .delay = to_nanos(delay_s),
                                 .bytes_per_s = bytes_per_s,
-                                .queue_bytes = queue_bytes});
+                                .queue_bytes = queue_bytes,
+                                .shared = lines});
             },
             nb::arg("world"), nb::arg("core"), nb::arg("faults"), nb::arg("delay_s"), nb::arg("bytes_per_s"),
-            nb::arg("queue_bytes"))
+            nb::arg("queue_bytes"), nb::arg("shared").none() = nb::none())
         .def_prop_ro("now_s", [](const Sim& s) { return static_cast<double>(s.now()) * 1e-9; })
         .def(
             "post",
@@ -568,6 +572,7 @@ NB_MODULE(_engine, m) {
             return all;
         });
 
+    python::define_shared(simulation);
     python::define_views<std::uint16_t>(
         simulation, "advance_to", [](Sim& s, std::uint16_t rank, auto&& work) { return s.with_views(rank, work); },
         nb::arg("rank"));

@@ -1,11 +1,13 @@
 #include "sim.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace storm {
 
 Sim::Sim(const SimConfig& config) : config_(config) {
     config_.faults.validate();
+    if (config_.shared) shared_.emplace(config_.core.world, config_.shared->network);
     const auto faults = std::make_shared<const FaultSettings>(config_.faults);
     for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
         Host& host = hosts_.emplace_back();
@@ -80,8 +82,47 @@ std::vector<Core::Finished> Sim::take_finished(std::uint16_t rank) {
     return all;
 }
 
+void Sim::serve(const ServiceSettings& settings) {
+    if (!shared_) throw std::logic_error("a service needs shared lines");
+    if (service_) throw std::logic_error("a service runs already");
+    service_.emplace(settings, hosts_.size(), now_);
+}
+
+SimService& Sim::service() {
+    if (!service_) throw std::logic_error("no service runs");
+    return *service_;
+}
+
+const SimSwitch& Sim::shared() const {
+    if (!shared_) throw std::logic_error("there are no shared lines");
+    return *shared_;
+}
+
+void Sim::run_until(Nanos at) {
+    while (next_at() <= at && advance()) {
+    }
+    now_ = std::max(now_, at);
+}
+
+Nanos Sim::next_at() const {
+    Nanos next = packets_.empty() ? never : packets_.top().at;
+    if (shared_) next = std::min(next, shared_->next_at());
+    if (service_) next = std::min(next, service_->next_at());
+    for (const Host& host : hosts_) next = std::min(next, host.timer);
+    return next;
+}
+
 bool Sim::advance() {
     Nanos next = packets_.empty() ? never : packets_.top().at;
+    bool by_line = false, by_service = false;
+    if (shared_ && shared_->next_at() < next) {
+        next = shared_->next_at();
+        by_line = true;
+    }
+    if (service_ && service_->next_at() < next) {
+        next = service_->next_at();
+        by_service = true;
+    }
     std::uint16_t timed = 0;
     bool by_timer = false;
     for (std::uint16_t rank = 0; rank < hosts_.size(); ++rank) {
@@ -97,6 +138,10 @@ bool Sim::advance() {
         host.faults->release(now_, [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
         host.core->tick(now_);
         pump(timed);
+    } else if (by_service) {
+        service_->tick(now_, *shared_);
+    } else if (by_line) {
+        step_shared();
     } else {
         // The heap owns its elements; the packet is moved out just before it is popped.
         Packet packet = std::move(const_cast<Packet&>(packets_.top()));
@@ -134,9 +179,26 @@ void Sim::arrive(Packet packet) {
         packets_.push(std::move(packet));
         return;
     }
-    host.faults->receive(packet.source, packet.bytes, now_,
+    deliver(packet.source, packet.target, packet.bytes);
+}
+
+void Sim::deliver(std::uint16_t source, std::uint16_t target, std::span<std::byte> bytes) {
+    Host& host = hosts_[target];
+    host.faults->receive(source, bytes, now_,
                          [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
-    pump(packet.target);
+    pump(target);
+}
+
+void Sim::step_shared() {
+    std::optional<SimPacket> packet = shared_->step();
+    if (!packet) return;
+    if (packet->segment) {
+        service_->receive(*packet, now_, *shared_);
+        return;
+    }
+    const Host& source = hosts_[packet->source];
+    if (hosts_[packet->target].dark || source.dark || source.cut.contains(packet->target)) return;
+    deliver(packet->source, packet->target, packet->datagram);
 }
 
 void Sim::pump(std::uint16_t rank) {
@@ -153,12 +215,21 @@ void Sim::pump(std::uint16_t rank) {
         }
         for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
             const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
+            const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
+            if (shared_) {
+                shared_->send({.source = rank,
+                               .target = batch_.peer(),
+                               .priority = config_.shared->priority,
+                               .wire_bytes = static_cast<std::uint32_t>(size) + config_.shared->header_bytes,
+                               .datagram = {begin, begin + static_cast<std::ptrdiff_t>(size)}},
+                              now_);
+                continue;
+            }
             Nanos leaves = now_;
             if (speed > 0) {
                 const auto takes = static_cast<Nanos>(static_cast<double>(size) / speed * 1e9);
                 leaves = free_at = std::max(free_at, now_) + takes;
             }
-            const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
             packets_.push({.at = leaves + (like.delay < 0 ? config_.delay : like.delay),
                            .order = ++order_,
                            .source = rank,

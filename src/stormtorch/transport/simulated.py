@@ -259,6 +259,32 @@ def _links_inside(machines: Sequence[str]) -> dict[tuple[int, int], LinkOptions]
     return {(source, target): none for source, target in pairs if machines[source] == machines[target]}
 
 
+def core_settings(world: int, options: Options, *, unlimited: bool, seed: int) -> dict[str, Any]:
+    """Settings of the engine's cores in a simulation.
+
+    Args:
+        world: Number of ranks.
+        options: Options of the transports; those about sockets have no effect.
+        unlimited: Whether the lines have no rate: like loopback, they then have no bottleneck to find.
+        seed: Seed that tells jobs apart.
+    """
+    mode, bytes_per_s = options.rate_mode(loopback=unlimited)
+    key = options.key
+    return {
+        "datagram_bytes": options.datagram_bytes or 1472,
+        "receive_buffer": options.receive_buffer_bytes,
+        "pool_bytes": options.pool_bytes,
+        "eager_bytes": options.eager_bytes,
+        "rate_mode": int(mode),
+        "bytes_per_s": bytes_per_s,
+        "silence_s": options.silence_s,
+        "cookie": seed,
+        "incarnations": [],
+        "checks_data": True,
+        "keys": [] if key is None else [[key[:14] + rank.to_bytes(2, "little") for rank in range(world)]],
+    }
+
+
 class SimulatedNetwork:
     """Ranks joined by one simulated switch.
 
@@ -299,26 +325,11 @@ class SimulatedNetwork:
             knobs["links"] = {**knobs.get("links", {}), **_links_inside(self.machines)}
         self.world = world
         self.options = options or Options(datagram_bytes=1472)
-        datagram_bytes = self.options.datagram_bytes or 1472
-        # Like loopback, an unlimited link has no bottleneck to find.
-        mode, bytes_per_s = self.options.rate_mode(loopback=rate is None)
-        key = self.options.key
-        self.chunk_bytes = _engine.chunk_bytes(datagram_bytes, key is not None)
+        core = core_settings(world, self.options, unlimited=rate is None, seed=seed)
+        self.chunk_bytes = _engine.chunk_bytes(core["datagram_bytes"], self.options.key is not None)
         self._sim = _engine.Sim(
             world,
-            {
-                "datagram_bytes": datagram_bytes,
-                "receive_buffer": self.options.receive_buffer_bytes,
-                "pool_bytes": self.options.pool_bytes,
-                "eager_bytes": self.options.eager_bytes,
-                "rate_mode": int(mode),
-                "bytes_per_s": bytes_per_s,
-                "silence_s": self.options.silence_s,
-                "cookie": seed,
-                "incarnations": [],
-                "checks_data": True,
-                "keys": [] if key is None else [[key[:14] + rank.to_bytes(2, "little") for rank in range(world)]],
-            },
+            core,
             dict(faults(loss=loss, seed=seed, **knobs).settings),
             delay_s,
             0.0 if rate is None else parse_rate(rate) / 8.0,

@@ -1,0 +1,316 @@
+"""One run of a training beside a service: real cores, lines with classes, and a model of the service's TCP."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import stormtorch._engine as _engine
+from stormtorch.checks import BadSetting, check, check_between
+from stormtorch.collectives.spans import shards
+from stormtorch.network.faults import faults
+from stormtorch.network.units import parse_rate
+from stormtorch.reliability import Reliability
+from stormtorch.results.statistics import mean, percentile
+from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+from stormtorch.transport.options import Options
+from stormtorch.transport.simulated import core_settings
+
+# Of a datagram on the wire: Ethernet, IPv4, UDP.
+_HEADER_BYTES = 42
+# The engine counts nanoseconds.
+_TICK_S = 1e-9
+# How often ranks look whether their exchange has ended.
+_POLL_S = 0.5e-3
+# Longest time for which requests are waited for that arrived before the end.
+_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Colocation:
+    """Settings of a training and a service that share the lines of some hosts to one switch."""
+
+    hosts: int = 16
+    """Number of hosts. Each is a rank of the training, asks others and answers them."""
+    rate: str | float = "1gbit"
+    """Rate of each host's line to the switch, in each direction, including Ethernet headers."""
+    queue_bytes: int = 512 << 10
+    """Bytes that may wait at the switch for each host; further packets are dropped."""
+    up_queue_bytes: int = 0
+    """Bytes that may wait at each host for its line; 0 is unlimited, as a kernel holds its own sockets back."""
+    delay_s: float = 50e-6
+    """Delay from host to host, one way."""
+    burst_s: float = 0.0
+    """Time's worth of bytes that an idle line passes at once: 0 is a wire, and Linux's shapers in the lab have 1 ms."""
+    low_share: float | None = None
+    """Share of each line that the training has while the service wants it all, in [0, 1): 0 lets it wait for all else.
+    None has no classes: all packets wait in one queue."""
+    low_queue_bytes: int = 512 << 10
+    """Bytes of low priority that may wait at each end of a line."""
+    training: str | float = 150e6
+    """Payload that each rank of the training sends, in bits per second, on average; 0 is no training."""
+    every_s: float = 0.2
+    """Time from the start of one exchange to the start of the next."""
+    sending: str | float = "auto"
+    """Sending rate of the training, as `Options.rate`: "auto" bursts at the line's rate, "low" yields as well, and a
+    rate such as "200mbit" spreads each exchange."""
+    slack: float | None = 2.0
+    """Deadline of each stage of an exchange, in multiples of the time that the stage takes alone; None waits until all
+    that was not lost has arrived."""
+    requests_per_s: float = 5000.0
+    """Requests of all hosts together, as a Poisson process; 0 is no service."""
+    response_bytes: int = 100_000
+    """Bytes of each response."""
+    request_bytes: int = 128
+    """Bytes of each request."""
+    seconds: float = 2.0
+    """Time that is measured."""
+    warm_s: float = 0.4
+    """Time before that, in which connections open and rates are found."""
+    seed: int = 0
+    """Seed of the requests."""
+
+    def __post_init__(self) -> None:
+        check_between("hosts", self.hosts, 2, 1024)
+        object.__setattr__(self, "rate", parse_rate(self.rate))
+        if self.training:
+            object.__setattr__(self, "training", parse_rate(self.training, "training"))
+        if self.low_share is not None:
+            check(0.0 <= self.low_share < 1.0, "low_share", "lie in [0, 1) or be None", self.low_share)
+        check(self.slack is None or self.slack > 0.0, "slack", "be above 0 or None", self.slack)
+        check_between("requests_per_s", self.requests_per_s, 0.0, 1e7)
+        check_between("response_bytes", self.response_bytes, 1, 1 << 30)
+        check_between("request_bytes", self.request_bytes, 1, 1448)
+        for name in ("every_s", "seconds"):
+            check(getattr(self, name) > 0.0, name, "be above 0", getattr(self, name))
+        for name in ("queue_bytes", "up_queue_bytes", "low_queue_bytes", "delay_s", "burst_s", "warm_s", "seed"):
+            check(getattr(self, name) >= 0, name, "not be negative", getattr(self, name))
+        if not self.training and not self.requests_per_s:
+            raise BadSetting("training", "and requests_per_s must not both be 0")
+        self.options  # noqa: B018  (refuses rates that are none)
+
+    @property
+    def options(self) -> Options:
+        """Options of the training's transports."""
+        return Options(rate=self.sending, datagram_bytes=1472)
+
+    @property
+    def elements(self) -> int:
+        """Values of float32 that the training exchanges, so that its ranks send what `training` says."""
+        sent = float(self.training) / 8 * self.every_s  # by each rank, in both stages
+        return round(sent * self.hosts / (2 * (self.hosts - 1)) / 4)
+
+    @property
+    def alone_s(self) -> float:
+        """Time of one stage if nobody else uses the lines."""
+        payload = _engine.chunk_bytes(1472, False)
+        wire_bytes = self.elements * 4 * (self.hosts - 1) / self.hosts * (1472 + _HEADER_BYTES) / payload
+        pace = self.sending if self.sending not in ("auto", "low", "unlimited") else self.rate
+        return wire_bytes * 8 / min(parse_rate(pace), float(self.rate)) + 2 * self.delay_s
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Deadline of each stage."""
+        return None if self.slack is None else self.slack * self.alone_s
+
+    @staticmethod
+    def of_the_lab(**others: Any) -> Colocation:
+        """Settings of the lab's network: 8 hosts at 100 Mbit/s, with the bursts of Linux's shapers."""
+        lab: dict[str, Any] = {
+            "hosts": 8,
+            "rate": "100mbit",
+            "burst_s": 1e-3,
+            "low_queue_bytes": 128 << 10,
+            "training": 15e6,
+            "every_s": 1.0,
+            "requests_per_s": 250.0,
+            "seconds": 6.0,
+            "warm_s": 2.0,
+        }
+        return Colocation(**{**lab, **others})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Colocated:
+    """Measured values of one run."""
+
+    mean_s: float | None
+    """Mean time from a request's arrival to the last byte of its response; None without a service. Requests that were
+    not answered count with three seconds."""
+    p50_s: float | None
+    """Median over the requests that were answered."""
+    p99_s: float | None
+    """99th percentile over the requests that were answered."""
+    requests: int
+    """Requests that arrived in the measured time and were answered."""
+    unanswered: int
+    """Requests that arrived in the measured time and were not answered within three seconds after it."""
+    resent: int
+    """Segments that TCP sent again."""
+    timeouts: int
+    """Timeouts of TCP."""
+    loss: float | None
+    """Fraction of the training's bytes that did not arrive in time; None without a training."""
+    stage_loss: tuple[float, float] | None
+    """The same for each stage of an exchange."""
+    exchanges: int
+    """Exchanges measured, counted at each rank."""
+    exchange_s: float | None
+    """Mean time of an exchange."""
+    drops: int
+    """Packets of normal priority that met a full queue."""
+    low_drops: int
+    """Packets of low priority that met a full queue."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, by name."""
+        return asdict(self)
+
+
+def colocate(settings: Colocation) -> Colocated:
+    """Runs a training beside a service, in virtual time."""
+    sim = _engine.Sim(
+        settings.hosts,
+        core_settings(settings.hosts, settings.options, unlimited=False, seed=settings.seed),
+        dict(faults(loss=0.0, seed=settings.seed).settings),
+        settings.delay_s,
+        0.0,
+        0,
+        {
+            "bytes_per_s": float(settings.rate) / 8,
+            "queue_bytes": settings.queue_bytes,
+            "up_queue_bytes": settings.up_queue_bytes,
+            "low_queue_bytes": settings.low_queue_bytes,
+            "low_share": settings.low_share or 0.0,
+            "burst_bytes": settings.burst_s * float(settings.rate) / 8,
+            "low": settings.low_share is not None,
+        },
+    )
+    begin_s = sim.now_s + settings.warm_s
+    end_s = begin_s + settings.seconds
+    training = Training(sim, settings) if settings.training else None
+    if settings.requests_per_s:
+        sim.serve(settings.requests_per_s, settings.response_bytes, settings.request_bytes, settings.seed)
+    _run_until(sim, training, begin_s, measured=False)
+    before = _counts(sim, settings)
+    _run_until(sim, training, end_s, measured=True)
+    if settings.requests_per_s:
+        sim.stop_service()
+        # The training goes on: the last requests must not find the lines empty.
+        give_up_s = end_s + _PATIENCE_S
+        while sim.service_counts()["answered"] < sim.service_counts()["asked"] and sim.now_s < give_up_s:
+            _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
+    counts = {name: value - before[name] for name, value in _counts(sim, settings).items()}
+    times = [took for at, took in sim.answered() if at >= begin_s] if settings.requests_per_s else []
+    unanswered = counts["asked"] - len(times)
+    return Colocated(
+        mean_s=mean(times + [_PATIENCE_S] * unanswered) if times else None,
+        p50_s=percentile(times, 50) if times else None,
+        p99_s=percentile(times, 99) if times else None,
+        requests=len(times),
+        unanswered=unanswered,
+        resent=counts["resent"],
+        timeouts=counts["timeouts"],
+        loss=training.loss if training else None,
+        stage_loss=training.stage_loss if training else None,
+        exchanges=len(training.took_s) if training else 0,
+        exchange_s=mean(training.took_s) if training and training.took_s else None,
+        drops=counts["drops"],
+        low_drops=counts["low_drops"],
+    )
+
+
+def _run_until(sim: _engine.Sim, training: Training | None, at_s: float, *, measured: bool) -> None:
+    while sim.now_s < at_s - _TICK_S:
+        if training is not None:
+            training.go_on(measured=measured)
+        sim.run_until(at_s if training is None else min(sim.now_s + _POLL_S, at_s))
+
+
+def _counts(sim: _engine.Sim, settings: Colocation) -> dict[str, int]:
+    """Counters since the network was made."""
+    lines = [sim.line_counts(host) for host in range(settings.hosts)]
+    service = sim.service_counts() if settings.requests_per_s else {"asked": 0, "resent": 0, "timeouts": 0}
+    return {
+        "asked": service["asked"],
+        "resent": service["resent"],
+        "timeouts": service["timeouts"],
+        "drops": sum(line[way]["drops"] for line in lines for way in ("up", "down")),
+        "low_drops": sum(line[way]["drops"] for line in lines for way in ("up_low", "down_low")),
+    }
+
+
+class Training:
+    """The exchanges of a training at a fixed pace: owners collect contributions and send the results to all.
+
+    Args:
+        sim: Network with a core for every rank.
+        settings: Settings of the run.
+    """
+
+    def __init__(self, sim: _engine.Sim, settings: Colocation) -> None:
+        self.hosts = settings.hosts
+        self.took_s: list[float] = []
+        self._sim, self._settings = sim, settings
+        self._memory = [torch.zeros(settings.elements) for _ in range(settings.hosts)]
+        self._start_s = sim.now_s
+        self._begun = [0] * settings.hosts
+        self._running: list[tuple[int, bool] | None] = [None] * settings.hosts  # id, and whether it is measured
+        self._bytes, self._missing = [0, 0], [0, 0]  # by stage
+
+    @property
+    def loss(self) -> float | None:
+        """Fraction of all bytes that did not arrive in time."""
+        return sum(self._missing) / sum(self._bytes) if sum(self._bytes) else None
+
+    @property
+    def stage_loss(self) -> tuple[float, float] | None:
+        """The same by stage."""
+        if not all(self._bytes):
+            return None
+        return self._missing[0] / self._bytes[0], self._missing[1] / self._bytes[1]
+
+    def go_on(self, *, measured: bool) -> None:
+        """Collects exchanges that have ended and begins those whose time has come.
+
+        Args:
+            measured: Whether those that begin now count.
+        """
+        for rank in range(self.hosts):
+            for _, outcome in self._sim.take_finished(rank):
+                self._end(rank, outcome)
+            due_s = self._start_s + self._begun[rank] * self._settings.every_s
+            if self._running[rank] is None and self._sim.now_s >= due_s - _TICK_S:
+                self._running[rank] = self._sim.post(rank, *self._plan(rank).arguments()), measured
+                self._begun[rank] += 1
+
+    def _end(self, rank: int, outcome: _engine.Outcome) -> None:
+        running, self._running[rank] = self._running[rank], None
+        if outcome.status != _engine.Status.OK:
+            raise RuntimeError(f"rank {rank}: the exchange ended with {outcome.status}")
+        if running is None or not running[1]:
+            return
+        self.took_s.append(outcome.elapsed_s)
+        for arrival in outcome.arrivals:
+            self._bytes[arrival.second_stage] += arrival.total_bytes
+            self._missing[arrival.second_stage] += arrival.missing_bytes
+
+    def _plan(self, rank: int) -> Plan:
+        flat = self._memory[rank]
+        spans = [(flat.data_ptr() + 4 * first, 4 * count) for first, count in shards(flat.numel(), 4, self.hosts)]
+        own, length = spans[rank]
+        others = [(rank + step) % self.hosts for step in range(1, self.hosts)]
+        reliability = Reliability(budget=1.0, deadline_s=self._settings.deadline_s)
+        return Plan(
+            "exchange",
+            0,
+            self._begun[rank],
+            [Send(peer, *spans[peer]) for peer in others] + [Send(peer, own, length, True) for peer in others],
+            [Receive(peer, 0, length, False, True) for peer in sorted(others)]
+            + [Receive(peer, *spans[peer], True) for peer in others],
+            Reduction(ReduceMode.ARRIVED, WireDtype.FLOAT32, WireDtype.FLOAT32, own, own, length, rank, True),
+            reliability,
+            reliability,
+        )
