@@ -277,6 +277,7 @@ def core_settings(world: int, options: Options, *, unlimited: bool, seed: int) -
         "eager_bytes": options.eager_bytes,
         "rate_mode": int(mode),
         "bytes_per_s": bytes_per_s,
+        "yield_delay_s": options.yield_delay_s,
         "silence_s": options.silence_s,
         "cookie": seed,
         "incarnations": [],
