@@ -38,8 +38,8 @@ _FILE = "file"
 _START_S, _ANSWER_S = 60.0, 30.0
 _BEGIN_S = 0.3
 """Seconds from the command to the first requests: by then, all clients have it."""
-# More files than most shells allow, as connections have no limit; and the processor before others where that is allowed.
-# Where sessions share the processor (autogroup), niceness counts inside each of them alone, so the session asks, too.
+# More files than most shells allow, as connections have no limit; and the processor before others where that is
+# allowed. Where sessions share the processor (autogroup), niceness counts inside each alone, so the session asks, too.
 _PREFERRED = (
     'ulimit -n "$(ulimit -Hn)"; { echo "$1" > /proc/self/autogroup; } 2>/dev/null; '
     'n=$1; shift; nice -n "$n" true 2>/dev/null || n=0; exec nice -n "$n" "$@"'
@@ -128,8 +128,7 @@ def nginx_config(folder: Path, name: str, address: str) -> str:
     It is one process: a master that gives up root for its workers would need more rights than a user namespace has.
     """
     scratch = "\n".join(
-        f"    {kind}_temp_path {folder}/{name}-{kind};"
-        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        f"    {kind}_temp_path {folder}/{name}-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return f"""daemon off;
 master_process off;
@@ -250,7 +249,9 @@ class Service:
         at = [f"{lab.address(host)}:{PORT}" for host in range(lab.size)]
         for host in range(lab.size):
             words = nginx_words(self._nginx, folder, f"nginx-{host}", at[host])
-            self.servers.append(lab.start(host, _preferred(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            self.servers.append(
+                lab.start(host, _preferred(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
         script = str(Path(__file__).with_name("service_client.py"))
         for host in range(lab.size):
             others = [f"http://{address}/{name}" for other, address in enumerate(at) if other != host]
@@ -317,9 +318,7 @@ class Service:
         found = []
         for client in self._clients:
             for due_s, late_s, latency_s, failure in client.hear(self._timeout_s + _ANSWER_S)["requests"]:
-                found.append(
-                    Done(host=client.host, due_s=due_s, late_s=late_s, latency_s=latency_s, failure=failure)
-                )
+                found.append(Done(host=client.host, due_s=due_s, late_s=late_s, latency_s=latency_s, failure=failure))
         self._begun_s = None
         return found
 
