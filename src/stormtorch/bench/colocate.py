@@ -39,7 +39,10 @@ TRAINING = (
     "ends at its deadline with what has arrived, and nothing is sent again (ddp: everything arrives); bounded-drift "
     "has neither standby nor guard; loss: fraction of the chunks that did not arrive while the service was measured"
 )
-ALONE = "the same training without the service, without deadline and without loss: same weights, batches and steps"
+ALONE = (
+    "the same training without the service, without deadline and without loss (same weights, batches and steps); then "
+    "with deadlines: what is lost there, ranks lost by waiting for processors"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +135,15 @@ class ColocateSettings:
         return max(4.0 * self.seconds, self.seconds + 60.0)
 
     def cases(self) -> list["Case"]:
-        """All runs, in order: first each training alone; then, for each rate, everything else, from another start."""
+        """All runs, in order: first each training alone, exact and then with deadlines; then, for each rate, everything
+        else, each time from another start.
+        """
         seeds = range(self.first_seed, self.first_seed + self.seeds)
-        found = [Case(train=train, seed=seed) for seed in seeds for train in self.train if train != NONE]
+        found = []
+        for seed in seeds:
+            for train in self.train:
+                found += [Case(train=train, seed=seed)] if train != NONE else []
+                found += [Case(train=train, seed=seed, requests=0.0)] if train in STORM else []
         for number, (seed, requests) in enumerate((seed, each) for seed in seeds for each in self.requests):
             beside = [
                 Case(train=train, seed=seed, requests=requests, low_share=share)
@@ -162,7 +171,8 @@ class Case:
     train: str
     seed: int
     requests: float | None = None
-    """Requests per second; None is the training alone."""
+    """Requests per second. None is the training alone and exact; 0 is the training alone with its deadlines, whose loss
+    is that of ranks that wait for processors."""
     low_share: float | None = None
     """Share of a line that the training has while the service wants it all; None treats all packets alike."""
 
@@ -172,8 +182,8 @@ class Case:
         return "equal" if self.low_share is None else f"{self.low_share:g}"
 
     def __str__(self) -> str:
-        if self.requests is None:
-            return f"{self.train} alone"
+        if not self.requests:
+            return f"{self.train} alone{'' if self.requests is None else ' with deadlines'}"
         return f"{self.train}, {self.prefer}, {self.requests:g} requests/s"
 
 
@@ -287,13 +297,27 @@ class ColocateReport:
         """One row for each case beside the service, over its seeds."""
         groups: dict[tuple[str, float | None, float], list[RunResult]] = {}
         for run in self.runs:
-            if run.service is not None and run.case.requests is not None:
+            if run.service is not None and run.case.requests:
                 groups.setdefault((run.case.train, run.case.low_share, run.case.requests), []).append(run)
         means = {key: _mean([run.service.mean_s for run in runs if run.service]) for key, runs in groups.items()}
         return [
             _row(key, runs, means.get((key[0], None, key[2])), means.get((NONE, None, key[2])))
             for key, runs in sorted(groups.items(), key=lambda each: _order(each[0]))
         ]
+
+    def alone(self) -> dict[str, tuple[float | None, float | None, float | None]]:
+        """For each training: seconds of a step alone, the deadline of a stage, and the loss with it but without the
+        service, which is no fault of the network.
+        """
+        found: dict[str, tuple[float | None, float | None, float | None]] = {}
+        for train in dict.fromkeys(run.case.train for run in self.runs if run.training is not None):
+            exact, paced = (
+                [run.training for run in self.runs if run.training and (run.case.train, run.case.requests) == key]
+                for key in ((train, None), (train, 0.0))
+            )
+            step_s, loss = _mean([each.step_s for each in exact]), _mean([each.loss for each in paced])
+            found[train] = (step_s, paced[0].deadline_s if paced else None, loss)
+        return found
 
     def carried(self, latency_s: float) -> list[Carried]:
         """For each training and preference, the rate at which the mean latency is as given, on straight lines."""
@@ -313,6 +337,10 @@ class ColocateReport:
         return {
             "conditions": self.conditions,
             "summary": [asdict(row) | {"prefer": row.prefer} for row in self.rows()],
+            "alone": {
+                train: {"step_s": step_s, "deadline_s": deadline_s, "loss": loss}
+                for train, (step_s, deadline_s, loss) in self.alone().items()
+            },
             "carried": {"mean_s": latency_s, "results": [asdict(each) for each in self.carried(latency_s)]},
             "runs": [_run_json(run) for run in self.runs],
         }

@@ -220,11 +220,11 @@ class _Director:
         self._lab.reset()
         self._begun_s = time.monotonic()
         self._requests = []
-        if case.requests is not None:
+        if case.requests:
             self._service.begin(rate=case.requests, seed=case.seed)
 
     def _look(self, case: Case, *, made: bool) -> Phase:
-        settings, alone = self._settings, case.requests is None
+        settings, alone = self._settings, not case.requests
         seconds = time.monotonic() - self._begun_s if alone else self._service.runs_for_s
         if self._seconds == 0.0:
             if not made and seconds < settings.limit_s:
@@ -250,7 +250,7 @@ class _Director:
             alone = self._alone.get((case.train, case.seed))
             training = replace(training, validation_ratio=training.validation / alone if alone else None)
         service = None
-        if case.requests is not None:
+        if case.requests:
             service = ServiceResult.of(self._requests, seconds=seconds, first_s=min(_FIRST_S, seconds / 2))
         self._done += 1
         self._advance(str(case), self._done)
