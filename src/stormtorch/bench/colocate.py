@@ -4,7 +4,7 @@ report = ColocateReport.begin(settings)
 run_colocate(settings, report.runs.append)      # of bench/neighbours.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ ALONE = (
 class ColocateSettings:
     """Settings of the benchmark."""
 
-    hosts: int = 8
+    ranks: int = 8
     """Hosts, each with a server, a client and a rank."""
     train: tuple[str, ...] = ("model-averaging", NONE)
     """Trainings beside the service, of `TRAININGS`."""
@@ -92,7 +92,7 @@ class ColocateSettings:
     """Seconds after which everything must have ended."""
 
     def __post_init__(self) -> None:
-        check_between("hosts", self.hosts, 2, 64)
+        check_between("ranks", self.ranks, 2, 64)
         check_subset("train", self.train, TRAININGS)
         _check_different("prefer", self.prefer)
         _check_different("requests", self.requests)
@@ -156,7 +156,11 @@ class ColocateSettings:
 
     def _shares(self, train: str) -> Sequence[float | None]:
         """Preferences that make a difference: to packets of normal priority, classes of others are all the same."""
-        return (None,) if train in (NONE, DDP) else self.prefer
+        if train in (NONE, DDP):
+            return (None,)
+        # Of equal priority, ddp-low is ddp.
+        twice = train == DDP_LOW and DDP in self.train and len(self.prefer) > 1
+        return [share for share in self.prefer if share is not None] if twice else self.prefer
 
 
 def _check_different(name: str, values: Sequence[object]) -> None:
@@ -295,13 +299,13 @@ class ColocateReport:
 
     def rows(self) -> list[Row]:
         """One row for each case beside the service, over its seeds."""
-        groups: dict[tuple[str, float | None, float], list[RunResult]] = {}
+        groups: dict[_Key, list[RunResult]] = {}
         for run in self.runs:
             if run.service is not None and run.case.requests:
                 groups.setdefault((run.case.train, run.case.low_share, run.case.requests), []).append(run)
         means = {key: _mean([run.service.mean_s for run in runs if run.service]) for key, runs in groups.items()}
         return [
-            _row(key, runs, means.get((key[0], None, key[2])), means.get((NONE, None, key[2])))
+            _row(key, runs, _of_equal(means, key), means.get((NONE, None, key[2])))
             for key, runs in sorted(groups.items(), key=lambda each: _order(each[0]))
         ]
 
@@ -365,14 +369,22 @@ def rate_at(points: Sequence[tuple[float, float]], latency_s: float) -> tuple[fl
     return before[0], "at least"
 
 
-def _order(key: tuple[str, float | None, float]) -> tuple[int, float, float]:
+_Key = tuple[str, float | None, float]
+
+
+def _of_equal(means: Mapping[_Key, float | None], key: _Key) -> float | None:
+    """Mean latency beside the same training of equal priority; of ddp-low, that is also ddp."""
+    train, _, requests = key
+    found = means.get((train, None, requests))
+    return means.get((DDP, None, requests)) if found is None and train == DDP_LOW else found
+
+
+def _order(key: _Key) -> tuple[int, float, float]:
     train, share, requests = key
     return -TRAININGS.index(train), -1.0 if share is None else 1.0 - share, requests
 
 
-def _row(
-    key: tuple[str, float | None, float], runs: Sequence[RunResult], equal_s: float | None, none_s: float | None
-) -> Row:
+def _row(key: _Key, runs: Sequence[RunResult], equal_s: float | None, none_s: float | None) -> Row:
     train, share, requests = key
     services = [run.service for run in runs if run.service is not None]
     trainings = [run.training for run in runs if run.training is not None]

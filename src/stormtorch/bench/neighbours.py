@@ -60,7 +60,7 @@ def run_colocate(
         stormtorch.lab.LabError: The lab, a server or a client failed, or there is none here.
     """
     with (
-        Lab(settings.hosts, settings.network, management=True) as lab,
+        Lab(settings.ranks, settings.network, management=True) as lab,
         Service(lab, size=settings.size, timeout_s=settings.request_timeout_s) as service,
     ):
         director = _Director(settings, lab, service, keep, advance)
@@ -79,7 +79,7 @@ def run_colocate(
                 director.serve_alone(index)
             return
         run_ranks(
-            rank_trains, settings.hosts, (settings,), timeout_s=settings.timeout_s, listen=director.listen, lab=lab
+            rank_trains, settings.ranks, (settings,), timeout_s=settings.timeout_s, listen=director.listen, lab=lab
         )
 
 
@@ -193,7 +193,7 @@ class _Director:
             self._begin(self._cases[what.case])
         elif isinstance(what, _Account):
             self._accounts.append(what)
-            if len(self._accounts) == self._settings.hosts:
+            if len(self._accounts) == self._settings.ranks:
                 accounts, self._accounts = self._accounts, []
                 self._finish(self._cases[what.case], accounts)
         return None

@@ -27,7 +27,7 @@ _SERVICE, _TRAINING, _LAB = "The service", "The training", "A lab's network"
 
 
 def colocate(
-    hosts: Annotated[int, typer.Option(help="Hosts, each with a server, a client and a rank: 2 to 64.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Hosts, each with a server, a client and a rank: 2 to 64.")] = 8,
     train: Annotated[
         str,
         typer.Option(
@@ -127,13 +127,13 @@ def colocate(
     Servers and clients get processors before the training does, where this user may ask for that.
     Each training first runs alone: for the deadline, for its validation loss, and for what it loses without any
     service, because ranks wait for processors. Runs of different preference take turns. Ctrl-C keeps those that ended.
-    It needs nginx (apt-get install nginx-light), aiohttp (pip install 'stormtorch\\[colocate]') and a lab.
+    It needs a lab, nginx (apt-get install nginx-light) and aiohttp (pip install aiohttp).
 
     [bold]Examples[/bold]
 
       stormtorch bench colocate --json colocate.json --plot colocate.png
 
-      stormtorch bench colocate --hosts 4 --prefer equal,0.02 --requests 100 --seconds 5
+      stormtorch bench colocate --ranks 4 --prefer equal,0.02 --requests 100 --seconds 5
 
       stormtorch bench colocate --train model-averaging,bounded-drift,ddp,ddp-low,none --seeds 3
 
@@ -154,7 +154,7 @@ def colocate(
         with blaming("rate", "low_share"):
             network = Conditions(rate=rate, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]  # it checks them all
         settings = ColocateSettings(
-            hosts=hosts,
+            ranks=ranks,
             train=names(train),
             prefer=_preferences(prefer),
             requests=numbers("requests", requests),

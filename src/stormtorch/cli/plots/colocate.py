@@ -23,18 +23,27 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_colocate(report: "ColocateReport", path: Path) -> None:
-    """Draws two panels into `path`, whose ending chooses the format."""
+    """Draws three panels into `path`, whose ending chooses the format."""
     from matplotlib.figure import Figure
 
     settings = report.conditions["settings"]
     rows = report.rows()
-    figure = Figure(figsize=(11.4, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.05))
-    _speedups(left, rows)
+    alone_s = {train: step_s for train, (step_s, _, _) in report.alone().items() if step_s}
+    figure = Figure(figsize=(14.5, 4.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    _speedups(left, rows, {id(row): 100 * row.loss for row in rows if row.loss is not None})
+    left.set_xlabel("loss of the training, %")
+    left.set_title("what loss buys; numbers are shares of a line", fontsize=9, loc="left")
+    longer = {id(row): row.step_s / alone_s[row.train] for row in rows if row.step_s and row.train in alone_s}
+    _speedups(middle, rows, longer)
+    middle.set_xlabel("time of a step, over that of the training alone")
+    middle.set_title("what slower steps buy", fontsize=9, loc="left")
+    if middle.get_legend_handles_labels()[1]:
+        middle.legend(fontsize=7.5, frameon=False)
     _latencies(right, rows, settings["at_latency_s"])
-    for axis in (left, right):
+    for axis in (left, middle, right):
         axis.spines[["top", "right"]].set_visible(False)
-    where = f"{settings['hosts']} hosts at {rate_text(settings['network']['rate_bits_per_s'])}"
+    where = f"{settings['ranks']} hosts at {rate_text(settings['network']['rate_bits_per_s'])}"
     answer = f"answers of {settings['size'] / 1e3:g} KB, from everyone to everyone"
     figure.suptitle(f"{headline(rows)}\n{where}; {answer}", fontsize=10.5)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,49 +51,48 @@ def plot_colocate(report: "ColocateReport", path: Path) -> None:
 
 
 def headline(rows: "list[Row]") -> str:
-    """Says what the picture shows: the largest speed-up, and the loss that it costs."""
-    known = [row for row in rows if row.speedup is not None and row.loss is not None and row.low_share is not None]
-    if not known:
+    """Says what the picture shows: the largest speed-up beside a training that loses, and that loss."""
+    known = [row for row in rows if row.speedup and row.loss is not None and row.low_share is not None]
+    best = max((row for row in known if row.train != "ddp-low"), key=lambda row: row.speedup or 0.0, default=None)
+    if best is None or best.speedup is None or best.loss is None:
         return "a web service beside a training"
-    best = max(known, key=lambda row: row.speedup or 0.0)
-    assert best.speedup is not None
-    assert best.loss is not None
     return (
-        f"{best.train} of low priority, {best.loss * 100:.1f} % of it lost: the web service is "
+        f"beside {best.train} of low priority, which loses {best.loss * 100:.1f} %, the web service is "
         f"{best.speedup:.2f} times as fast as beside equal priority"
     )
 
 
-def _speedups(axis: "Axes", rows: "list[Row]") -> None:
-    """Speed-up against loss: a line for each training and rate, along the preferences."""
+def _speedups(axis: "Axes", rows: "list[Row]", price: dict[int, float]) -> None:
+    """Speed-up against its price, by identity of a row: a line for each training and rate, along the preferences."""
     curves: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
-        if row.speedup is not None and row.loss is not None and row.train != "ddp":
+        if row.speedup is not None and id(row) in price:
             curves.setdefault((row.train, row.requests), []).append(row)
     rates = sorted({requests for _, requests in curves})
     for (train, requests), points in curves.items():
         place = rates.index(requests)
-        x = [100 * (row.loss or 0.0) for row in points]
-        y = [row.speedup or 0.0 for row in points]
+        x, y = [price[id(row)] for row in points], [row.speedup or 0.0 for row in points]
         axis.plot(
             x,
             y,
             color=_COLOURS[train],
             marker=_MARKERS[place % len(_MARKERS)],
+            markersize=5,
             linestyle=_STYLES[place % len(_STYLES)],
             linewidth=1.2,
             label=f"{train}, {requests:g}/s",
         )
         for row, at_x, at_y in zip(points, x, y, strict=True):
-            axis.annotate(
-                row.prefer, (at_x, at_y), xytext=(3, 4), textcoords="offset points", fontsize=7, color=_COLOURS[train]
-            )
+            if row.low_share is not None:  # equal is where the speed-up is 1
+                axis.annotate(
+                    *(row.prefer, (at_x, at_y)),
+                    xytext=(4, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=_COLOURS[train],
+                )
     axis.axhline(1.0, color="black", linestyle=":", linewidth=1, label="_")
-    axis.set_xlabel("loss of the training, %")
     axis.set_ylabel("speed-up of the service, by mean latency")
-    axis.set_title("what loss buys; numbers are shares of a line", fontsize=9, loc="left")
-    if curves:
-        axis.legend(fontsize=7.5, frameon=False)
 
 
 def _latencies(axis: "Axes", rows: "list[Row]", at_s: float) -> None:
@@ -104,7 +112,7 @@ def _latencies(axis: "Axes", rows: "list[Row]", at_s: float) -> None:
             linestyle=_STYLES[place % len(_STYLES)],
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=4,
-            label=train if train == "none" else f"{train}\n{prefer}",
+            label=train if train == "none" else f"{train}, {prefer}",
         )
     axis.set_xlabel("requests per second, all hosts")
     axis.set_ylabel("mean latency of the service, ms")

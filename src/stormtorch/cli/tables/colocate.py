@@ -15,9 +15,9 @@ def colocate_table(report: "ColocateReport") -> Table:
     """One row per training, preference and rate of requests."""
     settings = report.conditions["settings"]
     line = rate_text(settings["network"]["rate_bits_per_s"])
-    table = new_table(f"a web service beside a training, {settings['hosts']} hosts at {line}", _caption(report))
+    table = new_table(f"a web service beside a training, {settings['ranks']} hosts at {line}", _caption(report))
     table.add_column("training", no_wrap=True)
-    headings = ("share", "req.\n/s", "mean", "p99", "failed", "speed-\nup", "loss", "a step", "valid.\nratio")
+    headings = ("share", "per s", "mean\nms", "p99\nms", "fail-\ned", "speed-\nup", "loss", "step\ns", "valid.\nratio")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in report.rows():
@@ -25,12 +25,12 @@ def colocate_table(report: "ColocateReport") -> Table:
             row.train,
             "-" if row.train == "none" else row.prefer,
             f"{row.requests:g}",
-            "-" if row.mean_s is None else time_text(row.mean_s),
-            "-" if row.p99_s is None else time_text(row.p99_s),
+            "-" if row.mean_s is None else f"{1e3 * row.mean_s:.1f}",
+            "-" if row.p99_s is None else f"{1e3 * row.p99_s:.0f}",
             str(row.failed),
             "-" if row.speedup is None else ratio_text(row.speedup),
             "-" if row.loss is None else loss_text(row.loss),
-            "-" if row.step_s is None else time_text(row.step_s),
+            "-" if row.step_s is None else f"{row.step_s:.2f}",
             "-" if row.validation_ratio is None else f"{row.validation_ratio:.3f}",
         )
     return table
