@@ -11,18 +11,11 @@ from pathlib import Path
 import pytest
 
 from commands import ENVIRONMENT, STORMTORCH, call, ranks_left, text_of
-from stormtorch.bench.colocate import (
-    NONE,
-    TRAININGS,
-    Case,
-    ColocateReport,
-    ColocateSettings,
-    RunResult,
-    TrainingResult,
-    rate_at,
-)
-from stormtorch.bench.neighbours import policy_for, run_colocate
+from stormtorch.bench.colocate import NONE, TRAININGS, Case, ColocateSettings
+from stormtorch.bench.colocate_results import ColocateReport, RunResult, TrainingResult, rate_at
+from stormtorch.bench.neighbours import run_colocate
 from stormtorch.bench.service import ServiceResult, find_nginx
+from stormtorch.bench.trainees import policy_for
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots.colocate import headline, plot_colocate
 from stormtorch.cli.tables.colocate import colocate_table

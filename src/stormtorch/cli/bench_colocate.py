@@ -73,7 +73,7 @@ def colocate(
             help="Steps after which each training is evaluated on held-out text; rounded up to a multiple of 4.",
             rich_help_panel=_TRAINING,
         ),
-    ] = 24,
+    ] = 16,
     slack: Annotated[
         float,
         typer.Option(
@@ -142,7 +142,8 @@ def colocate(
       stormtorch bench colocate --prefer 0.02 --requests 100 --seconds 600
     """
     with friendly_errors(), ending_signals():
-        from stormtorch.bench.colocate import ColocateReport, ColocateSettings
+        from stormtorch.bench.colocate import ColocateSettings
+        from stormtorch.bench.colocate_results import ColocateReport
         from stormtorch.bench.neighbours import run_colocate
         from stormtorch.bench.service import find_nginx
         from stormtorch.cli.plots.colocate import plot_colocate

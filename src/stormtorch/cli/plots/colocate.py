@@ -9,7 +9,7 @@ from stormtorch.results.text import rate_text, time_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from stormtorch.bench.colocate import ColocateReport, Row
+    from stormtorch.bench.colocate_results import ColocateReport, Row
 
 _COLOURS = {
     "model-averaging": "#d9480f",

@@ -8,7 +8,7 @@ from stormtorch.cli.screen import new_table
 from stormtorch.results.text import loss_text, rate_text, ratio_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch.bench.colocate import ColocateReport
+    from stormtorch.bench.colocate_results import ColocateReport
 
 
 def colocate_table(report: "ColocateReport") -> Table:
