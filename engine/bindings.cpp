@@ -143,7 +143,9 @@ std::vector<Address> to_addresses(const PyAddresses& from, const std::vector<std
     return all;
 }
 
-CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dict& from, std::size_t lane = 0) {
+// `low`: of the lane of low priority, which finds its rate by itself.
+CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dict& from, std::size_t lane = 0,
+                            bool low = false) {
     CoreConfig config;
     config.rank = rank;
     config.world = static_cast<std::uint16_t>(world);
@@ -152,7 +154,9 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     config.receive_buffer = nb::cast<std::size_t>(from["receive_buffer"]);
     config.pool_bytes = nb::cast<std::size_t>(from["pool_bytes"]);
     config.eager_bytes = nb::cast<std::size_t>(from["eager_bytes"]);
-    config.rate_mode = to_enum("rate_mode", nb::cast<int>(from["rate_mode"]), RateMode::low_priority);
+    config.rate_mode =
+        to_enum("rate_mode", nb::cast<int>(from[low ? "low_rate_mode" : "rate_mode"]), RateMode::low_latency);
+    if (from.contains("yield_delay_s")) config.yield_delay = to_nanos(nb::cast<double>(from["yield_delay_s"]));
     config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
     // What belongs to another lane is as strange as what belongs to another job.
@@ -325,20 +329,21 @@ NB_MODULE(_engine, m) {
             "__init__",
             [](Endpoint* self, const std::string& host, std::uint16_t port, std::size_t receive_buffer,
                bool low_priority, bool segmentation, bool coalescing, std::size_t lanes,
-               const std::vector<std::string>& more_hosts) {
+               const std::vector<std::string>& more_hosts, bool low_lane) {
                 new (self) Endpoint(host, port, lanes,
                                     {.receive_buffer = receive_buffer,
                                      .low_priority = low_priority,
                                      .segmentation = segmentation,
                                      .coalescing = coalescing},
-                                    more_hosts);
+                                    more_hosts, low_lane);
             },
             nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("receive_buffer"), nb::arg("low_priority"),
             nb::arg("segmentation"), nb::arg("coalescing"), nb::arg("lanes") = 1,
-            nb::arg("more_hosts") = std::vector<std::string>{})
+            nb::arg("more_hosts") = std::vector<std::string>{}, nb::arg("low_lane") = false)
         .def_prop_ro("ports", &Endpoint::ports)
         .def_prop_ro("path_ports", &Endpoint::path_ports)
         .def_prop_ro("lanes", &Endpoint::lanes)
+        .def_prop_ro("low", &Endpoint::low)
         .def_prop_ro("receive_buffer", &Endpoint::receive_buffer)
         .def(
             "start",
@@ -347,7 +352,8 @@ NB_MODULE(_engine, m) {
                 std::vector<CoreConfig> configs;
                 std::vector<std::vector<Address>> addresses;
                 for (const PyAddresses& each : peers) {
-                    configs.push_back(make_core_config(rank, each.size(), config, addresses.size()));
+                    const bool low = d.low() && addresses.size() + 1 == peers.size();
+                    configs.push_back(make_core_config(rank, each.size(), config, addresses.size(), low));
                     addresses.push_back(to_addresses(each, configs.back().vacant));
                 }
                 std::vector<std::vector<Address>> further;
@@ -361,15 +367,17 @@ NB_MODULE(_engine, m) {
                const std::vector<PyReceive>& receives, const std::optional<PyReduction>& reduction,
                std::pair<double, double> budgets, std::pair<std::optional<double>, std::optional<double>> deadlines_s,
                std::optional<double> timeout_s, std::uint32_t view,
-               std::pair<std::optional<double>, std::optional<double>> redundancies) {
+               std::pair<std::optional<double>, std::optional<double>> redundancies, bool low) {
                 ExchangeSpec spec = make_spec(channel, seq, sends, receives, reduction, budgets, deadlines_s, timeout_s,
                                               view, redundancies);
+                spec.low = low;
                 const nb::gil_scoped_release released;
                 return d.post(std::move(spec));
             },
             nb::arg("channel"), nb::arg("seq"), nb::arg("sends"), nb::arg("receives"), nb::arg("reduction").none(),
             nb::arg("budgets"), nb::arg("deadlines_s"), nb::arg("timeout_s").none(), nb::arg("view") = 0,
-            nb::arg("redundancies") = std::pair<std::optional<double>, std::optional<double>>{0.0, 0.0})
+            nb::arg("redundancies") = std::pair<std::optional<double>, std::optional<double>>{0.0, 0.0},
+            nb::arg("low") = false)
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Endpoint::ended, nb::arg("id"))
         .def("prospect", &Endpoint::prospect, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())

@@ -79,7 +79,8 @@ PathMtu Core::make_path() const {
 }
 
 RateControl Core::make_rate(Nanos now) const {
-    return {config_.rate_mode, config_.datagram_bytes, now, std::max<std::size_t>(credit_.peers(), 1)};
+    return {config_.rate_mode, config_.datagram_bytes, now, std::max<std::size_t>(credit_.peers(), 1),
+            config_.yield_delay};
 }
 
 std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {

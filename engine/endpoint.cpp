@@ -13,6 +13,8 @@ namespace {
 constexpr Nanos look_every = 50 * millisecond;
 // A cancelled part ends at once, unless its last datagrams are still in a full socket.
 constexpr Nanos longest_abandon = second;
+// Tells ids of the lane of low priority from those of lane 0.
+constexpr std::uint64_t low_ids = 1ULL << 63;
 
 void add(Counters& sum, const Counters& more) {
     for (auto counter : {&Counters::datagrams_sent,
@@ -59,16 +61,19 @@ void add(FaultCounters& sum, const FaultCounters& more) {
 }  // namespace
 
 Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config,
-                   const std::vector<std::string>& more_hosts)
-    : owner_(getpid()) {
+                   const std::vector<std::string>& more_hosts, bool low)
+    : low_(low), owner_(getpid()) {
     if (lanes == 0) throw std::invalid_argument("an endpoint has at least one lane");
-    if (lanes > 1 && !more_hosts.empty()) throw std::invalid_argument("an endpoint with several paths has one lane");
+    if ((lanes > 1 || low) && !more_hosts.empty())
+        throw std::invalid_argument("an endpoint with several paths has one lane");
     std::vector<std::string> hosts{host};
     hosts.insert(hosts.end(), more_hosts.begin(), more_hosts.end());
-    for (std::size_t lane = 0; lane < lanes; ++lane) {
+    for (std::size_t lane = 0; lane < lanes + (low ? 1 : 0); ++lane) {
         const auto at = static_cast<std::uint16_t>(port == 0 ? 0 : port + lane);
         if (port != 0 && at < port) throw std::invalid_argument("there are not that many ports for the lanes");
-        lanes_.push_back(std::make_unique<Driver>(hosts, at, config));
+        SocketConfig own = config;
+        own.low_priority = config.low_priority || lane == lanes;
+        lanes_.push_back(std::make_unique<Driver>(hosts, at, own));
     }
 }
 
@@ -100,11 +105,12 @@ std::size_t Endpoint::receive_buffer() const {
 
 void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers,
                      const std::vector<std::vector<Address>>& more) {
-    if (configs.empty() || configs.size() > lanes_.size() || peers.size() != configs.size())
+    if (configs.size() < (low_ ? 2 : 1) || configs.size() > lanes_.size() || peers.size() != configs.size())
         throw std::invalid_argument("one config and one list of addresses per lane is needed, for at most " +
                                     std::to_string(lanes_.size()) + " lanes");
-    division_ = {.lanes = configs.size(),
+    division_ = {.lanes = configs.size() - (low_ ? 1 : 0),
                  .chunk_bytes = Core::chunk_bytes_for(configs[0].datagram_bytes, configs[0].secrets.sealed)};
+    if (low_) std::swap(lanes_[configs.size() - 1], lanes_.back());
     lanes_.resize(configs.size());
     lanes_[0]->on_view([this](const View& view, bool inside) {
         for (std::size_t lane = 1; lane < lanes_.size(); ++lane) lanes_[lane]->follow(view, inside);
@@ -123,31 +129,41 @@ void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Ad
 }
 
 std::uint64_t Endpoint::post(ExchangeSpec spec) {
-    const std::size_t used = division_.lanes > 1 ? division_.lanes_of(spec) : 1;
-    if (used == 1) return lanes_[0]->post(std::move(spec));
+    if (spec.low && !low_) throw std::invalid_argument("this endpoint has no lane of low priority");
+    const std::size_t used = spec.low || division_.lanes == 1 ? 1 : division_.lanes_of(spec);
+    if (used == 1 && !spec.low) return lanes_[0]->post(std::move(spec));
     const auto exchange = std::make_shared<Divided>();
-    exchange->ids.resize(used);
-    exchange->outcomes.resize(used);
-    // Lane 0 last: its work is done by this thread, while those of the other lanes are busy already.
-    try {
-        for (std::size_t lane = used; lane-- > 0;)
-            exchange->ids[lane] = lanes_[lane]->post(division_.part_of(spec, lane), lane != 0);
-    } catch (...) {
-        abandon(*exchange);
-        throw;
+    std::uint64_t id = 0;
+    if (spec.low) {
+        if (spec.view != 0)
+            with_views([](Views&, Nanos) {});  // lane 0 has the views, also those that no exchange of its own needs
+        exchange->parts.push_back({.lane = lanes_.size() - 1});
+        exchange->parts[0].id = lanes_.back()->post(std::move(spec));
+        id = low_ids | exchange->parts[0].id;
+    } else {
+        for (std::size_t lane = 0; lane < used; ++lane) exchange->parts.push_back({.lane = lane});
+        // Lane 0 last: its work is done by this thread, while those of the other lanes are busy already.
+        try {
+            for (std::size_t lane = used; lane-- > 0;)
+                exchange->parts[lane].id = lanes_[lane]->post(division_.part_of(spec, lane), lane != 0);
+        } catch (...) {
+            abandon(*exchange);
+            throw;
+        }
+        id = exchange->parts[0].id;
     }
     const std::lock_guard guard(mutex_);
-    divided_.emplace(exchange->ids[0], exchange);
-    return exchange->ids[0];
+    divided_.emplace(id, exchange);
+    return id;
 }
 
 void Endpoint::abandon(Divided& exchange) noexcept {
-    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
-        if (exchange.ids[lane] == 0 || exchange.outcomes[lane]) continue;  // ids begin at 1
+    for (const Part& part : exchange.parts) {
+        if (part.id == 0 || part.outcome) continue;  // ids begin at 1
         try {
             Outcome outcome;
-            lanes_[lane]->cancel(exchange.ids[lane]);
-            (void)lanes_[lane]->wait(exchange.ids[lane], longest_abandon, outcome);
+            lanes_[part.lane]->cancel(part.id);
+            (void)lanes_[part.lane]->wait(part.id, longest_abandon, outcome);
         } catch (...) {
             // This lane is closed or has failed: it does not touch the caller's memory any more.
         }
@@ -167,48 +183,48 @@ void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
         if (std::exchange(exchange.failed, true)) return;
     }
     // Parts that have ended already keep their outcomes.
-    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
+    for (const Part& part : exchange.parts) {
         if (why.status == Status::closed) {
-            lanes_[lane]->cancel(exchange.ids[lane]);
+            lanes_[part.lane]->cancel(part.id);
         } else {
-            lanes_[lane]->fail(exchange.ids[lane], why);
+            lanes_[part.lane]->fail(part.id, why);
         }
     }
 }
 
-std::optional<Driver::Verdict> Endpoint::verdict(Divided& exchange, std::size_t lane) {
+std::optional<Driver::Verdict> Endpoint::verdict(Divided& exchange, Part& part) {
     // In this order: the outcome moves from the lane to here.
-    const std::optional<Driver::Verdict> there = lanes_[lane]->verdict(exchange.ids[lane]);
+    const std::optional<Driver::Verdict> there = lanes_[part.lane]->verdict(part.id);
     const std::lock_guard guard(exchange.mutex);
-    if (!exchange.outcomes[lane]) return there;
-    const Outcome& here = *exchange.outcomes[lane];
+    if (!part.outcome) return there;
+    const Outcome& here = *part.outcome;
     return Driver::Verdict{.status = here.status, .peer = here.peer, .blame = here.blame};
 }
 
 void Endpoint::look_after(Divided& exchange) {
-    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
-        const std::optional<Driver::Verdict> ended = verdict(exchange, lane);
+    for (Part& part : exchange.parts) {
+        const std::optional<Driver::Verdict> ended = verdict(exchange, part);
         if (ended && ended->status != Status::ok) fail_rest(exchange, *ended);
-        if (lane == 0 || ended) continue;
-        for (const std::uint16_t peer : lanes_[lane]->unreached(exchange.ids[lane]))
+        if (part.lane == 0 || ended) continue;
+        for (const std::uint16_t peer : lanes_[part.lane]->unreached(part.id))
             with_views([peer](Views& views, Nanos now) { views.blocked(peer, now); });
     }
 }
 
 bool Endpoint::wait_for_all(Divided& exchange, Nanos give_up_at) {
-    for (std::size_t lane = 0; lane < exchange.ids.size(); ++lane) {
-        while (!exchange.outcomes[lane]) {
+    for (Part& part : exchange.parts) {
+        while (!part.outcome) {
             const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
-            Outcome part;
-            if (!lanes_[lane]->wait(exchange.ids[lane], std::min(left, look_every), part)) {
+            Outcome outcome;
+            if (!lanes_[part.lane]->wait(part.id, std::min(left, look_every), outcome)) {
                 look_after(exchange);
                 if (clock_now() >= give_up_at) return false;
                 continue;
             }
-            const Driver::Verdict why{.status = part.status, .peer = part.peer, .blame = part.blame};
+            const Driver::Verdict why{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
             {
                 const std::lock_guard guard(exchange.mutex);
-                exchange.outcomes[lane] = std::move(part);
+                part.outcome = std::move(outcome);
             }
             if (why.status != Status::ok) fail_rest(exchange, why);
         }
@@ -234,16 +250,16 @@ bool Endpoint::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
         divided_.erase(id);
     }
     const std::lock_guard guard(exchange->mutex);
-    outcome = std::move(*exchange->outcomes[0]);
-    for (std::size_t lane = 1; lane < exchange->ids.size(); ++lane) join(outcome, std::move(*exchange->outcomes[lane]));
+    outcome = std::move(*exchange->parts[0].outcome);
+    for (std::size_t at = 1; at < exchange->parts.size(); ++at) join(outcome, std::move(*exchange->parts[at].outcome));
     return true;
 }
 
 bool Endpoint::ended(std::uint64_t id) {
     const std::shared_ptr<Divided> exchange = find(id);
     if (!exchange) return lanes_[0]->ended(id);
-    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
-        if (verdict(*exchange, lane) || lanes_[lane]->failed()) continue;
+    for (Part& part : exchange->parts) {
+        if (verdict(*exchange, part) || lanes_[part.lane]->failed()) continue;
         look_after(*exchange);
         return false;
     }
@@ -262,14 +278,18 @@ Prospect Endpoint::prospect(std::uint64_t id) {
     const std::shared_ptr<Divided> exchange = find(id);
     if (!exchange) return lanes_[0]->prospect(id);
     Prospect worst = Prospect::good;
-    for (std::size_t lane = 0; lane < exchange->ids.size(); ++lane) {
-        if (!verdict(*exchange, lane)) worst = std::max(worst, lanes_[lane]->prospect(exchange->ids[lane]));
+    for (Part& part : exchange->parts) {
+        if (!verdict(*exchange, part)) worst = std::max(worst, lanes_[part.lane]->prospect(part.id));
     }
     return worst;
 }
 
 std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq) {
-    return lanes_[0]->peek(channel, seq);
+    std::vector<Pool::First> firsts = lanes_[0]->peek(channel, seq);
+    if (low_) {
+        for (Pool::First& each : lanes_.back()->peek(channel, seq)) firsts.push_back(std::move(each));
+    }
+    return firsts;
 }
 
 void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,

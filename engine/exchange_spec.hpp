@@ -50,6 +50,7 @@ struct ExchangeSpec {
     // is waited for until a later view is known. Peers that are not in that one are then dropped, also where stages are
     // exact: what they did not send is missing, which is no error.
     std::uint32_t view{};
+    bool low{};  // goes by the endpoint's lane of low priority: see endpoint.hpp. The same on all ranks
 };
 
 // How much of one message arrived.

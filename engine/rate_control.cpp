@@ -19,15 +19,20 @@ constexpr double most_weight = 2;             // of a link that lags behind; the
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
 constexpr double patience = 0.25;             // a queue may last this much of what a message has time for
-constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
-constexpr double rtt_noise = 0.05;            // of the round trip: the same, on long paths
-constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
+constexpr double known_part = 0.8;            // of what the line has carried that a job which yielded takes at once
+constexpr double long_part = 0.4;          // of the round trip that a queue may last, whatever delay is left to others
+constexpr double own_part = 0.6;           // of the delay left to others that a job which yields to it makes itself
+constexpr double least_target_s = 0.0002;  // delay below which a queue cannot be told from scheduling noise
+constexpr double most_noise_s = 0.001;     // delay that is never taken for noise, whatever a dip shows
+constexpr double rtt_noise = 0.05;         // of the round trip: the same, on long paths
+constexpr double max_loss = 0.45;          // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;    // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;         // of the rate while the queue is emptied to see the bare round trip
+constexpr double crowd_margin = 1.5;     // times what the job itself would keep in a queue: then somebody else is there
 constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
+constexpr double line_memory_s = 60;                      // how long the most that the line has carried is remembered
 constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
 constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
 constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
@@ -38,7 +43,7 @@ double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(se
 
 }  // namespace
 
-RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links)
+RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links, Nanos yield_delay)
     : mode_(mode),
       datagram_bytes_(static_cast<double>(datagram_bytes)),
       occupancy_bytes_(std::max(std::min(shared_occupancy / static_cast<double>(links), most_occupancy),
@@ -46,6 +51,7 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
       shared_bytes_(static_cast<double>(links) * occupancy_bytes_),
       initial_rate_(initial_bytes_per_s / static_cast<double>(links)),
       links_(static_cast<double>(links)),
+      yield_delay_s_(seconds(yield_delay)),
       batch_bytes_(std::max<std::size_t>(datagram_bytes, static_cast<std::size_t>(gso_bytes))),
       pacer_(infinity, 0, now),
       rate_(infinity),
@@ -116,7 +122,9 @@ double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
     // A datagram that misses its deadline is lost: data must not queue behind datagrams that are too late already.
-    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, patience * deadline_s_);
+    const double most_s =
+        std::min(patience * deadline_s_, mode_ == RateMode::low_latency ? own_part * yield_delay_s_ : infinity);
+    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, most_s);
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -147,6 +155,7 @@ void RateControl::on_delivery(const Delivery& delivery) {
     }
     in_flight_ = static_cast<double>(delivery.in_flight_bytes);
     line_bytes_per_s_ = delivery.line_bytes_per_s;
+    most_line_ = std::max(most_line_, line_bytes_per_s_);
     burst_ = delivery.burst;
     const auto delivered = static_cast<double>(delivery.delivered_bytes);
     const auto lost = static_cast<double>(delivery.lost_bytes);
@@ -262,8 +271,8 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
             step_ = most_step;  // startup may have stopped short
             [[fallthrough]];
         case Phase::cruise:
-            if (mode_ == RateMode::low_priority) {
-                yield(queue_s, now);
+            if (mode_ != RateMode::automatic) {
+                yield(queue_s, round_s, now);
             } else {
                 notice_competition(queue_s, now);
                 if (competing_) {
@@ -346,7 +355,7 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
     // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
     // it has carried.
     const double bare_s = bare_noise_s();
-    const bool crowded = queue_s > 1.5 * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
+    const bool crowded = queue_s > crowd_margin * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
     if (!crowded) {
         crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
         if (!competing_) {
@@ -404,14 +413,37 @@ void RateControl::follow_delay(double queue_s, double round_s) {
     grow(queued, queue_s < target_s / 4, 1 - queue_s / target_s);
 }
 
-// Low priority: any queue is somebody else's turn. The threshold lies below that of `automatic`, which keeps at least
-// noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to its floor.
-void RateControl::yield(double queue_s, Nanos now) {
-    const bool queued = queue_s > std::max(0.75 * noise_s_, 0.05 * seconds(min_rtt_));
+// The queue from which on it is somebody else's turn. For low_priority that is any: the threshold lies below that of
+// `automatic`, which keeps at least noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to
+// its floor. low_latency keeps a queue of its own up to the time that it was given, and so fills a line that nobody else uses.
+double RateControl::yield_queue_s() const {
+    if (mode_ == RateMode::low_priority) return std::max(0.75 * noise_s_, rtt_noise * seconds(min_rtt_));
+    // A queue that is longer than all links of the job would make it is somebody else's, too. And two datagrams of each link
+    // are the least that a busy job has in a queue, however slow the line.
+    const double line = std::max(most_line_, rate_);
+    const double own_s = 2 * crowd_margin * shared_bytes_ / line, least_s = 2 * datagram_bytes_ * links_ / line;
+    // Over a long path, the answer to what is sent now comes so late that a queue of one's own varies by a part of it.
+    return bare_noise_s() + std::max({std::min(yield_delay_s_, own_s), least_s, long_part * seconds(min_rtt_)});
+}
+
+void RateControl::yield(double queue_s, double round_s, Nanos now) {
+    const bool queued = queue_s > yield_queue_s();
+    most_line_ *= 1 - std::min(round_s / line_memory_s, 1.0);
     if (queued && !yielding_) crowded_since_ = now;
     yielding_ = queued;
-    if (queued) rate_ *= 0.5;
-    grow(queued, !queued, 1);
+    if (mode_ == RateMode::low_priority) {
+        if (queued) rate_ *= 0.5;
+        grow(queued, !queued, 1);
+        return;
+    }
+    // As far as the queue is beyond, at most to half; a single late report may be the scheduler's.
+    if (queued) rate_ *= std::max(2 - queue_s / yield_queue_s(), queued_before_ || overflowed_ ? 0.5 : 0.9);
+    // Up to what the line has carried the rate comes back quickly, and beyond it with care.
+    if (rate_ * static_cast<double>(busy_) > known_part * most_line_) {
+        step_ = least_step;
+        free_rounds_ = 0;
+    }
+    follow_delay(queue_s, round_s);
 }
 
 // Grows the rate in rounds with data, faster after several that met no queue, within what the model allows.

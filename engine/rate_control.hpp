@@ -23,17 +23,20 @@
 namespace storm {
 
 enum class RateMode : std::uint8_t {
-    unlimited,    // only the credit window holds the sender: right on loopback, where no queue lies between
-    fixed,        // a given rate, shared by all links of an endpoint (the endpoint owns that Pacer)
-    automatic,    // find the bottleneck from delivery rate and delay
-    low_priority  // automatic, and yields as soon as a standing queue is seen
+    unlimited,     // only the credit window holds the sender: right on loopback, where no queue lies between
+    fixed,         // a given rate, shared by all links of an endpoint (the endpoint owns that Pacer)
+    automatic,     // find the bottleneck from delivery rate and delay
+    low_priority,  // automatic, and yields as soon as a standing queue is seen
+    low_latency    // automatic, and yields while the queue lasts longer than the time that it was given
 };
 
 // Rate control of one link.
 class RateControl {
 public:
-    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has.
-    RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1);
+    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has. `yield_delay`: longest
+    // time in a queue that low_latency leaves to others.
+    RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1,
+                Nanos yield_delay = 5 * millisecond);
     // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
     [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
@@ -68,9 +71,10 @@ private:
         std::uint32_t reports{};
     };
 
-    [[nodiscard]] bool paced() const { return mode_ == RateMode::automatic || mode_ == RateMode::low_priority; }
+    [[nodiscard]] bool paced() const { return mode_ != RateMode::unlimited && mode_ != RateMode::fixed; }
     [[nodiscard]] double best_delivery() const;
     [[nodiscard]] double target_queue_s() const;
+    [[nodiscard]] double yield_queue_s() const;
     [[nodiscard]] double bare_noise_s() const;
     [[nodiscard]] double recent_queue_s() const;
     [[nodiscard]] double loss_queue_s() const;
@@ -95,7 +99,7 @@ private:
     void notice_competition(double queue_s, Nanos now);
     void follow_delay(double queue_s, double round_s);
     void compete(double round_s);
-    void yield(double queue_s, Nanos now);
+    void yield(double queue_s, double round_s, Nanos now);
     void grow(bool queued, bool empty, double share);
     void apply(double gain, Nanos now);
 
@@ -109,6 +113,7 @@ private:
         shared_bytes_;  // bytes the link keeps in the bottleneck's queue; bytes all links of the job keep
     double initial_rate_;
     double links_;
+    double yield_delay_s_;
     Nanos trickle_at_{};  // when the next batch may leave although nothing is answered yet
     bool trickles_{};
     std::size_t batch_bytes_;
@@ -129,10 +134,11 @@ private:
     bool overflowed_{};      // this round lost more than the link does without a queue
 
     double line_bytes_per_s_{};
-    double fair_{};      // the rate while the queue was ours
-    double overload_{};  // share lost beyond what the link always loses, while competing
-    bool competing_{};   // somebody else keeps the queue full
-    bool yielding_{};    // low priority: another flow uses the line
+    double most_line_{};  // the most that the line has carried within the last minute or so
+    double fair_{};       // the rate while the queue was ours
+    double overload_{};   // share lost beyond what the link always loses, while competing
+    bool competing_{};    // somebody else keeps the queue full
+    bool yielding_{};     // low priority: another flow uses the line
     int crowded_rounds_{}, roomy_rounds_{};
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 

@@ -84,3 +84,49 @@ TEST(low_priority_leaves_a_bulk_tcp_flow_nine_tenths_for_as_long_as_it_lasts) {
         }
     }
 }
+
+TEST(alone_a_job_that_yields_to_latency_fills_the_line_as_any_other) {
+    for (const Path& path : paths) {
+        double carried[2]{};
+        for (const bool low : {false, true}) {
+            Bottleneck network(path, 13);
+            network.add(low ? RateMode::low_latency : RateMode::automatic);
+            network.run(second + rounds(path, 100));
+            network.measure();
+            network.run(10 * second);
+            carried[low ? 1 : 0] = network.throughput();
+        }
+        CHECK(carried[1] > 0.95 * carried[0]);
+    }
+}
+
+TEST(yielding_to_latency_leaves_nine_tenths_to_a_bulk_tcp_flow_that_comes_later) {
+    for (const Path& path : paths) {
+        CHECK(beside_cubic(path, RateMode::low_latency, 3, false).tcp > 0.9);
+        // A queue that never empties looks like a part of the path to whoever comes later.
+        CHECK(beside_cubic(path, RateMode::low_latency, 3, true).tcp > 0.55);
+    }
+}
+
+TEST(yielding_to_latency_takes_and_returns_the_line_within_a_second) {
+    for (const Path& path : paths) {
+        Bottleneck network(path, 17);
+        const std::size_t low = network.add(RateMode::low_latency);
+        network.run(2 * second + rounds(path, 100));
+        const double window = path.bytes_per_s * static_cast<double>(path.rtt) / 1e9 + 300'000;
+        const std::size_t service = network.add(RateMode::unlimited, 0, window);
+        for (int burst = 0; burst < 5; ++burst) {
+            network.give(service, static_cast<std::uint64_t>(2.5 * path.bytes_per_s));
+            network.run(second);
+            network.measure();
+            network.run(second);
+            // Over the long path it has 0.91 alone, and its queue is hardly longer than what counts as one there.
+            CHECK(network.throughput(service) > (path.rtt > 10 * millisecond ? 0.55 : 0.9) * path.bytes_per_s);
+            while (!network.finished(service)) network.run(10 * millisecond);
+            network.run(second);
+            network.measure();
+            network.run(second);
+            CHECK(network.throughput(low) > 0.85 * path.bytes_per_s);
+        }
+    }
+}

@@ -1,7 +1,10 @@
-"""Reliability of exchanges: how much may be missing, and how long an exchange may take."""
+"""Reliability of exchanges: how much may be missing, how long an exchange may take, and what goes first."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+Priority = Literal["normal", "low"]
+"""Priorities of traffic: what is low is marked as such, and yields to everything else."""
 
 MOST_REDUNDANCY = 4.0
 """Most parity chunks for each data chunk."""

@@ -11,7 +11,7 @@ from conftest import OPTIONS, local_world
 from stormtorch import LOSSY, Options, faults
 from stormtorch.backend.creation import _checked
 from stormtorch.collectives import Group, Op, all_gather, all_reduce
-from stormtorch.transport.cards import pack, unpack
+from stormtorch.transport.cards import agree, pack, unpack
 from stormtorch.transport.starting import bind
 from stormtorch.transport.udp import Path, UdpTransport
 
@@ -90,7 +90,7 @@ def test_interface_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match=r"interfaces .* must have different addresses"):
         bind(Options(interfaces=("127.0.0.1", "lo")))
     with pytest.raises(ValueError, match="interfaces: this job has 2 lanes"):
-        bind(TWO, 2)
+        bind(TWO, replace(agree([bind(Options(interface="127.0.0.1"))[1]]), lanes=2))
 
 
 def test_environment_names_interfaces_if_options_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

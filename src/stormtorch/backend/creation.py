@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
+from stormtorch.reliability import Priority
 from stormtorch.transport.attendance import Attendance
 from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.transport.options import Options
@@ -22,6 +23,9 @@ INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 
 INTERFACES_VARIABLE = "STORM_INTERFACES"
 """Environment variable with several interfaces or addresses to use together, divided by commas."""
+
+PRIORITY_VARIABLE = "STORM_PRIORITY"
+"""Environment variable with the priority of jobs that give no options: normal, low or both."""
 
 REJOIN_VARIABLE = "STORM_REJOIN"
 """Environment variable that says "auto" or "1" if groups are to rejoin although the options do not say so."""
@@ -83,7 +87,9 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     global _job
     members = list(how.global_ranks_in_group)
     shared = _job
-    if shared is None or not members or options is not None or max(members) >= shared.transport.world:
+    priority = _priority_alone(options, shared)
+    own_options = options is not None and priority is None
+    if shared is None or not members or own_options or max(members) >= shared.transport.world:
         # The first group, or one with its own options, gets its own transport, whose ranks are the group's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
         shared = Shared(transport, math.inf if options is None else options.timeout_s)
@@ -91,8 +97,17 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
             _job = shared  # later groups name their members by ranks of this one
             transport.name = how.group_id  # processes that join later make the group of all by this name
         members = list(range(how.group_size))
-    group = Group(shared.transport, members, name=how.group_id)
+    group = Group(shared.transport, members, name=how.group_id, priority=priority)
     return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
+
+
+def _priority_alone(options: Any, shared: Shared | None) -> Priority | None:
+    """Returns the priority that a group asks for, if it asks for nothing else and the job has both."""
+    if shared is None or not isinstance(options, Options) or not shared.transport.options.has_low_lane:
+        return None
+    if options.priority == "both" or dataclasses.replace(options, priority="normal") != Options():
+        return None
+    return options.priority
 
 
 def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float) -> UdpTransport:
@@ -110,7 +125,7 @@ def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float)
 
 
 def _checked(options: Any, timeout_s: float) -> Options:
-    options = Options(timeout_s=timeout_s) if options is None else options
+    options = _default(timeout_s) if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"pg_options must be a stormtorch.Options, got {type(options).__name__}")
     key = os.environ.get(KEY_VARIABLE)
@@ -121,6 +136,13 @@ def _checked(options: Any, timeout_s: float) -> Options:
         rejoin=_rejoin(options),
         timeout_s=min(options.timeout_s, timeout_s),
     )
+
+
+def _default(timeout_s: float) -> Options:
+    asked: Any = os.environ.get(PRIORITY_VARIABLE) or "normal"
+    if asked not in ("normal", "low", "both"):
+        raise ValueError(f"{PRIORITY_VARIABLE} must be normal, low or both, got {asked!r}")
+    return Options(timeout_s=timeout_s, priority=asked)
 
 
 def _rejoin(options: Any) -> bool | Literal["auto"]:

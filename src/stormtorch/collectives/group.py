@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from stormtorch.errors import Closed
+from stormtorch.reliability import Priority
 from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
 T = TypeVar("T")
@@ -106,6 +107,8 @@ class Group:
         name: Tells apart groups of the same ranks.
         view: View for which the group is made, or 0: see `Plan.view`.
         interrupted: Asked while a collective is waited for: see `Plan.interrupted`.
+        priority: Priority of the group's traffic: "normal" or "low"; None is the job's own. A job that begins with
+            `Options(priority="both")` has groups of both.
     """
 
     def __init__(
@@ -116,8 +119,11 @@ class Group:
         name: str = "world",
         view: int = 0,
         interrupted: Callable[[], bool] | None = None,
+        priority: Priority | None = None,
     ) -> None:
         self.transport = transport
+        self.priority = priority
+        self._low = transport.low_lane(priority)
         self.ranks = tuple(range(transport.world) if ranks is None else ranks)
         # Over UDP, processes may have joined beyond the ranks of the start.
         slots: int = getattr(transport, "capacity", transport.world)
@@ -136,7 +142,14 @@ class Group:
     def turned(self, order: Sequence[int]) -> "Group":
         """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
         ranks = [self.ranks[position] for position in order]
-        other = Group(self.transport, ranks, name=self.name, view=self.view, interrupted=self.interrupted)
+        other = Group(
+            self.transport,
+            ranks,
+            name=self.name,
+            view=self.view,
+            interrupted=self.interrupted,
+            priority=self.priority,
+        )
         other._channel = self._channel
         return other
 
@@ -144,7 +157,9 @@ class Group:
         """Returns a group of some of the ranks, in the same view."""
         ranks = [self.ranks[position] for position in positions]
         name = f"{self.name}/{name}"
-        return Group(self.transport, ranks, name=name, view=self.view, interrupted=self.interrupted)
+        return Group(
+            self.transport, ranks, name=name, view=self.view, interrupted=self.interrupted, priority=self.priority
+        )
 
     def start(self, steps: Steps, exchanges: int = 1) -> Pending:
         """Starts a collective that makes the given number of exchanges, one after the other."""
@@ -152,7 +167,7 @@ class Group:
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange of this group, in its view."""
-        plan.view, plan.interrupted = self.view, self.interrupted
+        plan.view, plan.interrupted, plan.low = self.view, self.interrupted, self._low
         return self.transport.post(plan)
 
     def reserve(self, count: int = 1) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.policies.declared import check_class
-from stormtorch.reliability import LOSSY, Reliability
+from stormtorch.reliability import LOSSY, Priority, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  # type: ignore[attr-defined]
 """Number formats in which gradients and parameters may travel."""
@@ -60,6 +60,15 @@ class Policy:
     """What happens where the optimizer's settings (learning rate, weight decay, betas, ...) differ between ranks, at
     `prepare` or at any step: "same" raises an error that names them; "rank 0" gives all ranks the settings of rank 0
     before the step that would use others; "any" lets each rank use its own."""
+    priority: Priority | None = None
+    """Priority of the training's traffic: "low" yields to everything else on the network, and needs a job that begins
+    with `Options(priority="both")` or is of low priority as a whole; None is the job's own priority. What ranks tell
+    each other about a step, some hundred bytes, always goes at the job's priority."""
+    allowed_loss: float | None = None
+    """Fraction of what ranks send each other that they may give up rather than wait for it: steps then hardly become
+    longer beside neighbours on the network that come first, and lose up to that fraction instead, on average over some
+    steps. Each stage that is not exact gets a deadline, which ranks learn from how long it takes when nothing is
+    delayed. None waits for all that was sent."""
     warn_every: int = 100
     """Steps between two warnings about a rank that is missing."""
     give_up_s: float = 600.0
@@ -76,6 +85,9 @@ class Policy:
         check(self.wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", self.wire)
         check(self.bucket_mb > 0.0, "bucket_mb", "be above 0", self.bucket_mb)
         check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
+        check(self.priority in (None, "normal", "low"), "priority", 'be "normal", "low" or None', self.priority)
+        allowed = self.allowed_loss is None or 0.0 < self.allowed_loss < 1.0
+        check(allowed, "allowed_loss", "lie in (0, 1) or be None", self.allowed_loss)
         check(self.warn_every >= 1, "warn_every", "be at least 1", self.warn_every)
         check(self.give_up_s > 0.0, "give_up_s", "be above 0", self.give_up_s)
         check(self.collective_wait_s > 0.0, "collective_wait_s", "be above 0", self.collective_wait_s)

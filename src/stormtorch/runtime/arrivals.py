@@ -13,15 +13,19 @@ class Links:
         self._chunks = [0] * size
         self._arrived = [0] * size
         self._recovered = [0] * size
+        self.longest_s = 0.0
+        """Seconds that the longest exchange took."""
 
     def clear(self) -> None:
         """Resets all counts."""
         self._chunks = [0] * len(self._chunks)
         self._arrived = [0] * len(self._arrived)
         self._recovered = [0] * len(self._recovered)
+        self.longest_s = 0.0
 
     def add(self, group: Group, arrival: Arrival, *, stage: int = 0) -> None:
         """Counts an exchange of a group that has the same ranks."""
+        self.longest_s = max(self.longest_s, arrival.elapsed_s)
         for rank, (chunks, arrived) in arrival.links(stage=stage).items():
             peer = group.ranks.index(rank)
             self._chunks[peer] += chunks

@@ -20,6 +20,7 @@ from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.chunked import Remembered, chunked, windows
 from stormtorch.runtime.memories import Call, Memories
+from stormtorch.runtime.pressure import Pressure
 from stormtorch.runtime.profiling import shown
 from stormtorch.runtime.relays import Relays
 from stormtorch.staging.order import Order
@@ -121,6 +122,8 @@ class Averages:
         following: Sequence[Group],
     ) -> None:
         size = group.size
+        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
+        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
         self.up, self.down = Links(size), Links(size)
         """Chunks that arrived from each peer since the last `clear`, on the way to owners and back."""
         self.losses = [0.0] * size
@@ -157,7 +160,9 @@ class Averages:
         return self._plain and all(self._wires[each.index].dtype == each.dtype for each in self._buckets)
 
     def clear(self) -> None:
-        """Resets all counts."""
+        """Learns from all counts how long to wait, and resets them."""
+        self._up_pressure.learn(self.up)
+        self._down_pressure.learn(self.down)
         self.up.clear()
         self.down.clear()
         self._copies = self._inverse = self._chunks = 0.0
@@ -182,7 +187,9 @@ class Averages:
             if fused:
 
                 def begin() -> Pending:
-                    reliability, share = self._policy.up, self._policy.down
+                    # One exchange has both stages, and each has half of the time.
+                    reliability = self._up_pressure.within(self._policy.up, part=0.5)
+                    share = self._down_pressure.within(self._policy.down, part=0.5)
                     return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
 
                 begun = self._order.begin(lambda: [begin()], moments)
@@ -205,7 +212,7 @@ class Averages:
         return chunked(policy.send, wire.per_chunk, [part], [loss], memory if takes else None)
 
     def _meet(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
-        wire, up = self._wires[bucket.index], self._policy.up
+        wire, up = self._wires[bucket.index], self._up_pressure.within(self._policy.up)
         if standing.partner == group.rank:
             return _Round(group, standing, ())
         message = wire.encode(self._sent(bucket, host, 0, self.losses[standing.partner]), seed)
@@ -232,11 +239,13 @@ class Averages:
             messages = [wire.encode(part.float(), seed) for part in weighed]
             round_.parts = [wire.rounded(part.float(), seed) for part in weighed] if kept else []
             round_.messages = [wire.room(mean.numel()) for _ in messages]
-            first = collectives.all_to_all(group, round_.messages, messages, reliability=policy.up)
+            first = collectives.all_to_all(
+                group, round_.messages, messages, reliability=self._up_pressure.within(policy.up)
+            )
         else:
             assert isinstance(wire, Wire), "sparse messages are read one by one"
             given = [part.to(wire.reduces) for part in weighed]
-            first = wire.reduce_scatter(group, mean, given, reliability=policy.up)
+            first = wire.reduce_scatter(group, mean, given, reliability=self._up_pressure.within(policy.up))
         needed = [first] if standing.all_weights is None else [first, standing.all_weights]
         call = self._memories.call
 
@@ -284,7 +293,9 @@ class Averages:
         message = answer.encode(value, round_.seed)
         round_.rooms = [answer.room(count) for _, count in bucket.spans]
         round_.rooms[group.rank] = message
-        begun.insert(0, collectives.all_gather(group, round_.rooms, message, reliability=policy.down))
+        begun.insert(
+            0, collectives.all_gather(group, round_.rooms, message, reliability=self._down_pressure.within(policy.down))
+        )
         if policy.reports:
             begun.append(self._report(bucket, round_))
         return begun

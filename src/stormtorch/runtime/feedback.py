@@ -128,7 +128,7 @@ class Feedback:
         policy, drift, losses = self._policy, self._rounds.drift, self._rounds.losses
         resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
         losses.hear(reports, guarded=self.guarded, resent=resent)
-        self._protection.choose()
+        self._protection.choose(self._reduction.links)
         self._reduction.reliability = self._protection.up
         self._reduction.losses = [each.value for each in losses.gradients]
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
@@ -170,6 +170,8 @@ class Feedback:
 
     def watch(self, row: Row) -> None:
         """Shows the guard what the first pass of a broadcast has lost, and how old copies are."""
+        if not self._last_exact:
+            self._protection.watch(self._broadcast.links)
         # Missing ranks are left out: no exact broadcast brings back what they would send.
         first_pass = self._broadcast.links.counts(row.missing)
         if row.guarded:

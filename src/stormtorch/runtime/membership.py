@@ -19,6 +19,7 @@ from typing import Any
 
 from stormtorch.collectives import Group
 from stormtorch.errors import Closed, StormError
+from stormtorch.reliability import Priority
 
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
@@ -51,12 +52,16 @@ class Membership:
         group: The ranks with which the session began.
         name: Name of the session, the same on all ranks.
         give_up_s: Seconds after which a rank that waits for a majority, or to be let in, raises an error.
+        priority: Priority of what the session sends; None is that of the group.
     """
 
-    def __init__(self, group: Group, name: str, give_up_s: float) -> None:
+    def __init__(self, group: Group, name: str, give_up_s: float, priority: Priority | None = None) -> None:
         self.round = 0
         """Number of rounds that this rank has completed, or begun where a round that has begun is never repeated."""
         self._transport: Any = group.transport
+        self.priority = priority or group.priority
+        """Priority of what the session sends; None is the job's."""
+        self._transport.low_lane(self.priority)  # raises an error where the job has no such priority
         self._rank = group.transport.rank
         self._id = zlib.crc32(name.encode())
         # Ranks that join a job belong to the sessions of all ranks, not to those of some.
@@ -87,14 +92,22 @@ class Membership:
         """Place of this rank among the members."""
         return self.view.members.index(self._rank)
 
-    def group(self, name: str, interrupted: Callable[[], bool] | None = None) -> Group:
+    def group(self, name: str, interrupted: Callable[[], bool] | None = None, *, small: bool = False) -> Group:
         """Returns the members as a group whose exchanges belong to the view.
 
         Args:
             name: Name of its sequence of exchanges.
             interrupted: Asked while an exchange is waited for: if it returns True, the wait ends with `Interrupted`.
+            small: Whether its messages are so small that they go at the job's priority, whatever the session's is.
         """
-        return Group(self._transport, self.view.members, name=name, view=self.view.number, interrupted=interrupted)
+        return Group(
+            self._transport,
+            self.view.members,
+            name=name,
+            view=self.view.number,
+            interrupted=interrupted,
+            priority=None if small else self.priority,
+        )
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 

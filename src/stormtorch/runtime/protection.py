@@ -1,4 +1,4 @@
-"""Decides how much parity one rank sends, from what was lost of its datagrams; see `Policy.protect`."""
+"""Decides how much parity one rank sends with its messages, and how long it waits; see `Policy.protect`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from stormtorch.collectives.wire import Wire
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import Reliability
+from stormtorch.runtime.arrivals import Links
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.losses import Losses
+from stormtorch.runtime.pressure import Pressure
 
 
 class Protection:
@@ -33,15 +35,25 @@ class Protection:
         counts = [(wires[bucket.index], count) for bucket in buckets for _, count in bucket.spans]
         self._chunks = max((wire.chunks(count) for wire, count in counts), default=1) or 1
         plain = Wire(torch.float32, chunk_bytes).per_chunk
+        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
+        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
         self._narrower = min((wires[bucket.index].per_chunk / plain for bucket in buckets), default=1.0)
-        self.up = self._chosen(policy.up)
+        self.up = self._chosen(policy.up, self._up_pressure)
         """Reliability of this rank's gradients."""
-        self.down = self._chosen(policy.down)
+        self.down = self._chosen(policy.down, self._down_pressure)
         """Reliability of its parameters."""
 
-    def choose(self) -> None:
-        """Chooses what the next exchanges send, once the losses of a step are known."""
-        up, down = self._chosen(self._policy.up), self._chosen(self._policy.down)
+    def choose(self, gradients: Links) -> None:
+        """Chooses what the next exchanges send, once the losses of a step are known.
+
+        Args:
+            gradients: What arrived of the last gradients, and how long that took.
+        """
+        self._up_pressure.learn(gradients)
+        up, down = (
+            self._chosen(self._policy.up, self._up_pressure),
+            self._chosen(self._policy.down, self._down_pressure),
+        )
         loss = self._losses.raw.value
         self._losses.translate(
             gradients=rules.carried_over(loss, self._chunks, _parity(self.up), _parity(up)),
@@ -49,7 +61,12 @@ class Protection:
         )
         self.up, self.down = up, down
 
-    def _chosen(self, stage: Reliability) -> Reliability:
+    def watch(self, broadcast: Links) -> None:
+        """Takes what arrived of the last broadcast, which was not exact, and how long that took."""
+        self._down_pressure.learn(broadcast)
+
+    def _chosen(self, stage: Reliability, pressure: Pressure) -> Reliability:
+        stage = pressure.within(stage)
         if stage.budget < 1.0:
             return stage  # what is lost is sent again, and the engine's model knows what parity saves there
         loss = self._losses.raw.value

@@ -36,6 +36,8 @@ _log = logging.getLogger("stormtorch")
 
 # Name under which a rank tells how often it has pruned.
 _PRUNINGS = "stormtorch/prunings"
+# What ranks tell each other about a step: steps would wait for it behind everything else if it had low priority.
+_SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms", "settle", "weights"})
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
@@ -62,7 +64,7 @@ class Session(ABC):
         self.ledger = Ledger()
         self.steps = 0
         """Optimizer steps so far."""
-        self.membership = Membership(group, name, policy.give_up_s)
+        self.membership = Membership(group, name, policy.give_up_s, policy.priority)
         self.recorder: Recorder | None = None
         """Makes the records of this process; None on a simulated network."""
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
@@ -315,9 +317,10 @@ class Session(ABC):
             name: Name of the sequence.
             interruptible: Whether a wait in it ends with `Interrupted` when another view begins for this rank.
         """
+        small = name in _SMALL_CHANNELS
         name = f"{self.name}/{self.view.number}/{name}"
         self._channels_used.add(name)
-        return self.membership.group(name, self.membership.due if interruptible else None)
+        return self.membership.group(name, self.membership.due if interruptible else None, small=small)
 
     def round_channel(self, name: str) -> Group:
         """Returns the members with a sequence of exchanges in which a round is made, interrupted when it is void."""
@@ -365,7 +368,14 @@ class Session(ABC):
         self._channels_used.add(name)
         ranks = self.membership.takes_part(latest)
         stop = functools.partial(self.membership.obsolete, latest.number)
-        return Group(self.group.transport, ranks, name=name, view=latest.number, interrupted=stop)
+        return Group(
+            self.group.transport,
+            ranks,
+            name=name,
+            view=latest.number,
+            interrupted=stop,
+            priority=self.membership.priority,
+        )
 
     def forget_channels(self) -> None:
         """Forgets the channels of earlier views."""

@@ -65,13 +65,17 @@ class Card:
     paths: list[list[str | int]] = field(default_factory=list)
     """Host and port of each further interface; `host` and `port` are those of the first."""
 
+    low: int = 0
+    """Port of the lane of low priority; 0 if there is none."""
+
     def more_paths(self) -> list[tuple[str, int]]:
         """Addresses of the further interfaces."""
         return [(str(host), int(port)) for host, port in self.paths]
 
-    def ports(self, lanes: int) -> list[tuple[str, int]]:
-        """Addresses of the first so many lanes."""
-        return [(self.host, port) for port in (self.port, *self.lanes)[:lanes]]
+    def ports(self, lanes: int, *, low: bool = False) -> list[tuple[str, int]]:
+        """Addresses of the first so many lanes and, if asked for, of that of low priority, if there is one."""
+        ports = [*(self.port, *self.lanes)[:lanes], *[self.low] * (low and self.low > 0)]
+        return [(self.host, port) for port in ports]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,8 @@ class Agreement:
     """Slots beyond the ranks of the start."""
     lanes: int = 1
     """Sockets and threads of each rank between which large messages are divided."""
+    low: bool = False
+    """Whether each rank has one more, for traffic of low priority."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +130,21 @@ def agree(cards: Sequence[Card]) -> Agreement:
         trip_bytes=_LOOPBACK_TRIP_BYTES if all(card.loopback for card in cards) else _TRIP_BYTES,
         spare_ranks=min(card.spare_ranks for card in cards),
         lanes=agree_lanes(cards),
+        low=agree_low(cards),
     )
+
+
+def agree_low(cards: Sequence[Card]) -> bool:
+    """Derives whether the ranks of a job have a lane of low priority.
+
+    Raises:
+        ValueError: Some have one, and others do not.
+    """
+    without = [rank for rank, card in enumerate(cards) if not card.low]
+    if 0 < len(without) < len(cards):
+        ranks = f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without[:8]))}"
+        raise ValueError(f'priority must be "both" in the Options of all ranks or of none: {ranks} did not say so')
+    return not without
 
 
 def agree_lanes(cards: Sequence[Card]) -> int:
@@ -168,7 +188,7 @@ def unpack(packed: bytes) -> Card:
     ipaddress.ip_address(card.host.partition("%")[0])
     _check_paths(card.paths)
     lanes = len(card.lanes) < MOST_LANES and all(type(port) is int and 0 < port <= 0xFFFF for port in card.lanes)
-    ports = lanes and 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF
+    ports = lanes and 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF and 0 <= card.low <= 0xFFFF
     if not ports or not 0 <= card.incarnation <= MOST_INCARNATIONS:
         raise ValueError(f"these bytes are no card: port, reception or incarnation is out of range in {card}")
     return card

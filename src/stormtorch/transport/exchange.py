@@ -24,7 +24,7 @@ from stormtorch.errors import (
     SizeMismatch,
     StormError,
 )
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.reliability import EXACT, Priority, Reliability
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.views import Membership
 from stormtorch.transport.waiting import Servers
@@ -130,6 +130,8 @@ class Plan:
     interrupted: Callable[[], bool] | None = None
     """Function that a waiting rank calls every 0.03 s. If it returns true, the exchange is cancelled, and the wait ends
     with `Interrupted`. It must neither block nor wait for another exchange."""
+    low: bool = False
+    """Whether the exchange goes by the lane of low priority. All its ranks must say the same."""
     stopped: bool = field(default=False, init=False)
     """Whether `interrupted` has cancelled the exchange."""
 
@@ -255,6 +257,14 @@ class Transport(Membership, Protocol):
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange and returns at once. The plan's memory belongs to the engine until the exchange ends."""
+        ...
+
+    def low_lane(self, priority: Priority | None) -> bool:
+        """Whether exchanges of a priority go by the lane of low priority; None is the job's own priority.
+
+        Raises:
+            ValueError: The job has no such priority.
+        """
         ...
 
     def aside(self, task: Callable[[], None]) -> Callable[[], None]:

@@ -86,7 +86,7 @@ class _Newcomer:
         if learned.get("state") != "running":
             raise self._refused(learned)
         job = self._job(learned)
-        endpoint, card = bind(self._options, job.agreement.lanes)
+        endpoint, card = bind(self._options, job.agreement)
         listener, card = receive_newcomers(card, self._options, not_yet)
         card = replace(card, fingerprint=fingerprint(self._options.key, job.cookie))
         check_path("joining", card, job.agreement, list(self._cards.values()))

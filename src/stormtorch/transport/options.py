@@ -20,6 +20,7 @@ class RateMode(IntEnum):
     FIXED = 1
     AUTO = 2
     LOW_PRIORITY = 3
+    LOW_LATENCY = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +40,21 @@ class Options:
     begins, and keep ports of routers open. None decides by the ranks' addresses: some are private, and not all are in
     one network. One rank that says True decides for all."""
     rate: str | float = "auto"
-    """Sending rate. "auto" finds the bottleneck; "low" also yields to all other traffic; a rate such as "400mbit", or a
-    number of bits per second, is fixed, for each of the `interfaces`; "unlimited" is bounded by the receivers' credit
-    alone. On loopback, "auto" is unlimited."""
+    """Sending rate. "auto" finds the bottleneck; "low" is short for "auto" with `priority="low"` and
+    `yield_to="queues"`; a rate such as "400mbit", or a number of bits per second, is fixed, for each of the
+    `interfaces`; "unlimited" is bounded by the receivers' credit alone. On loopback, "auto" is unlimited."""
+    priority: Literal["normal", "low", "both"] = "normal"
+    """Priority of this rank's traffic beside that of others. "low" marks all datagrams with the DSCP of lower effort,
+    so that networks which know it serve them last, and yields by itself as `yield_to` says. "both" is normal, and opens
+    one more socket for groups and policies that ask for low priority; all ranks of a job must then say so."""
+    yield_to: Literal["queues", "latency", "classes"] = "latency"
+    """How traffic of low priority yields. "latency" gives way while packets wait in a queue for longer than
+    `yield_delay_s`, or than they would for this job alone, and fills a line that nobody else uses. "queues" gives way
+    as soon as any queue is seen: the neighbours hardly notice it, but alone it uses only about two thirds of a line.
+    "classes" finds its rate like normal traffic, and leaves the rest to the network: for switches that have a class of
+    low priority. A fixed `rate` is kept whatever this says."""
+    yield_delay_s: float = 0.005
+    """Longest time for which packets may wait in a queue before `yield_to="latency"` gives way."""
     datagram_bytes: int | None = None
     """UDP payload of a datagram; None follows the interface's MTU. All ranks use the smallest of their values."""
     key: bytes | None = field(default=None, repr=False)
@@ -95,12 +108,14 @@ class Options:
             except ValueError as error:
                 raise ValueError(f'{error}; or "auto", "low" or "unlimited"') from error
         self._check_interfaces()
+        self._check_priority()
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must lie in [0, 65535], got {self.port}")
         if self.lanes is not None and not 1 <= self.lanes <= MOST_LANES:
             raise ValueError(f"lanes must lie in [1, {MOST_LANES}], got {self.lanes}")
-        if self.port and self.port + (self.lanes or 1) - 1 > 65535:
-            raise ValueError(f"port must leave room for {self.lanes} lanes below 65536, got {self.port}")
+        ports = (self.lanes or 1) + self.has_low_lane
+        if self.port and self.port + ports - 1 > 65535:
+            raise ValueError(f"port must leave room for {ports} lanes below 65536, got {self.port}")
         if self.datagram_bytes is not None and not 256 <= self.datagram_bytes <= 65507:
             raise ValueError(f"datagram_bytes must lie in [256, 65507], got {self.datagram_bytes}")
         if self.key is not None:
@@ -119,6 +134,18 @@ class Options:
         if self.rejoin not in (True, False, "auto"):
             raise ValueError(f'rejoin must be True, False or "auto", got {self.rejoin!r}')
 
+    def _check_priority(self) -> None:
+        if self.priority not in ("normal", "low", "both"):
+            raise ValueError(f'priority must be "normal", "low" or "both", got {self.priority!r}')
+        if self.yield_to not in ("queues", "latency", "classes"):
+            raise ValueError(f'yield_to must be "queues", "latency" or "classes", got {self.yield_to!r}')
+        if not 0.0 < self.yield_delay_s < 10.0:
+            raise ValueError(f"yield_delay_s must lie between 0 and 10, got {self.yield_delay_s}")
+        if self.priority == "both" and self.rate == "low":
+            raise ValueError('priority must be "normal" or "low" with rate="low", got "both"')
+        if self.priority == "both" and len(self.interfaces) > 1:
+            raise ValueError('priority must be "normal" or "low" with several interfaces, got "both"')
+
     def _check_interfaces(self) -> None:
         names: object = self.interfaces  # callers without type checks give a text, or a list
         if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
@@ -133,6 +160,16 @@ class Options:
             raise ValueError(f"lanes must be 1 or None with several interfaces, got {self.lanes}")
 
     @property
+    def is_low(self) -> bool:
+        """Whether all of this rank's traffic has low priority."""
+        return self.priority == "low" or self.rate == "low"
+
+    @property
+    def has_low_lane(self) -> bool:
+        """Whether this rank has a socket of its own for traffic of low priority."""
+        return self.priority == "both"
+
+    @property
     def shares_memory(self) -> bool:
         """Whether ranks of one machine may pass data through shared memory."""
         return self.shared_memory and self.datagram_bytes is None and self.rate in ("auto", "low", "unlimited")
@@ -144,11 +181,18 @@ class Options:
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
         """Rate mode for the engine and, if the rate is fixed, bytes per second."""
-        if self.rate == "unlimited" or (self.rate == "auto" and loopback):
+        marks_only = not self.is_low or self.yield_to == "classes"
+        if self.rate == "unlimited" or (self.rate == "auto" and loopback and marks_only):
             # On loopback, the only queue between sender and receiver is the socket's, and credit covers that.
             return RateMode.UNLIMITED, 0.0
-        if self.rate == "auto":
-            return RateMode.AUTO, 0.0
         if self.rate == "low":
             return RateMode.LOW_PRIORITY, 0.0
+        if self.rate == "auto":
+            return self.low_rate_mode(loopback=loopback) if self.is_low else RateMode.AUTO, 0.0
         return RateMode.FIXED, parse_rate(self.rate) / 8.0
+
+    def low_rate_mode(self, *, loopback: bool) -> RateMode:
+        """Rate mode for the engine of traffic of low priority."""
+        if self.yield_to == "classes":
+            return RateMode.UNLIMITED if loopback else RateMode.AUTO
+        return RateMode.LOW_PRIORITY if self.yield_to == "queues" else RateMode.LOW_LATENCY

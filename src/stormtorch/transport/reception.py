@@ -198,7 +198,7 @@ class Reception:
         packed = text.encode()
         card = unpack(packed)
         fits = 0 <= rank < self._job.capacity and rank != transport.rank and 0 < incarnation == card.incarnation
-        fits = fits and len(card.lanes) + 1 >= transport.lanes
+        fits = fits and transport.fits(card)
         if not fits or card.fingerprint != transport.cards[transport.rank].fingerprint:
             raise Garbage("a card that does not fit")
         view = transport.view()

@@ -160,7 +160,7 @@ def rejoin(
     cookie = store.get(f"{prefix}/cookie")
     founders = [first(store, prefix, peer) for peer in range(world)]
     agreement = agree(founders)
-    endpoint, card = bind(options, agreement.lanes)
+    endpoint, card = bind(options, agreement)
     listener, card = receive_newcomers(card, options, not_yet)
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     _check_keys(rank, card, founders)

@@ -19,6 +19,7 @@ from stormtorch.errors import Closed, ExchangeTimeout, StormError
 from stormtorch.network.faults import LinkOptions, faults
 from stormtorch.network.loss import LossModel
 from stormtorch.network.units import parse_rate
+from stormtorch.reliability import Priority
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
 from stormtorch.transport.options import Options
@@ -143,6 +144,10 @@ class SimulatedTransport:
         exchange = SimulatedExchange(self.network, self.rank, plan)
         self.network.post(self.rank, plan, exchange)
         return exchange
+
+    def low_lane(self, _priority: Priority | None) -> bool:
+        """Says no: all traffic of a simulated job has the priority that the network's options say."""
+        return False
 
     def aside(self, task: Callable[[], None]) -> Callable[[], None]:
         """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
 from stormtorch.transport.addresses import line_mbit, local_address
-from stormtorch.transport.cards import Card, Job, derive_key
+from stormtorch.transport.cards import Agreement, Card, Job, derive_key
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.lanes import own_cores, sockets_to_open
@@ -24,18 +24,22 @@ from stormtorch.transport.whereabouts import Whereabouts, translated
 _log = logging.getLogger("stormtorch")
 
 
-def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, Card]:
+def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.Endpoint, Card]:
     """Opens a socket per lane, and makes the card of this process, still without the fingerprint and the reception.
 
     Args:
         options: Settings of this process.
-        lanes: Number of lanes of the job, for a process that comes into a running one.
+        agreement: What the ranks of the job have in common, for a process that comes into a running one.
     """
+    lanes = None if agreement is None else agreement.lanes
+    low = options.has_low_lane if agreement is None else agreement.low
     hosts = [local_address(each) for each in options.interfaces or (options.interface,)]
     if len(set(hosts)) < len(hosts):
         raise ValueError(f"interfaces {options.interfaces!r} must have different addresses, got {hosts!r}")
-    if len(hosts) > 1 and (lanes or 1) > 1:
-        raise ValueError(f"interfaces: this job has {lanes} lanes, which several interfaces cannot have; name one")
+    if len(hosts) > 1 and ((lanes or 1) > 1 or low):
+        raise ValueError(
+            f"interfaces: this job has {(lanes or 1) + low} lanes, which several interfaces cannot have; name one"
+        )
     host, *more_hosts = hosts
     loopback = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in hosts)
     try:
@@ -43,11 +47,12 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
             host,
             options.port,
             receive_buffer=options.receive_buffer_bytes,
-            low_priority=options.rate == "low",
+            low_priority=options.is_low,
             segmentation=options.segmentation,
             coalescing=options.coalescing,
             lanes=sockets_to_open(options) if lanes is None else lanes,
             more_hosts=more_hosts,
+            low_lane=low,
         )
     except RuntimeError as error:
         if not options.port:
@@ -58,6 +63,7 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         ) from error
     largest = min(_engine.datagram_bytes(each, _engine.interface_mtu(each) or 1500) for each in hosts)
     port, *more_ports = endpoint.ports
+    low_port = more_ports.pop() if low else 0
     return endpoint, Card(
         host=host,
         port=port,
@@ -77,6 +83,7 @@ def bind(options: Options, lanes: int | None = None) -> tuple[_engine.Endpoint, 
         line_mbit=line_mbit(host),
         nat=0 if options.nat is None else 1 if options.nat else -1,
         paths=[[*each] for each in zip(more_hosts, endpoint.path_ports, strict=True)],
+        low=low_port,
     )
 
 
@@ -120,17 +127,19 @@ def start(
     """
     agreement, key, own = job.agreement, options.key, cards[rank]
     mode, bytes_per_s = options.rate_mode(loopback=own.loopback)
-    slots, lanes = range(job.capacity), range(agreement.lanes)
-    addresses = {slot: card.ports(agreement.lanes) for slot, card in cards.items()}
+    slots, lanes = range(job.capacity), range(agreement.lanes + agreement.low)
+    addresses = {slot: card.ports(agreement.lanes, low=agreement.low) for slot, card in cards.items()}
     endpoint.start(
         rank,
         [[addresses[slot][lane] if slot in cards else ("", 0) for slot in slots] for lane in lanes],
         {
             "datagram_bytes": agreement.datagram_bytes,
             "receive_buffer": agreement.receive_buffer,
-            "pool_bytes": max(options.pool_bytes // agreement.lanes, 4096),
+            "pool_bytes": max(options.pool_bytes // len(lanes), 4096),
             "eager_bytes": agreement.eager_bytes,
             "rate_mode": int(mode),
+            "low_rate_mode": int(options.low_rate_mode(loopback=own.loopback)),
+            "yield_delay_s": options.yield_delay_s,
             "bytes_per_s": bytes_per_s / agreement.lanes,
             "silence_s": options.silence_s,
             "cookie": int(job.cookie, 16),

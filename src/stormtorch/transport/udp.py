@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
+from stormtorch.reliability import Priority
 from stormtorch.transport.cards import Card, unpack
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
@@ -218,13 +219,31 @@ class UdpTransport(EndpointMembership):
         if plan.timeout_s is None:
             plan.timeout_s = self.timeout_s
         try:
-            exchange_id = self.endpoint.post(*plan.arguments())
+            exchange_id = self.endpoint.post(*plan.arguments(), low=plan.low)
         except RuntimeError as error:
             raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
         self._plans[exchange_id] = plan
         if self._orphans:
             self._sweep()
         return UdpExchange(self, plan, exchange_id)
+
+    def low_lane(self, priority: Priority | None) -> bool:
+        """Whether exchanges of a priority go by the lane of low priority; None is the job's own priority.
+
+        Raises:
+            ValueError: The job has no such priority.
+        """
+        if priority not in (None, "normal", "low"):
+            raise ValueError(f'priority must be "normal", "low" or None, got {priority!r}')
+        own = "low" if self.options.is_low else "normal"
+        if priority in (None, own):
+            return False
+        if priority == "low" and self.endpoint.low:
+            return True
+        raise ValueError(
+            f'priority must be None or "{own}" in this job, got "{priority}": a job that begins with '
+            'Options(priority="both"), on all ranks, has both'
+        )
 
     def wait(self, exchange_id: int, plan: Plan, timeout_s: float | None) -> _engine.Outcome:
         """Blocks until an exchange has ended; to be called once for each exchange."""
@@ -338,7 +357,7 @@ class UdpTransport(EndpointMembership):
             try:
                 keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
                 self.endpoint.readmit(
-                    peer, card.ports(self.lanes), card.incarnation, [key for key in keys if key], card.more_paths()
+                    peer, self.ports_of(card), card.incarnation, [key for key in keys if key], card.more_paths()
                 )
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
@@ -348,8 +367,16 @@ class UdpTransport(EndpointMembership):
 
     @property
     def lanes(self) -> int:
-        """Sockets and threads of this rank between which large messages are divided."""
+        """Sockets of this rank: those between which large messages are divided, and that of low priority."""
         return self.endpoint.lanes
+
+    def ports_of(self, card: Card) -> list[tuple[str, int]]:
+        """Addresses of a process by lane, as many as this rank has."""
+        return card.ports(self.lanes - self.endpoint.low, low=self.endpoint.low)
+
+    def fits(self, card: Card) -> bool:
+        """Whether a process has all the lanes of this job."""
+        return len(self.ports_of(card)) == self.lanes
 
     def lane_bytes_sent(self) -> list[int]:
         """Bytes that each lane has sent, by datagram or through shared memory."""
@@ -407,7 +434,7 @@ class UdpTransport(EndpointMembership):
                         "rank %d: view %d has no usable card of rank %d: %s", self.rank, view.number, rank, error
                     )
                     continue
-                if card.incarnation == incarnation and len(card.lanes) + 1 >= self.lanes:
+                if card.incarnation == incarnation and self.fits(card):
                     self.readmit(rank, card)
 
     def receive_by(self, listener: Listener, reception: Receives) -> None:

@@ -68,7 +68,7 @@ class Whereabouts:
         self._over = threading.Event()
         for peer, card in transport.cards.items():
             if peer != self._rank:
-                transport.endpoint.offer(peer, card.ports(transport.lanes))  # asks for an answer
+                transport.endpoint.offer(peer, transport.ports_of(card))  # asks for an answer
 
     def watch(self) -> None:
         """Goes on looking, in a thread, until the transport is closed or gone."""
