@@ -82,6 +82,8 @@ def test_a_deadline_ends_both_stages_and_none_is_exact() -> None:
         assert policy_for(train, None).up is EXACT
         for stage in (policy_for(train, 0.2).up, policy_for(train, 0.2).down):
             assert (stage.budget, stage.deadline_s) == (1.0, 0.2)
+        spending = policy_for(train, None, 0.1)
+        assert (spending.up.budget, spending.up.deadline_s, spending.allowed_loss) == (1.0, None, 0.1)
 
 
 @pytest.mark.pure
@@ -105,6 +107,8 @@ def test_a_deadline_ends_both_stages_and_none_is_exact() -> None:
         ("at_latency_s", 0.0, "at_latency"),
         ("network", Conditions(), "rate"),
         ("width", 65, "width"),
+        ("yield_to", "nobody", "yield_to"),
+        ("allowed_loss", 0.0, "allowed_loss"),
         ("seeds", 0, "seeds"),
         ("request_timeout_s", 0.0, "request_timeout"),
     ],
@@ -211,7 +215,14 @@ def test_a_summary_compares_with_equal_priority_and_with_the_service_alone(tmp_p
     assert rows["ddp-low", "0.05"].speedup == pytest.approx(2.0)  # of equal priority it is ddp
     assert report.alone()["model-averaging"] == (0.5, 0.2, 0.02)
     text = " ".join(text_of(colocate_table(report)).split())
-    for word in ("model-averaging", "0.05", "10.0 %", "2.00", "2.0 % lost with a deadline of 200 ms", "below 40"):
+    for word in (
+        "model-averaging",
+        "0.05",
+        "10.0 %",
+        "2.00",
+        "2.0 % lost with deadlines of 200 ms for each stage",
+        "below 40",
+    ):
         assert word in text
     assert headline(report.rows()).startswith("beside model-averaging of low priority, which loses 10.0 %")
     pytest.importorskip("matplotlib")

@@ -7,6 +7,7 @@ run_colocate(settings, report.runs.append)      # of bench/neighbours.py
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from stormtorch.checks import BadSetting, blaming, check_between, check_subset
 from stormtorch.lab.conditions import Conditions
@@ -24,6 +25,10 @@ TURN = 4
 """Steps between two looks at the clock, which all ranks take together."""
 
 
+YieldTo = Literal["queues", "latency", "classes"]
+"""Ways in which a training of low priority yields: `Options.yield_to`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ColocateSettings:
     """Settings of the benchmark."""
@@ -35,19 +40,23 @@ class ColocateSettings:
     prefer: tuple[float | None, ...] = (None, 0.3, 0.1, 0.02)
     """How strongly the service is preferred: the share of a line that the training has while the service wants it all
     (`Conditions.low_share`). None treats all packets alike, and marks none."""
+    yield_to: YieldTo = "classes"
+    """How the training yields where it is of low priority: "classes" marks it and leaves the rest to the lines."""
     requests: tuple[float, ...] = (100.0, 200.0, 400.0)
     """Requests per second of all hosts together."""
     size: int = 100_000
     """Bytes of an answer."""
-    seconds: float = 8.0
-    """Seconds for which the service is measured in each run, at least; it goes on until the training has made its
-    steps, and the training until it is over."""
+    seconds: float = 10.0
+    """Seconds for which the service is measured in each run: those requests count that are due meanwhile. It goes on
+    until the training has made its steps, and the training until it is over."""
     steps: int = 16
     """Steps after which the training is evaluated, a multiple of `TURN` or rounded up to one."""
     slack: float = 1.5
     """Deadline of a stage of an exchange, as a multiple of the time that it takes alone, which is measured first."""
     deadline_s: float | None = None
     """Deadline in seconds, in place of `slack`."""
+    allowed_loss: float | None = None
+    """Loss that the training may spend on its pace (`Policy.allowed_loss`), in place of a fixed deadline."""
     at_latency_s: float = 0.02
     """Mean latency at which the requests that are carried are compared."""
     network: Conditions = field(default_factory=lambda: Conditions(rate="100mbit"))
@@ -74,6 +83,7 @@ class ColocateSettings:
         check_between("ranks", self.ranks, 2, 64)
         check_subset("train", self.train, TRAININGS)
         _check_different("prefer", self.prefer)
+        check_subset("yield_to", (self.yield_to,), get_args(YieldTo))
         _check_different("requests", self.requests)
         for rate in self.requests:
             check_between("requests", rate, 0.1, 1e5)
@@ -83,6 +93,10 @@ class ColocateSettings:
         check_between("slack", self.slack, 0.1, 100.0)
         if self.deadline_s is not None:
             check_between("deadline", self.deadline_s, 1e-3, 100.0)
+        if self.allowed_loss is not None:
+            check_between("allowed_loss", self.allowed_loss, 0.001, 0.9)
+            if self.deadline_s is not None:
+                raise BadSetting("allowed_loss", "has deadlines that the training learns: leave out --deadline")
         check_between("at_latency", self.at_latency_s, 1e-6, 1e3)
         check_between("batch", self.batch, 1, 10_000)
         check_between("context", self.context, 1, 10_000)

@@ -48,7 +48,7 @@ class TrainingResult:
     bytes_per_step: float | None
     """Bytes of datagrams that a rank sends in a step; None under DDP."""
     deadline_s: float | None
-    """Deadline of each stage; None waits for everything."""
+    """Deadline of each stage; None waits for everything, or lets the training learn it from `allowed_loss`."""
     exchange_s: float | None
     """Median over steps of the longest time that a rank waits for both stages; None under DDP."""
     validation: float | None
@@ -65,7 +65,8 @@ class RunResult:
 
     case: Case
     seconds: float
-    """Seconds for which service and training were measured together."""
+    """Seconds for which the training was measured; of the service, those requests count that were due in the first of
+    them."""
     service: ServiceResult | None
     training: TrainingResult | None
     line_use: float | None

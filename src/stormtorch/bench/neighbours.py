@@ -19,7 +19,7 @@ from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.results.statistics import median
 
 # Requests due in the first part of a run open connections; they are sent and not counted.
-_FIRST_S = 0.5
+_FIRST_S = 1.0
 _LOOK_S = 0.05
 
 Keep = Callable[[RunResult], None]
@@ -151,7 +151,9 @@ class _Director:
             training = replace(training, validation_ratio=training.validation / alone if alone else None)
         service = None
         if case.requests:
-            service = ServiceResult.of(self._requests, seconds=seconds, first_s=min(_FIRST_S, seconds / 2))
+            # The same requests in all runs, however long their trainings take.
+            until_s = min(seconds, self._settings.seconds)
+            service = ServiceResult.of(self._requests, seconds=until_s, first_s=min(_FIRST_S, until_s / 4))
         self._done += 1
         self._advance(str(case), self._done)
         self._keep(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stormtorch.bench.colocate import DDP, DDP_LOW, NONE, TURN, Case, ColocateSettings
+from stormtorch.bench.colocate import DDP, DDP_LOW, NONE, TURN, Case, ColocateSettings, YieldTo
 from stormtorch.bench.language import evaluate, language_task
 from stormtorch.bench.replicas import GlooReplica, PreparedReplica, Replica, Task, close_groups, open_groups
 from stormtorch.jobs.control import Stage
@@ -25,18 +25,21 @@ NICE = 10
 """Niceness of the training, so that the service waits for the network and not for a processor."""
 
 
-def options_for(member: Member, *, low: bool) -> Options:
+def options_for(member: Member, yield_to: YieldTo, *, low: bool) -> Options:
     """Options of a training's transport: unmarked, or of low priority, so that lines can prefer others."""
-    return Options(interface=member.interface, rate="low" if low else "auto")
+    return Options(interface=member.interface, priority="low" if low else "normal", yield_to=yield_to)
 
 
-def policy_for(train: str, deadline_s: float | None) -> Policy:
-    """Policy of a training by stormtorch: exact without a deadline; nothing is sent again with one."""
-    reliability = EXACT if deadline_s is None else Reliability(budget=1.0, deadline_s=deadline_s)
+def policy_for(train: str, deadline_s: float | None, allowed_loss: float | None = None) -> Policy:
+    """Policy of a training by stormtorch: with a deadline, or with a loss that it may spend, nothing is sent again;
+    without them it is exact.
+    """
+    exact = deadline_s is None and allowed_loss is None
+    reliability = EXACT if exact else Reliability(budget=1.0, deadline_s=deadline_s)
     if train == "model-averaging":
-        return ModelAveraging(reliability=reliability)
+        return ModelAveraging(reliability=reliability, allowed_loss=allowed_loss)
     # Neither would keep the pace: a standby is sent everything exactly, a guard makes bad broadcasts exact.
-    return BoundedDrift(reliability=reliability, standby=0, guard=None)
+    return BoundedDrift(reliability=reliability, allowed_loss=allowed_loss, standby=0, guard=None)
 
 
 # --- messages of ranks to the parent ---------------------------------------------------------------------------------
@@ -127,7 +130,8 @@ def rank_trains(member: Member, settings: ColocateSettings) -> None:
             stage.barrier()
             if case.train != NONE:
                 account = _Trainee(stage, settings, index, case, deadlines_s.get(case.train)).run()
-                if case.requests is None and case.train not in deadlines_s and case.train not in (DDP, DDP_LOW):
+                fixed = settings.allowed_loss is None and case.train not in (DDP, DDP_LOW)
+                if fixed and case.requests is None and case.train not in deadlines_s:
                     deadlines_s[case.train] = settings.deadline_s or settings.slack * _stage_s(stage, account)
                 member.tell(account)
     close_groups()
@@ -175,9 +179,11 @@ class _Trainee:
                 for stream in peer.connections.streams:
                     stream.mark(LOW_DSCP[0])
             return peer
+        allowed_loss = None if case.requests is None else self._settings.allowed_loss
+        policy = policy_for(case.train, self.account.deadline_s, allowed_loss)
         replica = PreparedReplica(
-            *(case.train, task, member, policy_for(case.train, self.account.deadline_s)),
-            options=options_for(member, low=low),
+            *(case.train, task, member, policy),
+            options=options_for(member, self._settings.yield_to, low=low),
         )
         replica.ledger.on_row(self._count)
         return replica

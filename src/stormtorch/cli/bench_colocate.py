@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadSetting, blaming
-from stormtorch.cli.choices import NEIGHBOURS
+from stormtorch.cli.choices import NEIGHBOURS, YieldTo
 from stormtorch.cli.completion import offer, offer_list
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, numbers, save
 from stormtorch.cli.options import (
@@ -46,8 +46,15 @@ def colocate(
         ),
     ] = "equal,0.3,0.1,0.02",
     seconds: Annotated[
-        float, typer.Option(help="Seconds for which each run is measured, at least; the training goes on until then.")
-    ] = 8.0,
+        float, typer.Option(help="Seconds for which requests of each run count; the training goes on until then.")
+    ] = 10.0,
+    yield_to: Annotated[
+        YieldTo,
+        typer.Option(
+            help="How the training yields where it is marked: classes leaves that to the lines; latency and queues "
+            "also send less by themselves.",
+        ),
+    ] = YieldTo.classes,
     seeds: Annotated[
         int, typer.Option(help="Times that everything is run, each with weights, batches and arrivals of its own.")
     ] = 1,
@@ -86,6 +93,14 @@ def colocate(
         typer.Option(
             help="Deadline itself, as 200ms, in place of --slack.",
             show_default="--slack times what is measured",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    allowed_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Loss that the training may spend on its pace, as 0.1: it learns its deadlines, in place of --slack.",
+            show_default="what deadlines make of it",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -139,6 +154,8 @@ def colocate(
 
       stormtorch bench colocate --deadline 200ms --at-latency 15ms --requests 50,100,200,400
 
+      stormtorch bench colocate --allowed-loss 0.1 --requests 200 --seconds 20
+
       stormtorch bench colocate --prefer 0.02 --requests 100 --seconds 600
     """
     with friendly_errors(), ending_signals():
@@ -158,12 +175,14 @@ def colocate(
             ranks=ranks,
             train=names(train),
             prefer=_preferences(prefer),
+            yield_to=yield_to.value,
             requests=numbers("requests", requests),
             size=size,
             seconds=seconds,
             steps=steps,
             slack=slack,
             deadline_s=None if deadline is None else _time("deadline", deadline),
+            allowed_loss=allowed_loss,
             at_latency_s=_time("at_latency", at_latency),
             network=network,
             layers=layers,

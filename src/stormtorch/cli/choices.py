@@ -94,6 +94,14 @@ class How(StrEnum):
     loop = "loop"
 
 
+class YieldTo(StrEnum):
+    """Ways in which traffic of low priority yields."""
+
+    classes = "classes"
+    latency = "latency"
+    queues = "queues"
+
+
 class Dtype(StrEnum):
     """Number formats that all backends can sum."""
 

@@ -43,8 +43,9 @@ def _caption(report: "ColocateReport") -> str:
         if step_s is None:
             continue
         text = f"{train} alone: a step {time_text(step_s)}"
-        if deadline_s is not None and loss is not None:
-            text += f", and {loss_text(loss)} lost with a deadline of {time_text(deadline_s)} for each stage"
+        if loss is not None:
+            which = "that it learned" if deadline_s is None else f"of {time_text(deadline_s)} for each stage"
+            text += f", and {loss_text(loss)} lost with deadlines {which}"
         parts.append(f"{text}.")
     at_s = settings["at_latency_s"]
     carried = [
