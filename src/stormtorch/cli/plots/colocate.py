@@ -58,7 +58,7 @@ def headline(rows: "list[Row]") -> str:
         return "a web service beside a training"
     return (
         f"beside {best.train} of low priority, which loses {best.loss * 100:.1f} %, the web service is "
-        f"{best.speedup:.2f} times as fast as beside equal priority"
+        f"up to {best.speedup:.2f} times as fast as beside equal priority"
     )
 
 
