@@ -11,6 +11,7 @@ from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch import Options, __version__
 from stormtorch.bench import replicas
 from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
+from stormtorch.bench.colocate import TRAININGS
 from stormtorch.bench.finding import MANNERS
 from stormtorch.bench.suite import PARTS
 from stormtorch.cli import choices
@@ -68,6 +69,7 @@ def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
     assert tuple(choices.FAULTS.split(",")) == KINDS
     assert tuple(choices.MANNERS.split(",")) == MANNERS
+    assert tuple(choices.NEIGHBOURS.split(",")) == TRAININGS
     assert tuple(choices.SUITE.split(",")) == PARTS
     assert [each.value for each in choices.Dtype] == list(DTYPES)
     assert tuple(choices.PRESETS.split(",")) == PRESETS == tuple(COLOURS)

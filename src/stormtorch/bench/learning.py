@@ -12,15 +12,8 @@ import torch
 
 from stormtorch.bench.backends import chosen_tcp, congestion_controls
 from stormtorch.bench.convergence import ConvergenceSettings, Curve, Point
-from stormtorch.bench.replicas import (
-    GlooReplica,
-    Replica,
-    Task,
-    close_groups,
-    next_token_loss,
-    open_groups,
-    open_replica,
-)
+from stormtorch.bench.language import evaluate, language_task, slowest
+from stormtorch.bench.replicas import GlooReplica, Replica, close_groups, open_groups, open_replica
 from stormtorch.jobs.control import Cue, Stage
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.failed import RankFailed
@@ -28,13 +21,10 @@ from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
 from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.models.llama import Llama
 
 Watch = Callable[[Point], None]
 """Function that is called with each evaluation."""
-# Sequences held out, over all ranks.
-_VALIDATION_SEQUENCES = 64
 # Seconds in which a turn whose connections were cut must have ended.
 _CUT_S = 5.0
 # Payload of a datagram where faults are injected: loss then strikes chunks of the size that it would on a network.
@@ -122,7 +112,7 @@ class _Learner:
         sample = stage.timed(self.replica, partial(_steps, self.replica, count), 0, len(self.points))
         if sample.gave_up:
             return self._keep(Point(**asdict(last) | {"gave_up": True}))
-        seconds = _slowest(stage, sample.seconds)
+        seconds = slowest(stage, sample.seconds)
         clock_s = last.clock_s + seconds
         # The first steps have to make memory and connections: they say little about those to come.
         ahead_s = min(settings.every_s, max(settings.seconds - clock_s, 0.0))
@@ -132,7 +122,7 @@ class _Learner:
                 backend=self.replica.name,
                 clock_s=clock_s,
                 steps=last.steps + count,
-                loss=_evaluate(stage, self.replica, held_out),
+                loss=evaluate(stage, self.replica, held_out),
                 arrived=sample.arrived,
             )
         )
@@ -144,7 +134,15 @@ class _Learner:
 
 def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str, ...]) -> list[Curve]:
     open_groups(member)
-    task, held_out = _task(settings, member.rank, member.world)
+    task, held_out = language_task(
+        member.rank,
+        member.world,
+        size=settings.size,
+        batch=settings.batch,
+        context=settings.context,
+        lr=settings.lr,
+        seed=settings.seed,
+    )
     datagram_bytes = _ETHERNET_BYTES if settings.faults else None
     learners = [_Learner(open_replica(name, task, member, datagram_bytes, settings.policy_of(name))) for name in names]
     lab = settings.network is not None
@@ -158,7 +156,7 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
         stage.cue(Cue.COUNT)
         with losing:
             for learner in learners:
-                tell(learner.begin(_evaluate(stage, learner.replica, held_out)))
+                tell(learner.begin(evaluate(stage, learner.replica, held_out)))
             # All ranks have the same clocks, and so choose the same learner.
             while active := [each for each in learners if _goes_on(each, settings.seconds)]:
                 learner = min(active, key=lambda each: each.clock_s)
@@ -207,45 +205,3 @@ def _steps(replica: Replica, count: int) -> Delivery:
     delivery = replica.turn(count)
     replica.synchronise()
     return delivery
-
-
-def _slowest(stage: Stage[Replica], seconds: float) -> float:
-    """Largest time of all ranks, the same number on each."""
-    times_R = torch.zeros(stage.member.world, dtype=torch.float64)
-    times_R[stage.member.rank] = seconds
-    stage.control.allreduce([times_R]).wait()
-    return float(times_R.max())
-
-
-@torch.no_grad()
-def _evaluate(stage: Stage[Replica], replica: Replica, held_out: torch.Tensor) -> float:
-    """The mean over all ranks' parts of what is held out, the same number on each."""
-    # Of DistributedDataParallel, the module itself: a forward under it may look at its group.
-    model = getattr(replica.model, "module", replica.model)
-    with replica.judged():
-        loss = next_token_loss(model(held_out[:, :-1]), held_out) if len(held_out) else torch.zeros(())
-    sums = torch.tensor([float(loss) * len(held_out), len(held_out)], dtype=torch.float64)
-    stage.control.allreduce([sums]).wait()
-    return float(sums[0] / sums[1])
-
-
-def _task(settings: ConvergenceSettings, rank: int, world: int) -> tuple[Task, torch.Tensor]:
-    corpus = open_corpus()
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(settings.seed)
-        model = Llama(settings.size)
-
-    def batch(step: int) -> torch.Tensor:
-        # A step's sequences are drawn together and dealt out, so that ranks never draw the same numbers.
-        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
-        return _windows(corpus.training, settings.batch * world, settings.context, generator)[rank::world]
-
-    held_out = _windows(corpus.validation, _VALIDATION_SEQUENCES, settings.context, torch.Generator().manual_seed(0))
-    task = Task(model, lambda each: torch.optim.AdamW(each.parameters(), lr=settings.lr, betas=(0.9, 0.95)), batch)
-    return task, held_out[rank::world]
-
-
-def _windows(text: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Sequences of `context` bytes and the one behind them, from anywhere in the text."""
-    first = torch.randint(len(text) - context, (count, 1), generator=generator)
-    return text[first + torch.arange(context + 1)].long()

@@ -24,6 +24,7 @@ from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
 from stormtorch.policies import BoundedDrift, RankPolicy
+from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import WIRES
 from stormtorch.runtime.prepare import prepare
@@ -209,9 +210,15 @@ class PreparedReplica(StormReplica):
     """Replica prepared for a policy: what a step sends may still arrive when the next one begins."""
 
     def __init__(
-        self, name: str, task: Task, member: Member, policy: Policy, datagram_bytes: int | None = None
+        self,
+        name: str,
+        task: Task,
+        member: Member,
+        policy: Policy,
+        datagram_bytes: int | None = None,
+        options: Options | None = None,
     ) -> None:
-        group = _storm(member, datagram_bytes)
+        group = _storm(member, datagram_bytes, options)
         model = copy.deepcopy(task.model)
         model, optimizer = prepare(model, task.optimizer(model), policy=policy, group=group)
         super().__init__(name, model, optimizer, task, group)
@@ -219,6 +226,11 @@ class PreparedReplica(StormReplica):
         self._exchanges = 0
         (self._session,) = sessions_of(model)
         self._session.ledger.on_row(self._count)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Record of its steps."""
+        return self._session.ledger
 
     def _count(self, _row: object) -> None:
         self._exchanges += 1
@@ -385,8 +397,8 @@ def _data_parallel(task: Task, group: ProcessGroup | None) -> tuple[DistributedD
     return model, task.optimizer(model)
 
 
-def _storm(member: Member, datagram_bytes: int | None) -> StormProcessGroup:
-    options = Options(interface=member.interface, datagram_bytes=datagram_bytes)
+def _storm(member: Member, datagram_bytes: int | None, options: Options | None = None) -> StormProcessGroup:
+    options = options or Options(interface=member.interface, datagram_bytes=datagram_bytes)
     group = dist.new_group(backend="storm", pg_options=options)
     assert isinstance(group, StormProcessGroup)
     return group

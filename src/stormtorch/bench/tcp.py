@@ -47,6 +47,13 @@ class Stream:
             with stream:
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
 
+    def mark(self, dscp: int) -> None:
+        """Sends packets with that differentiated service from now on."""
+        stream = self._open()
+        if stream is not None:
+            with stream:
+                stream.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+
     def cut(self) -> None:
         """Ends it, whatever is still to be sent or read."""
         stream = self._open()

@@ -30,6 +30,7 @@ LEARNERS = "gloo,storm-drift"
 LAB_LEARNERS = "gloo-bbr,storm-drift"
 FAULTS = "kill,pause,cut,link,outage,partition,storm,mtu,join,leave"
 SUITE = "allreduce,latency,ddp,cable,lab,hierarchy,mpi"
+NEIGHBOURS = "model-averaging,bounded-drift,ddp,ddp-low,none"
 MANNERS = "all-to-all,incast,tcp,low,step"
 WARMUP, LAB_WARMUP = 3, 1
 PARAMS_M, LAB_PARAMS_M = 25.0, 10.0
@@ -91,6 +92,14 @@ class How(StrEnum):
     auto = "auto"
     batched = "batched"
     loop = "loop"
+
+
+class YieldTo(StrEnum):
+    """Ways in which traffic of low priority yields."""
+
+    classes = "classes"
+    latency = "latency"
+    queues = "queues"
 
 
 class Dtype(StrEnum):

@@ -1,0 +1,183 @@
+"""Requests to a web service, in an open loop; run as a script on lab hosts, needs Python and aiohttp alone.
+
+service_client.py HOST ADDRESS:PORT/PATH ...
+
+It prints "ready" once every server has answered, and then takes commands, one line of JSON each:
+    {"do": "begin", "at": monotonic seconds, "rate": requests per second, "seed": 0, "bytes": 100000, "timeout_s": 5}
+    {"do": "stop"}      prints what became of all requests as one line of JSON, as soon as the last one has ended
+
+Requests arrive as a Poisson process that the seed fixes, each for a server that is drawn. A request is sent when it is
+due, whatever became of those before it, and its latency counts from when it was *due*: a server, a network or a
+processor that stalls shows in every request that was due meanwhile, and not only in the one that it kept waiting.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+
+_ANSWER_S = 20.0
+"""Seconds in which every server must have answered for the first time."""
+_FOR_EVER_S = 86_400.0
+
+
+class Request(NamedTuple):
+    """What became of one request."""
+
+    due_s: float
+    """Seconds from the beginning to when it was due."""
+    late_s: float
+    """Seconds by which this process sent it too late: it had no processor, or too much to do."""
+    latency_s: float
+    """Seconds from when it was due to the last byte of the answer, or to the failure."""
+    failure: str = ""
+    """Kind of the failure: "timeout", "length", "status", "connection"; empty for a complete answer."""
+
+
+def arrivals(rate: float, seed: int, servers: int) -> Iterator[tuple[float, int]]:
+    """Yields when each request is due, in seconds from the beginning, and the number of its server; for ever."""
+    draw = random.Random(seed)
+    due_s = 0.0
+    while True:
+        due_s += draw.expovariate(rate)
+        yield due_s, draw.randrange(servers)
+
+
+class Load:
+    """Requests from one host: a Poisson process that goes on until `stop`.
+
+    Args:
+        servers: Addresses of what is fetched, one for each server.
+        begin_s: When it begins, on the monotonic clock.
+        rate: Requests per second.
+        seed: Seed of the arrivals.
+        size: Bytes of a complete answer.
+        timeout_s: Seconds after which a request has failed.
+    """
+
+    def __init__(
+        self, servers: Sequence[str], *, begin_s: float, rate: float, seed: int, size: int, timeout_s: float
+    ) -> None:
+        self._servers = servers
+        self._begin_s, self._rate, self._seed = begin_s, rate, seed
+        self._size, self._timeout_s = size, timeout_s
+        self._requests: list[Request] = []
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Sends no further requests; those under way are waited for."""
+        self._stopping.set()
+
+    async def run(self) -> list[Request]:
+        """Sends requests until `stop`; returns what became of all, in the order in which they ended."""
+        async with open_session(self._timeout_s) as session:
+            for due_s, server in arrivals(self._rate, self._seed, len(self._servers)):
+                wait_s = self._begin_s + due_s - time.monotonic()
+                # Someone must also get the processor where requests are due faster than they are sent.
+                await self._pause(wait_s) if wait_s > 0.0 else await asyncio.sleep(0)
+                if self._stopping.is_set():
+                    break
+                task = asyncio.create_task(self._fetch(session, due_s, self._servers[server]))
+                self._under_way.add(task)
+                task.add_done_callback(self._under_way.discard)
+            while self._under_way:
+                await asyncio.wait(self._under_way)
+        return self._requests
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    async def _fetch(self, session: aiohttp.ClientSession, due_s: float, server: str) -> None:
+        late_s = time.monotonic() - self._begin_s - due_s
+        failure = ""
+        try:
+            async with session.get(server) as answer:
+                size = len(await answer.read())
+                failure = "status" if answer.status != 200 else "length" if size != self._size else ""
+        except TimeoutError:
+            failure = "timeout"
+        except aiohttp.ClientPayloadError:
+            failure = "length"
+        except (aiohttp.ClientError, OSError):
+            failure = "connection"
+        self._requests.append(Request(due_s, late_s, time.monotonic() - self._begin_s - due_s, failure))
+
+
+def open_session(timeout_s: float) -> aiohttp.ClientSession:
+    """Connections without a limit that are kept for ever, as those between services are; no proxy, no cookies."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_FOR_EVER_S),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
+async def _await_servers(servers: Sequence[str]) -> None:
+    give_up_at = time.monotonic() + _ANSWER_S
+    async with open_session(5.0) as session:
+        for server in servers:
+            while True:
+                try:
+                    async with session.get(server) as answer:
+                        await answer.read()
+                    break
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    if time.monotonic() > give_up_at:
+                        raise
+                    await asyncio.sleep(0.05)
+
+
+async def _serve_commands(host: int, servers: Sequence[str]) -> None:
+    commands = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    await _await_servers(servers)
+    _say({"ready": True, "nice": os.getpriority(os.PRIO_PROCESS, 0)})
+    load: Load | None = None
+    running: asyncio.Task[list[Request]] | None = None
+    while line := await commands.readline():
+        command: dict[str, Any] = json.loads(line)
+        if command["do"] == "begin":
+            load = Load(
+                servers,
+                begin_s=command["at"],
+                rate=command["rate"],
+                seed=1_000_003 * command["seed"] + host,
+                size=command["bytes"],
+                timeout_s=command["timeout_s"],
+            )
+            running = asyncio.create_task(load.run())
+        elif load is not None and running is not None:
+            load.stop()
+            _say({"requests": [[*map(_rounded, request[:3]), request.failure] for request in await running]})
+            load = running = None
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves the commands of the parent until its line ends."""
+    host, *servers = arguments
+    asyncio.run(_serve_commands(int(host), servers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
