@@ -53,9 +53,9 @@ struct CoreConfig {
     std::size_t pool_bytes{64 << 20};        // room for chunks of exchanges not posted yet, of all peers together
     std::size_t eager_bytes{256 << 10};  // bytes of a message that leave before its receiver says that it has posted
     RateMode rate_mode{RateMode::unlimited};
-    double bytes_per_s{};                // RateMode::fixed: the rate of all links of a path together
-    Nanos yield_delay{5 * millisecond};  // RateMode::low_latency: how long a queue may last
-    Nanos silence{10 * second};          // a peer that is not heard for so long is taken for lost
+    double bytes_per_s{};            // RateMode::fixed: the rate of all links of a path together
+    Nanos yield_delay{millisecond};  // RateMode::low_latency: how long a queue may last
+    Nanos silence{10 * second};      // a peer that is not heard for so long is taken for lost
     Secrets secrets;
     // Ranks that no process has yet; `readmit` fills such a slot.
     std::vector<std::uint16_t> vacant{};

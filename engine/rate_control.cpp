@@ -21,7 +21,6 @@ constexpr double shared_occupancy = 49'152;   // what all links of an endpoint k
 constexpr double patience = 0.25;             // a queue may last this much of what a message has time for
 constexpr double known_part = 0.8;            // of what the line has carried that a job which yielded takes at once
 constexpr double long_part = 0.4;          // of the round trip that a queue may last, whatever delay is left to others
-constexpr double own_part = 0.6;           // of the delay left to others that a job which yields to it makes itself
 constexpr double least_target_s = 0.0002;  // delay below which a queue cannot be told from scheduling noise
 constexpr double most_noise_s = 0.001;     // delay that is never taken for noise, whatever a dip shows
 constexpr double rtt_noise = 0.05;         // of the round trip: the same, on long paths
@@ -35,6 +34,7 @@ constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much m
 constexpr double line_memory_s = 60;                      // how long the most that the line has carried is remembered
 constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
 constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
+constexpr int patient_rounds = 24;                        // that a queue must last to be somebody else's
 constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
 constexpr Nanos longest_contest = 16 * second;            // then it is found out anew whose queue it is
 constexpr Nanos min_rtt_bucket = 5 * second;              // two of them make the window of ten seconds
@@ -122,9 +122,7 @@ double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
     // A datagram that misses its deadline is lost: data must not queue behind datagrams that are too late already.
-    const double most_s =
-        std::min(patience * deadline_s_, mode_ == RateMode::low_latency ? own_part * yield_delay_s_ : infinity);
-    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, most_s);
+    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, patience * deadline_s_);
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -415,15 +413,22 @@ void RateControl::follow_delay(double queue_s, double round_s) {
 
 // The queue from which on it is somebody else's turn. For low_priority that is any: the threshold lies below that of
 // `automatic`, which keeps at least noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to
-// its floor. low_latency keeps a queue of its own up to the time that it was given, and so fills a line that nobody else uses.
+// its floor. low_latency keeps the queue that `automatic` keeps, and so fills a line that nobody else uses.
 double RateControl::yield_queue_s() const {
     if (mode_ == RateMode::low_priority) return std::max(0.75 * noise_s_, rtt_noise * seconds(min_rtt_));
-    // A queue that is longer than all links of the job would make it is somebody else's, too. And two datagrams of each link
-    // are the least that a busy job has in a queue, however slow the line.
-    const double line = std::max(most_line_, rate_);
-    const double own_s = 2 * crowd_margin * shared_bytes_ / line, least_s = 2 * datagram_bytes_ * links_ / line;
-    // Over a long path, the answer to what is sent now comes so late that a queue of one's own varies by a part of it.
-    return bare_noise_s() + std::max({std::min(yield_delay_s_, own_s), least_s, long_part * seconds(min_rtt_)});
+    // No less than what the job keeps there itself. And over a long path, the answer to what is sent now comes so late that a
+    // queue of one's own varies by a part of it.
+    return bare_noise_s() + std::max({yield_delay_s_, own_queue_s(), long_part * seconds(min_rtt_)});
+}
+
+// What all links of the job together keep in a queue.
+double RateControl::own_queue_s() const { return shared_bytes_ / std::max(most_line_, rate_); }
+
+// Whether all links of the endpoint together carry much less than the line has carried before.
+bool RateControl::carries_little() const {
+    if (round_.weight <= 0) return true;
+    const double own = round_.rated / round_.weight / (1 - loss_);
+    return own * static_cast<double>(busy_) / weight_ < known_part * most_line_;
 }
 
 void RateControl::yield(double queue_s, double round_s, Nanos now) {
@@ -436,8 +441,12 @@ void RateControl::yield(double queue_s, double round_s, Nanos now) {
         grow(queued, !queued, 1);
         return;
     }
-    // As far as the queue is beyond, at most to half; a single late report may be the scheduler's.
-    if (queued) rate_ *= std::max(2 - queue_s / yield_queue_s(), queued_before_ || overflowed_ ? 0.5 : 0.9);
+    // A queue that is longer than this job would make it, or that stays although this endpoint carries less than the line
+    // can, is somebody else's. Give way as far as it is beyond, at most to half in a round.
+    const double limit_s = yield_queue_s();
+    crowded_rounds_ = queued && carries_little() ? crowded_rounds_ + 1 : 0;
+    const bool longer = queue_s > limit_s + own_queue_s();
+    if (longer || crowded_rounds_ > patient_rounds) rate_ *= std::max(2 - queue_s / limit_s, 0.5);
     // Up to what the line has carried the rate comes back quickly, and beyond it with care.
     if (rate_ * static_cast<double>(busy_) > known_part * most_line_) {
         step_ = least_step;

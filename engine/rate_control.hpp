@@ -27,16 +27,16 @@ enum class RateMode : std::uint8_t {
     fixed,         // a given rate, shared by all links of an endpoint (the endpoint owns that Pacer)
     automatic,     // find the bottleneck from delivery rate and delay
     low_priority,  // automatic, and yields as soon as a standing queue is seen
-    low_latency    // automatic, and yields while the queue lasts longer than the time that it was given
+    low_latency    // automatic, and yields while others make the queue last longer than the time that it was given
 };
 
 // Rate control of one link.
 class RateControl {
 public:
-    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has. `yield_delay`: longest
-    // time in a queue that low_latency leaves to others.
+    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has. `yield_delay`: time
+    // that others may make a queue last before low_latency gives way.
     RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1,
-                Nanos yield_delay = 5 * millisecond);
+                Nanos yield_delay = millisecond);
     // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
     [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
@@ -75,6 +75,8 @@ private:
     [[nodiscard]] double best_delivery() const;
     [[nodiscard]] double target_queue_s() const;
     [[nodiscard]] double yield_queue_s() const;
+    [[nodiscard]] double own_queue_s() const;
+    [[nodiscard]] bool carries_little() const;
     [[nodiscard]] double bare_noise_s() const;
     [[nodiscard]] double recent_queue_s() const;
     [[nodiscard]] double loss_queue_s() const;

@@ -53,7 +53,7 @@ class Options:
     as soon as any queue is seen: the neighbours hardly notice it, but alone it uses only about two thirds of a line.
     "classes" finds its rate like normal traffic, and leaves the rest to the network: for switches that have a class of
     low priority. A fixed `rate` is kept whatever this says."""
-    yield_delay_s: float = 0.002
+    yield_delay_s: float = 0.001
     """Longest time for which packets may wait in a queue before `yield_to="latency"` gives way."""
     datagram_bytes: int | None = None
     """UDP payload of a datagram; None follows the interface's MTU. All ranks use the smallest of their values."""
