@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -100,6 +100,18 @@ bench-bursts: setup  ## measure all-reduce under bursts of loss, exact and lossy
 			--bursts $(BURSTS) --backends storm,storm-lossy --ideal-s 0.4 --iters 11 --patience-s 10 \
 			--json $(BENCH_OUT)/lab-bursts-$$ranks-$$rate.json --plot $(BENCH_OUT)/lab-bursts-$$ranks-$$rate.png; \
 	done; done
+
+# About eight minutes, ten of endurance and six of comparison. Needs nginx.
+COLOCATE = $(BIN)/stormtorch bench colocate --slack 2.6
+bench-colocate: setup  ## measure a web service beside a training, in the network lab; writes build/bench/lab-colocate-*
+	@mkdir -p $(BENCH_OUT)
+	$(COLOCATE) --prefer equal,0.05 --requests 200 --steps 40 --seconds 20 --train model-averaging --seeds 3 \
+		--json $(BENCH_OUT)/lab-colocate-seeds.json --plot $(BENCH_OUT)/lab-colocate-seeds.png
+	$(COLOCATE) --prefer equal,0.05 --requests 200 --steps 24 --seconds 15 --tcp cubic \
+		--train model-averaging,bounded-drift,ddp,ddp-low,none \
+		--json $(BENCH_OUT)/lab-colocate-trainings.json --plot $(BENCH_OUT)/lab-colocate-trainings.png
+	$(COLOCATE) --prefer 0.05 --requests 100 --steps 40 --seconds 600 --train bounded-drift \
+		--json $(BENCH_OUT)/lab-colocate-endurance.json
 
 # About three minutes.
 bench-long: setup  ## measure all-reduce over long, lossy paths, exact and lossy; writes build/bench/lab-long-*

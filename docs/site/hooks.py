@@ -48,6 +48,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Trainings side by side": "training.md",
         "Simulator": "simulate.md",
         "Fault injection": "faults.md",
+        "Low priority": "priority.md",
         "Beside a web service": "colocate.md",
         "Benchmarks": "benchmarks/README.md",
         "Experiments": "experiments/README.md",

@@ -98,6 +98,8 @@ OLD_SPELLINGS = ("--policies", "--wires", "--hosts", "--params ", "--patience ",
         ("bench", "sweep"),
         ("bench", "latency"),
         ("bench", "manners"),
+        ("bench", "colocate"),
+        ("bench", "colocate-virtual"),
     ],
     ids=" ".join,
 )

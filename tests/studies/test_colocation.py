@@ -10,8 +10,8 @@ import pytest
 import stormtorch._engine as _engine
 from stormtorch.checks import BadSetting
 from stormtorch.network.faults import faults
-from stormtorch.studies.colocation.run import Colocation, colocate
-from stormtorch.studies.colocation.sweep import ColocationStudy, Runs, best_within, carry, compare, most_requests
+from stormtorch.studies.colocation.run import Colocated, Colocation, colocate
+from stormtorch.studies.colocation.sweep import Seeds, Sweep, run_sweep
 from stormtorch.transport.simulated import core_settings
 
 # Few hosts and little time, so that a run takes a fraction of a second.
@@ -109,38 +109,53 @@ def test_the_lab_has_slower_lines_whose_shapers_pass_bursts() -> None:
     assert (lab.hosts, lab.rate, lab.burst_s, lab.low_share) == (8, 100e6, 1e-3, 0.05)
 
 
-def test_the_best_pair_is_the_fastest_whose_loss_is_allowed(tmp_path: Path) -> None:
-    told = []
-    runs = Runs(lambda settings, _: told.append(settings))
+def test_the_best_case_is_the_fastest_whose_loss_is_allowed(tmp_path: Path) -> None:
     brief = replace(SMALL, seconds=0.3)
-    pairs = compare(brief, rates=(2500.0,), shares=(0.4, 0.0), slacks=(1.2, 4.0), runs=runs)
-    assert len(pairs) == 4
-    assert len(told) == 6  # two of them without classes
-    best = best_within(pairs, 0.05)
-    assert best is not None
-    assert best.loss <= 0.05
-    assert all(pair.speedup <= best.speedup for pair in pairs if pair.loss <= 0.05)
-    assert best_within(pairs, -1.0) is None
-    path = tmp_path / "study.json"
-    ColocationStudy(base=brief, pairs=pairs).write(path)
-    read = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["allowed"] for row in read["best"]] == [0.01, 0.05, 0.10, 0.20]
-    assert read["best"][1]["speedup"] == best.speedup
+    sweep = Sweep(
+        base=brief, requests=(2500.0,), shares=(0.4, 0.0), slacks=(1.2, 4.0), more_requests=(1000.0,), seeds=2
+    )
+    counts: list[int] = []
+    study = run_sweep(sweep, counts.append)
+    assert counts == list(range(1, len(sweep.runs()) + 1))
+    assert len(counts) == 2 * (2 * 3 + 2), "with one queue and with each share, and two more, for each seed"
+    gains = {gain.allowed: gain.best for gain in study.gains()}
+    best = gains[0.05]
+    assert best is not None and best.loss <= 0.05
+    assert all(
+        each.speedup <= best.speedup for each in study.cases() if each.low_share is not None and each.loss <= 0.05
+    )
+    assert best.speedup > 1.0 and len(best.speedups) == 2
+    path = tmp_path / "made" / "study.json"
+    study.write(path, (0.002,))
+    written = json.loads(path.read_text())
+    assert written["gains"][1]["best"]["speedup"] == best.speedup
+    assert written["settings"]["base"]["hosts"] == brief.hosts
 
 
-def test_bisection_finds_where_the_mean_time_passes_the_target() -> None:
-    runs = Runs()
-    top = 5000.0
-    found = most_requests(ALONE, 0.0015, step=250.0, top=top, runs=runs)
-    assert 0 < found < top
-    within, beyond = (runs(replace(ALONE, requests_per_s=rate)).mean_s for rate in (found, found + 250.0))
-    assert within is not None and beyond is not None
-    assert within <= 0.0015 < beyond
+def case(rate: float, mean_s: float, loss: float, share: float | None) -> tuple[Colocation, Colocated]:
+    settings = replace(SMALL, requests_per_s=rate, slack=2.0, low_share=share)
+    other = dict.fromkeys(("p50_s", "p99_s", "requests", "unanswered", "resent", "timeouts", "stage_loss"), 0)
+    more = dict.fromkeys(("exchanges", "exchange_s", "drops", "low_drops"), 0)
+    return settings, Colocated(mean_s=mean_s, loss=loss, **other, **more)  # type: ignore[arg-type]
 
 
-def test_a_service_that_is_preferred_carries_more_requests_in_the_same_time() -> None:
-    (carried,) = carry(replace(SMALL, seconds=0.3), targets_s=(0.0015,), step=500.0)
-    assert carried.preferred > carried.equal
+def test_requests_at_a_mean_lie_between_the_rates_that_were_run() -> None:
+    runs = [(100.0, 0.001, 0.0), (200.0, 0.002, 0.1), (300.0, 0.004, 0.3)]
+    results = dict(case(*run, share) for run in runs for share in (None, 0.0))
+    study = Seeds(sweep=Sweep(base=SMALL, shares=(0.0,), slacks=(2.0,), seeds=1), results=results)
+    assert study.carried(0.003, None) == pytest.approx(250.0)
+    assert study.carried(0.003, 0.0, most_loss=0.05) == pytest.approx(150.0)
+    assert study.carried(0.0005, None) == 0.0, "no rate is fast enough"
+    assert study.carried(1.0, None) == 300.0, "the highest rate that was run"
+
+
+def test_bad_sweeps_are_refused_by_name() -> None:
+    with pytest.raises(BadSetting, match="seeds"):
+        Sweep(base=SMALL, seeds=0)
+    with pytest.raises(BadSetting, match="shares"):
+        Sweep(base=SMALL, shares=())
+    with pytest.raises(BadSetting, match="low_share"):
+        Sweep(base=SMALL, shares=(1.5,))
 
 
 def test_a_service_needs_lines_that_it_can_share() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stormtorch.cli import bench_all, bench_colocate, bench_steps
+from stormtorch.cli import bench_all, bench_colocate, bench_steps, bench_virtual
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
@@ -38,6 +38,7 @@ app.command("all")(bench_all.all_parts)
 app.command()(bench_steps.ddp)
 app.command()(bench_steps.convergence)
 app.command()(bench_colocate.colocate)
+app.command()(bench_virtual.colocate_virtual)
 
 
 @app.command()

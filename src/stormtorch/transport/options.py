@@ -48,8 +48,8 @@ class Options:
     so that networks which know it serve them last, and yields by itself as `yield_to` says. "both" is normal, and opens
     one more socket for groups and policies that ask for low priority; all ranks of a job must then say so."""
     yield_to: Literal["queues", "latency", "classes"] = "latency"
-    """How traffic of low priority yields. "latency" gives way while packets wait in a queue for longer than
-    `yield_delay_s`, or than they would for this job alone, and fills a line that nobody else uses. "queues" gives way
+    """How traffic of low priority yields. "latency" gives way while others make packets wait in a queue for longer than
+    `yield_delay_s` and than they would for this job alone, and fills a line that nobody else uses. "queues" gives way
     as soon as any queue is seen: the neighbours hardly notice it, but alone it uses only about two thirds of a line.
     "classes" finds its rate like normal traffic, and leaves the rest to the network: for switches that have a class of
     low priority. A fixed `rate` is kept whatever this says."""

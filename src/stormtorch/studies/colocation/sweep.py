@@ -1,224 +1,215 @@
-"""What a service gains from a training that waits for it, against what the training loses."""
+"""What a service gains from a training that waits for it, against what the training loses; over several seeds."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from stormtorch.checks import check
+from stormtorch.checks import check, check_between
+from stormtorch.results.statistics import mean
 from stormtorch.studies.colocation.run import Colocated, Colocation, colocate
 
 ALLOWED = (0.01, 0.05, 0.10, 0.20)
 """Losses of the training that are allowed."""
 RATES = (2000.0, 5000.0, 10000.0)
-"""Requests per second of all hosts together."""
-SHARES = (0.5, 0.2, 0.05, 0.0)
+"""Requests per second of all hosts together, as published."""
+SHARES = (0.5, 0.05, 0.0)
 """Shares of a line that the training keeps."""
-SLACKS = (2.0, 3.0, 4.5, 6.0)
+SLACKS = (2.0, 3.0, 6.0)
 """Deadlines of a stage, in multiples of the time that it takes alone."""
-TARGETS_S = (0.002, 0.005, 0.010)
-"""Mean completion times at which requests are counted."""
+
+CARRY_RATES = (4000.0, 6000.0, 8000.0, 9000.0, 10000.0, 11000.0, 12000.0, 13000.0)
+"""Requests per second between which those at a fixed mean are looked for, beside `RATES`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A run with classes, and the same run with one queue for all packets."""
-
-    settings: Colocation
-    """Settings with classes."""
-    preferred: Colocated
-    """The run with classes."""
-    equal: Colocated
-    """The run without."""
-
-    @property
-    def speedup(self) -> float:
-        """Mean completion time without classes over that with them."""
-        assert self.preferred.mean_s is not None and self.equal.mean_s is not None
-        return self.equal.mean_s / self.preferred.mean_s
-
-    @property
-    def loss(self) -> float:
-        """Loss of the training with classes."""
-        return self.preferred.loss or 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        return {
-            "requests_per_s": self.settings.requests_per_s,
-            "low_share": self.settings.low_share,
-            "slack": self.settings.slack,
-            "speedup": self.speedup,
-            "loss": self.loss,
-            "equal_loss": self.equal.loss,
-            "preferred": self.preferred.to_json(),
-            "equal": self.equal.to_json(),
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
-    """Most requests per second whose mean completion time stays within a target."""
-
-    target_s: float
-    """The target."""
-    equal: float
-    """With one queue for all packets."""
-    preferred: float
-    """With classes."""
-    equal_loss: float
-    """Loss of the training at that rate without classes."""
-    preferred_loss: float
-    """Loss of the training at that rate with classes."""
-
-
-class Runs:
-    """Runs by their settings, each made once.
-
-    Args:
-        told: Called with the settings and result of each new run.
-    """
-
-    def __init__(self, told: Callable[[Colocation, Colocated], None] | None = None) -> None:
-        self._told = told
-        self._known: dict[Colocation, Colocated] = {}
-
-    def __call__(self, settings: Colocation) -> Colocated:
-        """Result of a run."""
-        if settings not in self._known:
-            self._known[settings] = colocate(settings)
-            if self._told is not None:
-                self._told(settings, self._known[settings])
-        return self._known[settings]
-
-
-def compare(
-    base: Colocation,
-    *,
-    rates: Iterable[float] = RATES,
-    shares: Sequence[float] = SHARES,
-    slacks: Sequence[float] = SLACKS,
-    runs: Runs | None = None,
-) -> list[Pair]:
-    """Runs with and without classes, for each rate of requests, share of the training and deadline."""
-    runs = runs or Runs()
-    pairs = []
-    for requests_per_s in rates:
-        for slack in slacks:
-            equal = replace(base, requests_per_s=requests_per_s, slack=slack, low_share=None)
-            for share in shares:
-                settings = replace(equal, low_share=share)
-                pairs.append(Pair(settings=settings, preferred=runs(settings), equal=runs(equal)))
-    return pairs
-
-
-def best_within(pairs: Iterable[Pair], allowed: float) -> Pair | None:
-    """The pair with the largest speed-up whose training loses no more than is allowed; None if all lose more."""
-    return max((pair for pair in pairs if pair.loss <= allowed), key=lambda pair: pair.speedup, default=None)
-
-
-def most_requests(
-    base: Colocation, target_s: float, *, most_loss: float = 1.0, step: float = 250.0, top: float, runs: Runs
-) -> float:
-    """Most requests per second with a mean completion time within a target, by bisection.
-
-    Args:
-        base: Settings apart from the rate of requests.
-        target_s: The mean completion time.
-        most_loss: Largest loss of the training.
-        step: Distance of the rates that are tried.
-        top: Rate that is surely too high.
-        runs: Runs that were made before.
-    """
-    check(target_s > 0.0, "target_s", "be above 0", target_s)
-    low, high = 0, int(top // step)  # low holds, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        result = runs(replace(base, requests_per_s=middle * step))
-        within = result.mean_s is not None and result.mean_s <= target_s
-        if within and (result.loss or 0.0) <= most_loss:
-            low = middle
-        else:
-            high = middle
-    return low * step
-
-
-def carry(
-    base: Colocation,
-    *,
-    targets_s: Sequence[float] = TARGETS_S,
-    low_share: float = 0.0,
-    most_loss: float = 1.0,
-    step: float = 250.0,
-    runs: Runs | None = None,
-) -> list[Carried]:
-    """Requests per second that the service carries at fixed mean completion times, with and without classes."""
-    runs = runs or Runs()
-    top = base.hosts * float(base.rate) / 8 / base.response_bytes
-    both = replace(base, low_share=None), replace(base, low_share=low_share)
-    all_carried = []
-    for target_s in targets_s:
-        equal, preferred = (
-            most_requests(each, target_s, most_loss=most_loss, step=step, top=top, runs=runs) for each in both
-        )
-        losses = [
-            runs(replace(each, requests_per_s=rate)).loss or 0.0 if rate else 0.0
-            for each, rate in zip(both, (equal, preferred), strict=True)
-        ]
-        all_carried.append(
-            Carried(
-                target_s=target_s,
-                equal=equal,
-                preferred=preferred,
-                equal_loss=losses[0],
-                preferred_loss=losses[1],
-            )
-        )
-    return all_carried
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColocationStudy:
-    """Results of the whole study."""
+class Sweep:
+    """Settings of the study: what is varied."""
 
     base: Colocation
     """Settings that all runs share."""
-    pairs: list[Pair]
-    """Runs with and without classes."""
-    carried: list[Carried] = field(default_factory=list)
-    """Requests at fixed completion times, whatever the training loses."""
-    carried_within: list[Carried] = field(default_factory=list)
-    """Requests at fixed completion times at which the training loses a tenth at most."""
+    requests: tuple[float, ...] = RATES
+    """Requests per second of all hosts."""
+    shares: tuple[float, ...] = SHARES
+    """Shares of a line that the training keeps."""
+    slacks: tuple[float, ...] = SLACKS
+    """Deadlines of a stage, in multiples of the time that it takes alone."""
+    more_requests: tuple[float, ...] = ()
+    """Further rates, for requests at a mean: with the longest deadline, and the strongest preference or one queue."""
+    seeds: int = 3
+    """Runs of each, with arrivals of their own."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        rates = sorted({pair.settings.requests_per_s for pair in self.pairs})
-        best = []
-        for rate in rates:
-            for allowed in ALLOWED:
-                found = best_within((pair for pair in self.pairs if pair.settings.requests_per_s == rate), allowed)
-                best.append(
-                    {
-                        "requests_per_s": rate,
-                        "allowed": allowed,
-                        "speedup": found and found.speedup,
-                        "loss": found and found.loss,
-                        "equal_loss": found and found.equal.loss,
-                        "low_share": found and found.settings.low_share,
-                        "slack": found and found.settings.slack,
-                    }
+    def __post_init__(self) -> None:
+        check_between("seeds", self.seeds, 1, 1000)
+        for name in ("requests", "shares", "slacks"):
+            check(bool(getattr(self, name)), name, "name at least one", getattr(self, name))
+        self.runs()
+
+    def runs(self) -> list[Colocation]:
+        """All runs: those with one queue for all packets, and those with classes."""
+        cases: list[tuple[float, float, float | None]] = [
+            (rate, slack, share) for rate in self.requests for slack in self.slacks for share in (None, *self.shares)
+        ]
+        for rate in self.more_requests:
+            cases += [(rate, max(self.slacks), share) for share in (None, min(self.shares))]
+        return [
+            replace(self.base, requests_per_s=rate, slack=slack, low_share=share, seed=self.base.seed + seed)
+            for rate, slack, share in dict.fromkeys(cases)
+            for seed in range(self.seeds)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Means over seeds of runs that differ in nothing else."""
+
+    requests_per_s: float
+    low_share: float | None
+    slack: float | None
+    mean_s: float
+    """Mean completion time of the service."""
+    loss: float
+    """Loss of the training."""
+    speedup: float = 1.0
+    """Mean completion time with one queue for all packets, over this one's."""
+    speedups: tuple[float, ...] = ()
+    """The same for each seed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """The best that a loss buys at a rate of requests."""
+
+    requests_per_s: float
+    allowed: float
+    best: Case | None
+    """The largest speed-up of all cases that lose no more; None if all lose more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seeds:
+    """Results of the study over its seeds."""
+
+    sweep: Sweep
+    results: dict[Colocation, Colocated]
+
+    def cases(self) -> list[Case]:
+        """Means over seeds, with speed-ups against one queue at the same deadline."""
+        groups: dict[tuple[float, float | None, float | None], list[Colocated]] = {}
+        for settings, result in self.results.items():
+            groups.setdefault((settings.requests_per_s, settings.slack, settings.low_share), []).append(result)
+        found = []
+        for (rate, slack, share), runs in groups.items():
+            equal = [each.mean_s or 0.0 for each in groups.get((rate, slack, None), [])]
+            means = [each.mean_s or 0.0 for each in runs]
+            if len(equal) != len(means):
+                continue  # the study was ended before they were all there
+            found.append(
+                Case(
+                    requests_per_s=rate,
+                    low_share=share,
+                    slack=slack,
+                    mean_s=mean(means),
+                    loss=mean([each.loss or 0.0 for each in runs]),
+                    speedup=mean(equal) / mean(means),
+                    speedups=tuple(one / other for one, other in zip(equal, means, strict=True)),
                 )
+            )
+        return found
+
+    def gains(self) -> list[Gain]:
+        """What each allowed loss buys the service, by rate of requests."""
+        cases = [each for each in self.cases() if each.low_share is not None]
+        return [
+            Gain(
+                requests_per_s=rate,
+                allowed=allowed,
+                best=max(
+                    (each for each in cases if each.requests_per_s == rate and each.loss <= allowed),
+                    key=lambda each: each.speedup,
+                    default=None,
+                ),
+            )
+            for rate in self.sweep.requests
+            for allowed in ALLOWED
+        ]
+
+    def carried(self, target_s: float, low_share: float | None, most_loss: float = 1.0) -> float:
+        """Requests per second at a mean completion time, on straight lines between rates; the longest deadline counts.
+
+        Args:
+            target_s: The mean completion time.
+            low_share: The training's share of a line; None has one queue.
+            most_loss: Largest loss of the training that is allowed.
+        """
+        slack = max(self.sweep.slacks)
+        curve = sorted(
+            (each.requests_per_s, each.mean_s, each.loss)
+            for each in self.cases()
+            if each.low_share == low_share and each.slack == slack
+        )
+        reached = 0.0
+        for (rate, mean_s, loss), (next_rate, next_s, next_loss) in itertools.pairwise(curve):
+            if mean_s > target_s or loss > most_loss:
+                break
+            parts = [1.0]
+            if next_s > target_s:
+                parts.append((target_s - mean_s) / (next_s - mean_s))
+            if next_loss > most_loss:
+                parts.append((most_loss - loss) / (next_loss - loss))
+            reached = rate + min(parts) * (next_rate - rate)
+            if min(parts) < 1.0:
+                break
+        return reached
+
+    def to_json(self, targets_s: Sequence[float]) -> dict[str, Any]:
+        """Plain values, by name."""
+        shares = (None, min(self.sweep.shares))
         return {
-            "settings": asdict(self.base),
-            "best": best,
-            "carried": [asdict(each) for each in self.carried],
-            "carried_within": [asdict(each) for each in self.carried_within],
-            "pairs": [pair.to_json() for pair in self.pairs],
+            "settings": asdict(self.sweep),
+            "gains": [asdict(each) for each in self.gains()],
+            "carried": [
+                {
+                    "target_s": target_s,
+                    "most_loss": most_loss,
+                    "equal": self.carried(target_s, shares[0], most_loss),
+                    "preferred": self.carried(target_s, shares[1], most_loss),
+                }
+                for target_s in targets_s
+                for most_loss in (1.0, 0.1)
+            ],
+            "cases": [asdict(each) for each in self.cases()],
         }
 
-    def write(self, path: Path) -> None:
-        """Writes the results as JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+    def write(self, path: Path, targets_s: Sequence[float]) -> None:
+        """Writes JSON; makes missing folders."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(targets_s), indent=1) + "\n", encoding="utf-8")
+
+
+def run_sweep(sweep: Sweep, told: Callable[[int], None], *, processes: int = 1) -> Seeds:
+    """Makes all runs of a study.
+
+    Args:
+        sweep: What to run.
+        told: Called with the number of runs that are done.
+        processes: Processes that make runs at the same time.
+    """
+    runs = sweep.runs()
+    results: dict[Colocation, Colocated] = {}
+    if processes == 1:
+        for settings in runs:
+            results[settings] = colocate(settings)
+            told(len(results))
+    else:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            for settings, result in zip(runs, pool.map(colocate, runs), strict=True):
+                results[settings] = result
+                told(len(results))
+    return Seeds(sweep=sweep, results=results)
