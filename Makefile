@@ -102,15 +102,15 @@ bench-bursts: setup  ## measure all-reduce under bursts of loss, exact and lossy
 	done; done
 
 # About eight minutes, ten of endurance and six of comparison. Needs nginx.
-COLOCATE = $(BIN)/stormtorch bench colocate --slack 2.6
+COLOCATE = $(BIN)/stormtorch bench colocate
 bench-colocate: setup  ## measure a web service beside a training, in the network lab; writes build/bench/lab-colocate-*
 	@mkdir -p $(BENCH_OUT)
-	$(COLOCATE) --prefer equal,0.05 --requests 200 --steps 40 --seconds 20 --train model-averaging --seeds 3 \
+	$(COLOCATE) --slack 2.2 --prefer equal,0.05 --requests 200 --steps 40 --seconds 20 --train model-averaging --seeds 3 \
 		--json $(BENCH_OUT)/lab-colocate-seeds.json --plot $(BENCH_OUT)/lab-colocate-seeds.png
-	$(COLOCATE) --prefer equal,0.05 --requests 200 --steps 24 --seconds 15 --tcp cubic \
-		--train model-averaging,bounded-drift,ddp,ddp-low,none \
+	$(COLOCATE) --slack 2.6 --prefer equal,0.05 --requests 200 --steps 24 --seconds 15 --tcp cubic \
+		--train model-averaging,lead,ddp,ddp-low,none \
 		--json $(BENCH_OUT)/lab-colocate-trainings.json --plot $(BENCH_OUT)/lab-colocate-trainings.png
-	$(COLOCATE) --prefer 0.05 --requests 100 --steps 40 --seconds 600 --train bounded-drift \
+	$(COLOCATE) --slack 2.6 --prefer 0.05 --requests 100 --steps 40 --seconds 600 --train lead \
 		--json $(BENCH_OUT)/lab-colocate-endurance.json
 
 # About three minutes.

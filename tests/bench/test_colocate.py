@@ -78,7 +78,7 @@ def test_of_equal_priority_ddp_is_not_run_twice() -> None:
 
 @pytest.mark.pure
 def test_a_deadline_ends_both_stages_and_none_is_exact() -> None:
-    for train in ("model-averaging", "bounded-drift"):
+    for train in ("model-averaging", "lead"):
         assert policy_for(train, None).up is EXACT
         for stage in (policy_for(train, 0.2).up, policy_for(train, 0.2).down):
             assert (stage.budget, stage.deadline_s) == (1.0, 0.2)

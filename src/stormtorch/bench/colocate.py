@@ -15,7 +15,7 @@ from stormtorch.tasks.models.llama import LlamaSize
 
 NONE = "none"
 """Name of the training that is none: the service has the lines for itself."""
-STORM = ("model-averaging", "bounded-drift")
+STORM = ("model-averaging", "lead")
 """Trainings by stormtorch, named by their policies."""
 DDP, DDP_LOW = "ddp", "ddp-low"
 """Trainings by DistributedDataParallel on gloo: over TCP, of normal priority or marked as low."""

@@ -20,7 +20,7 @@ SERVICE = (
 )
 TRAINING = (
     "one rank on each host, one torch thread; AdamW at a constant rate, betas 0.9 and 0.95; each stage of an exchange "
-    "ends at its deadline with what has arrived, and nothing is sent again (ddp: everything arrives); bounded-drift "
+    "ends at its deadline with what has arrived, and nothing is sent again (ddp: everything arrives); lead "
     "has neither standby nor guard; loss: fraction of the chunks that did not arrive while the service was measured"
 )
 ALONE = (

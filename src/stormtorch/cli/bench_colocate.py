@@ -31,7 +31,7 @@ def colocate(
     train: Annotated[
         str,
         typer.Option(
-            help="Trainings beside the service, separated by commas: model-averaging, bounded-drift, ddp (on gloo, of "
+            help="Trainings beside the service, separated by commas: model-averaging, lead, ddp (on gloo, of "
             "normal priority), ddp-low (marked as low), none (the service alone).",
             autocompletion=offer_list(NEIGHBOURS),
         ),
@@ -150,7 +150,7 @@ def colocate(
 
       stormtorch bench colocate --ranks 4 --prefer equal,0.02 --requests 100 --seconds 5
 
-      stormtorch bench colocate --train model-averaging,bounded-drift,ddp,ddp-low,none --seeds 3
+      stormtorch bench colocate --train model-averaging,lead,ddp,ddp-low,none --seeds 3
 
       stormtorch bench colocate --deadline 200ms --at-latency 15ms --requests 50,100,200,400
 

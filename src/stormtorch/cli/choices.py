@@ -30,8 +30,8 @@ LEARNERS = "gloo,storm-drift"
 LAB_LEARNERS = "gloo-bbr,storm-drift"
 FAULTS = "kill,pause,cut,link,outage,partition,storm,mtu,join,leave"
 SUITE = "allreduce,latency,ddp,cable,lab,hierarchy,mpi"
-NEIGHBOURS = "model-averaging,bounded-drift,ddp,ddp-low,none"
-MANNERS = "all-to-all,incast,tcp,low,step"
+NEIGHBOURS = "model-averaging,lead,ddp,ddp-low,none"
+MANNERS = "all-to-all,incast,tcp,low,latency,alone,pause,step"
 WARMUP, LAB_WARMUP = 3, 1
 PARAMS_M, LAB_PARAMS_M = 25.0, 10.0
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {
     "model-averaging": "#d9480f",
-    "bounded-drift": "#c2255c",
+    "lead": "#c2255c",
     "ddp": "#1971c2",
     "ddp-low": "#74c0fc",
     "none": "#495057",
