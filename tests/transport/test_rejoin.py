@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,23 @@ def test_a_job_is_rejoined_in_the_generation_that_the_others_are_in() -> None:
 def test_without_a_job_there_is_nothing_to_rejoin() -> None:
     with pytest.raises(Exception, match=r"storm/cookie|[Tt]imeout|timed out"):
         rejoin(store_of_threads(0.3), 1, 2)
+
+
+def test_process_that_returns_has_the_lane_of_low_priority_that_the_job_has() -> None:
+    store, transports = connected(2, replace(OPTIONS, priority="both", linger_s=0.1))
+    try:
+        transports[1].close()
+        with rejoin(store, 1, 2, OPTIONS) as back:
+            assert back.lanes == transports[0].lanes == 2
+            card = returned(store, 1, 0)
+            assert card is not None and transports[0].fits(card)
+            transports[0].readmit(1, card)
+            tensors = [torch.ones(50_000) for _ in range(2)]
+            low = [Group(each, name="again", priority="low") for each in (transports[0], back)]
+            for pending in [all_reduce(group, tensor) for group, tensor in zip(low, tensors, strict=True)]:
+                pending.wait(10.0)
+            assert all(tensor.eq(2.0).all() for tensor in tensors)
+            assert back.lane_bytes_sent()[1] > 100_000
+    finally:
+        for transport in transports:
+            transport.close(0.0)
