@@ -65,7 +65,7 @@ SimLine::Departure SimLine::take(Nanos now) {
     own.bytes -= next.bytes;
     ++own.counts.packets;
     own.counts.bytes += next.bytes;
-    // What is borrowed costs no credit.
+    // A class that uses what the other leaves does not pay for it with its own share.
     if (own.credit >= 0) own.credit -= static_cast<double>(next.bytes);
     if (settings_.bytes_per_s == 0) return {next.packet, free_at_ = now};
     const auto nanos = [&](double bytes) { return static_cast<Nanos>(bytes / settings_.bytes_per_s * 1e9); };

@@ -42,9 +42,9 @@ class TrainingResult:
     loss: float | None
     """Fraction of the chunks that did not arrive, mean over both stages; None where there was no step to count."""
     loss_up: float | None
-    """The same of stage 1, to owners."""
+    """Fraction of the chunks of stage 1, to owners, that did not arrive."""
     loss_down: float | None
-    """The same of stage 2, from owners."""
+    """Fraction of the chunks of stage 2, from owners, that did not arrive."""
     bytes_per_step: float | None
     """Bytes of datagrams that a rank sends in a step; None under DDP."""
     deadline_s: float | None
@@ -54,7 +54,7 @@ class TrainingResult:
     validation: float | None
     """Loss on held-out text after the fixed number of steps; None if they were not made in time."""
     last_validation: float | None
-    """The same at the end of the run, after all `steps`."""
+    """Loss on held-out text at the end of the run, after all `steps`."""
     validation_ratio: float | None = None
     """`validation` over that of the training alone."""
 

@@ -154,7 +154,7 @@ class Colocated:
     loss: float | None
     """Fraction of the training's bytes that did not arrive in time; None without a training."""
     stage_loss: tuple[float, float] | None
-    """The same for each stage of an exchange."""
+    """Fraction of the bytes of each stage, up and down, that did not arrive in time; None without a training."""
     exchanges: int
     """Exchanges measured, counted at each rank."""
     exchange_s: float | None
@@ -267,7 +267,7 @@ class Training:
 
     @property
     def stage_loss(self) -> tuple[float, float] | None:
-        """The same by stage."""
+        """Fraction of the bytes of each stage that did not arrive in time; None without a training."""
         if not all(self._bytes):
             return None
         return self._missing[0] / self._bytes[0], self._missing[1] / self._bytes[1]

@@ -79,7 +79,7 @@ class Case:
     speedup: float = 1.0
     """Mean completion time with one queue for all packets, over this one's."""
     speedups: tuple[float, ...] = ()
-    """The same for each seed."""
+    """Speed-up of each seed's run, against the run of that seed with one queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
