@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from grid import Run, explain, main, mean_text, seeds
+from grid import GPU, Run, explain, main, mean_text, seeds
 
 from stormtorch.studies.settings import SimSettings
 
@@ -31,7 +31,7 @@ def settings_of(chosen: argparse.Namespace, model: str, **other: Any) -> SimSett
     else:
         options |= {"device": chosen.device, "batch": 32}
         if chosen.device == "cuda":
-            options |= {"precision": "tf32"}
+            options |= GPU | {"precision": "tf32"}
     return SimSettings(**(options | other))
 
 

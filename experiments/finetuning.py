@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, explain, main, seeds
+from grid import GPU, Run, explain, main, seeds
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
 from stormtorch.studies.settings import SimSettings
@@ -27,7 +27,7 @@ def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:
         "device": chosen.device,
     }
     if chosen.device == "cuda":
-        options |= {"precision": "bfloat16"}
+        options |= GPU
     return SimSettings(**(options | other))
 
 

@@ -40,7 +40,9 @@ from stormtorch.tasks.task import Task
 
 RESULTS = Path(__file__).parent / "results"
 # What may differ from an earlier run: where and how fast it is computed. Data are described by the task.
-_FREE = {"data", "device", "precision", "how", "at_once", "fuse"}
+_FREE = {"data", "device", "precision", "how", "at_once", "fuse", "deterministic"}
+GPU: dict[str, Any] = {"precision": "bfloat16", "deterministic": True}
+"""Settings of runs on a GPU: the same seed gives the same bits, which costs no time that we could measure."""
 # Points of a curve that are kept.
 _POINTS = 60
 
@@ -65,7 +67,9 @@ class Run:
     @property
     def shape(self) -> tuple[object, ...]:
         """Runs of the same shape share what was compiled for one of them."""
-        names = "model data workers batch lr context width layers held_out device precision how at_once fuse"
+        names = (
+            "model data workers batch lr context width layers held_out device precision how at_once fuse deterministic"
+        )
         return (self.task, *(getattr(self.settings, name) for name in names.split()))
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, explain, main, mean_and_bar, mean_text
+from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text
 
 from stormtorch.studies.settings import SimSettings
 
@@ -37,7 +37,7 @@ def scratch(chosen: argparse.Namespace, **other: Any) -> SimSettings:
         "device": chosen.device,
     }
     if chosen.device == "cuda":
-        options |= {"precision": "bfloat16", "fuse": True}
+        options |= GPU | {"fuse": True}
     return SimSettings(**(options | other))
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, explain, main, mean_and_bar, mean_text, seeds
+from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text, seeds
 
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.studies.settings import SimSettings
@@ -24,7 +24,7 @@ LOSS = 0.1
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
     """Timing first: it is short."""
-    on_gpu: dict[str, Any] = {"precision": "bfloat16"} if chosen.device == "cuda" else {}
+    on_gpu = GPU if chosen.device == "cuda" else {}
     common: dict[str, Any] = {"data": chosen.data / "wikitext-2", "loss": LOSS, "device": chosen.device, **on_gpu}
     found = [
         Run(

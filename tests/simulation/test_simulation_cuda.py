@@ -101,6 +101,14 @@ def test_fused_kernels_say_the_same_and_serve_another_simulation() -> None:
         assert losses(run(llama(), fuse=True, reuse=reuse)) == pytest.approx(losses(plain), rel=2e-3)
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["not fused", "fused"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_the_same_seed_gives_the_same_bits(policy: Policy, fuse: bool) -> None:
+    one, other = (run(llama(), policy=policy, fuse=fuse, deterministic=True) for _ in range(2))
+    assert one.curve == other.curve and one.drift == other.drift
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
 def test_fewer_bits_are_near(precision: str) -> None:
     exactly = run(llama())

@@ -375,6 +375,14 @@ Fuse = Annotated[
     bool,
     typer.Option("--fuse", help="Let torch.compile fuse kernels: slow at first, then faster.", rich_help_panel=_SPEED),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Have a GPU compute the same bits every time: the same seed, GPU and versions give the same results.",
+        rich_help_panel=_SPEED,
+    ),
+]
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 

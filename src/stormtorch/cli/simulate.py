@@ -18,6 +18,7 @@ from stormtorch.cli.options import (
     Checkpoint,
     Data,
     Delivered,
+    Deterministic,
     DeviceName,
     Every,
     FirstSeed,
@@ -96,6 +97,7 @@ def simulate(
     at_once: AtOnce = None,
     how: HowName = How.auto,
     fuse: Fuse = False,
+    deterministic: Deterministic = False,
 ) -> None:
     """Train on many virtual workers in one process, over a network that loses: policies side by side.
 
@@ -175,6 +177,7 @@ def simulate(
             at_once=at_once,
             how=how.value,
             fuse=fuse,
+            deterministic=deterministic,
         )
         settings = replace(settings, network=network.model())
         check_outputs(json, plot)

@@ -72,13 +72,15 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the source tree this runs from, with "+changes" if files differ from it; None outside of git."""
+    """Commit of the source tree this runs from, with "+changes" if code differs from it; None outside of git."""
     here = Path(__file__).parents[1]
     head = _git(here, "rev-parse", "--short=12", "HEAD")
     # Installed into some other project's tree, its commit would say nothing about us.
     if not head or not _git(here, "ls-files", "--", "*.py"):
         return None
-    return head + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    # Results that are being written, and pages about them, do not change what is computed.
+    code = [":/", *(f":(top,exclude,glob)**/*.{kind}" for kind in ("json", "png", "md"))]
+    return head + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", *code) else "")
 
 
 def _git(where: Path, *command: str) -> str | None:

@@ -31,8 +31,12 @@ def fitting(setting: Setting, model: nn.Module, batches: Callable[[int, int, int
     each = torch.cuda.max_memory_allocated(setting.device) - before
     del trial
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(setting.device)
-    return setting.with_at_once(_even(workers, max(int(_GPU_SHARE * free / max(each, 1)), 1)))
+    free, total = torch.cuda.mem_get_info(setting.device)
+    fit = max(int(_GPU_SHARE * (total if setting.deterministic else free) / max(each, 1)), 1)
+    if setting.deterministic:
+        # The order of sums depends on it, so it must not depend on what else has memory, nor on a few bytes.
+        fit = 1 << fit.bit_length() - 1
+    return setting.with_at_once(_even(workers, fit))
 
 
 def _even(workers: int, fit: int) -> int:

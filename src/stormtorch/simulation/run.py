@@ -30,6 +30,7 @@ from stormtorch.simulation.gradients import How, Loss, trained
 from stormtorch.simulation.outcome import Simulated, Spot
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.replicated import Replicated
+from stormtorch.simulation.same_bits import same_bits
 from stormtorch.simulation.setting import MakeOptimizer, Reuse, Setting, Works
 from stormtorch.simulation.sharded import Sharded
 from stormtorch.simulation.workers import Evaluate, Workers
@@ -48,14 +49,16 @@ Batches = Callable[[int, int, int], Any]
 def _alone(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
     """Makes the GPU that `device` names the current one during a call, and restores torch's precision of products.
 
-    Otherwise, operations that name no GPU, such as recording, drawing and adding up, would use another one.
+    Otherwise, operations that name no GPU, such as recording, drawing and adding up, would use another one. With
+    `deterministic`, it also has torch compute the same bits every time.
     """
 
     @functools.wraps(function)
     def inner(*args: P.args, **kwargs: P.kwargs) -> Simulated:
         device = torch.device(str(kwargs.get("device", "cpu")))
         multiplies = torch.get_float32_matmul_precision()
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        wanted = bool(kwargs.get("deterministic"))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(), same_bits(wanted):
             try:
                 return function(*args, **kwargs)
             finally:
@@ -88,6 +91,7 @@ def simulate(
     precision: Literal["float32", "tf32", "bfloat16"] = "float32",
     capture: bool = True,
     fuse: bool = False,
+    deterministic: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every_s: float = 60.0,
     advance: Callable[[Spot], None] | None = None,
@@ -125,6 +129,8 @@ def simulate(
         precision: Number format in which matrices are multiplied.
         capture: Whether to record kernels once and replay them, on a GPU; needs a loss without data-dependent shapes.
         fuse: Whether `torch.compile` fuses kernels: takes a minute at first, then halves the time of a step.
+        deterministic: Whether a GPU must compute the same bits every time; another kind of GPU, version of torch or
+            `at_once` may still give others. On the CPU it changes nothing: bits are always the same there.
         checkpoint: File to which the state is saved regularly and at Ctrl-C, which waits for the end of the step. If it
             exists, the simulation continues from it. It is deleted at the end.
         checkpoint_every_s: Seconds between two checkpoints.
@@ -185,6 +191,7 @@ def simulate(
         precision=torch.bfloat16 if precision == "bfloat16" else torch.float32,
         capture=capture,
         fuse=fuse,
+        deterministic=deterministic,
         processes=processes,
         works=works,
         reuse=reuse,

@@ -52,6 +52,7 @@ class Setting:
     precision: torch.dtype
     capture: bool
     fuse: bool
+    deterministic: bool
     processes: Processes
     works: Works | None = None
     """Which workers make an optimizer step; None is all of them, always."""

@@ -195,6 +195,7 @@ def _simulate(
         at_once=settings.at_once,
         precision=settings.precision,
         fuse=settings.fuse,
+        deterministic=settings.deterministic,
         checkpoint=checkpoint,
         advance=advance,
         reuse=reuse,

@@ -263,6 +263,7 @@ class SimSettings(StudySettings):
     how: Literal["auto", "batched", "loop"] = "auto"
     at_once: int | None = None
     fuse: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_subset("model", (self.model,), TASKS)
