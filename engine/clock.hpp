@@ -14,4 +14,6 @@ inline constexpr Nanos millisecond = 1'000'000;
 inline constexpr Nanos second = 1'000'000'000;
 inline constexpr Nanos never = std::numeric_limits<Nanos>::max();
 
+constexpr double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
+
 }  // namespace storm

@@ -19,27 +19,13 @@ constexpr double most_weight = 2;             // of a link that lags behind; the
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
 constexpr double patience = 0.25;             // a queue may last this much of what a message has time for
-constexpr double known_part = 0.8;            // of what the line has carried that a job which yielded takes at once
-constexpr double long_part = 0.4;          // of the round trip that a queue may last, whatever delay is left to others
-constexpr double least_target_s = 0.0002;  // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;     // delay that is never taken for noise, whatever a dip shows
-constexpr double rtt_noise = 0.05;         // of the round trip: the same, on long paths
-constexpr double max_loss = 0.45;          // more than this is taken for an outage, not for a lossy link
+constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
+constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
+constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
-constexpr double floor_bytes = 3'000;    // per round trip, always: two Ethernet datagrams keep the measurements alive
-constexpr double dip_gain = 0.3;         // of the rate while the queue is emptied to see the bare round trip
-constexpr double crowd_margin = 1.5;     // times what the job itself would keep in a queue: then somebody else is there
-constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
-constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
-constexpr double line_memory_s = 60;                      // how long the most that the line has carried is remembered
-constexpr double peak_memory_s = 30;                      // how long the longest queue is remembered
-constexpr Nanos least_round = millisecond;                // short links: rates over less than this are noise of batches
-constexpr int patient_rounds = 24;                        // that a queue must last to be somebody else's
-constexpr Nanos longest_yield = 300 * second;             // low priority: then the bare round trip may have changed
-constexpr Nanos longest_contest = 16 * second;            // then it is found out anew whose queue it is
-constexpr Nanos min_rtt_bucket = 5 * second;              // two of them make the window of ten seconds
-
-double seconds(Nanos t) { return static_cast<double>(t) / static_cast<double>(second); }
+constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
+constexpr double peak_memory_s = 30;   // how long the longest queue is remembered
 
 }  // namespace
 
@@ -128,7 +114,7 @@ double RateControl::target_queue_s() const {
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
     const Nanos bucket = now / min_rtt_bucket;
     // While others keep the queue full, the round trip without a queue cannot be seen.
-    const bool hidden = competing_ || crowded_rounds_ > 0 || (yielding_ && now - crowded_since_ < longest_yield);
+    const bool hidden = competing_ || crowded_rounds_ > 0 || yielded_lately(now);
     if (bucket != bucket_ && !hidden) {
         older_min_ = bucket == bucket_ + 1 ? newer_min_ : never;
         newer_min_ = never;
@@ -335,63 +321,13 @@ bool RateControl::dipping(Nanos now) const { return now < dip_until_ || round_.b
 // Delay seen while the queue is empty is noise: threads that wake late, Wi-Fi, batches. Loss seen then is no overflow.
 void RateControl::learn_from_dip() {
     const double mean_s = round_.rtt_sum_s / round_.rtts - seconds(min_rtt_);
-    noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);
+    if (!yielded_lately(round_.begin))
+        noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);
     const double total = round_.delivered + round_.lost;
     if (total <= 0) return;
     const double loss = std::min(round_.lost / total, max_loss);
     most_loss_ = std::min(loss + 0.05 + 2 * deviation(loss, total), max_loss);
     loss_ += std::min(0.5, total / (400 * datagram_bytes_)) * (loss - loss_);
-}
-
-// Links of our own kind all back off, and the queue falls to its target within some rounds. If it stays far above although
-// this link has given up much of its rate, it belongs to somebody who does not. From time to time that is found out anew.
-void RateControl::notice_competition(double queue_s, Nanos now) {
-    if (round_.weight <= 0) return;
-    // Judge by what arrived: startup tries rates that no line has.
-    const double had = std::min(rate_, round_.rated / round_.weight / (1 - loss_));
-    if (fair_ <= 0) fair_ = had;
-    // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
-    // it has carried.
-    const double bare_s = bare_noise_s();
-    const bool crowded = queue_s > crowd_margin * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
-    if (!crowded) {
-        crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
-        if (!competing_) {
-            // Above the queue's target the rate falls to make room for others, so it says little about our fair share.
-            const double time_s = had > fair_ ? 0.5 : queue_s <= bare_s + occupancy_bytes_ / fair_ ? 2 : 60;
-            fair_ += (had - fair_) * std::min(seconds(now - round_.begin) / time_s, 0.5);
-        }
-    } else {
-        if (crowded_rounds_ == 0) crowded_since_ = now;
-        crowded_rounds_ = std::min(crowded_rounds_ + 1, 16);
-    }
-    roomy_rounds_ = crowded ? 0 : roomy_rounds_ + 1;
-    if (competing_) {
-        if (now >= compete_until_ || roomy_rounds_ >= 4) {
-            competing_ = false;
-            crowded_rounds_ = crowded ? 1 : 0;
-            contest_ = crowded ? std::min(2 * contest_, longest_contest) : second;
-        }
-    } else if (crowded_rounds_ >= 8 && now - crowded_since_ >= 100 * least_round && rate_ < contested_share * fair_) {
-        competing_ = true;
-        overload_ = 0;
-        // A link that started together with another flow never had the queue to itself, but may have had the line briefly.
-        fair_ = std::max(fair_, line_bytes_per_s_ / static_cast<double>(busy_));
-        compete_until_ = now + contest_;
-    }
-}
-
-void RateControl::compete(double round_s) {
-    // A flow that fills the queue overflows it now and then. If overflow goes on, all flows send too much: the line became
-    // slower, or the other flows are links of ours after all.
-    const double total = round_.delivered + round_.lost;
-    const double excess = total > 0 ? std::max(round_.lost / total - loss_, 0.0) : 0;
-    overload_ += (excess - overload_) * std::min(round_s / overload_s, 1.0);
-    if (overload_ > most_overload) fair_ *= 1 - std::min(round_s / overload_s, 0.1);
-    const double goal = contested_share * fair_;
-    rate_ = rate_ < goal ? std::min(1.25 * rate_, goal) : std::max(0.8 * rate_, goal);
-    free_rounds_ = 0;
-    step_ = least_step;
 }
 
 // Automatic: grows while the queue is below its target, gives back what stands above it.
@@ -409,50 +345,6 @@ void RateControl::follow_delay(double queue_s, double round_s) {
     queued_before_ = excess_s > 0;
     const bool queued = excess_s > 0 || overflowed_;
     grow(queued, queue_s < target_s / 4, 1 - queue_s / target_s);
-}
-
-// The queue from which on it is somebody else's turn. For low_priority that is any: the threshold lies below that of
-// `automatic`, which keeps at least noise_s_ standing, so a scavenger sees a delay on every round it competes and falls to
-// its floor. low_latency keeps the queue that `automatic` keeps, and so fills a line that nobody else uses.
-double RateControl::yield_queue_s() const {
-    if (mode_ == RateMode::low_priority) return std::max(0.75 * noise_s_, rtt_noise * seconds(min_rtt_));
-    // No less than what the job keeps there itself. And over a long path, the answer to what is sent now comes so late that a
-    // queue of one's own varies by a part of it.
-    return bare_noise_s() + std::max({yield_delay_s_, own_queue_s(), long_part * seconds(min_rtt_)});
-}
-
-// What all links of the job together keep in a queue.
-double RateControl::own_queue_s() const { return shared_bytes_ / std::max(most_line_, rate_); }
-
-// Whether all links of the endpoint together carry much less than the line has carried before.
-bool RateControl::carries_little() const {
-    if (round_.weight <= 0) return true;
-    const double own = round_.rated / round_.weight / (1 - loss_);
-    return own * static_cast<double>(busy_) / weight_ < known_part * most_line_;
-}
-
-void RateControl::yield(double queue_s, double round_s, Nanos now) {
-    const bool queued = queue_s > yield_queue_s();
-    most_line_ *= 1 - std::min(round_s / line_memory_s, 1.0);
-    if (queued && !yielding_) crowded_since_ = now;
-    yielding_ = queued;
-    if (mode_ == RateMode::low_priority) {
-        if (queued) rate_ *= 0.5;
-        grow(queued, !queued, 1);
-        return;
-    }
-    // A queue that is longer than this job would make it, or that stays although this endpoint carries less than the line
-    // can, is somebody else's. Give way as far as it is beyond, at most to half in a round.
-    const double limit_s = yield_queue_s();
-    crowded_rounds_ = queued && carries_little() ? crowded_rounds_ + 1 : 0;
-    const bool longer = queue_s > limit_s + own_queue_s();
-    if (longer || crowded_rounds_ > patient_rounds) rate_ *= std::max(2 - queue_s / limit_s, 0.5);
-    // Up to what the line has carried the rate comes back quickly, and beyond it with care.
-    if (rate_ * static_cast<double>(busy_) > known_part * most_line_) {
-        step_ = least_step;
-        free_rounds_ = 0;
-    }
-    follow_delay(queue_s, round_s);
 }
 
 // Grows the rate in rounds with data, faster after several that met no queue, within what the model allows.

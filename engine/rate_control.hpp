@@ -62,6 +62,10 @@ public:
 private:
     enum class Phase : std::uint8_t { startup, drain, cruise, probe_rtt };
     static constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
+    static constexpr double rtt_noise = 0.05;             // of the round trip: delay that is noise on long paths
+    static constexpr Nanos longest_yield = 300 * second;  // low priority: then the bare round trip may have changed
+    static constexpr Nanos min_rtt_bucket = 5 * second;   // two of them make the window of ten seconds
+    static constexpr Nanos least_round = millisecond;     // short links: rates over less than this are noise of batches
     // Sums over one round: a round trip, stretched on short links until it holds enough to average.
     struct Round {
         Nanos begin{}, min_rtt{never}, max_rtt{};
@@ -74,9 +78,6 @@ private:
     [[nodiscard]] bool paced() const { return mode_ != RateMode::unlimited && mode_ != RateMode::fixed; }
     [[nodiscard]] double best_delivery() const;
     [[nodiscard]] double target_queue_s() const;
-    [[nodiscard]] double yield_queue_s() const;
-    [[nodiscard]] double own_queue_s() const;
-    [[nodiscard]] bool carries_little() const;
     [[nodiscard]] double bare_noise_s() const;
     [[nodiscard]] double recent_queue_s() const;
     [[nodiscard]] double loss_queue_s() const;
@@ -88,6 +89,14 @@ private:
     [[nodiscard]] double trickle_rate() const;
     [[nodiscard]] double recalled_rate() const;
     void cruise_at(double rate, Nanos now);
+    // rate_neighbours.cpp
+    void notice_competition(double queue_s, Nanos now);
+    void compete(double round_s);
+    void yield(double queue_s, double round_s, Nanos now);
+    [[nodiscard]] double yield_queue_s() const;
+    [[nodiscard]] double own_queue_s() const;
+    [[nodiscard]] bool carries_little() const;
+    [[nodiscard]] bool yielded_lately(Nanos now) const;
 
     [[nodiscard]] double least_rate() const;
     void end_round(Nanos now);
@@ -98,10 +107,7 @@ private:
     void begin_dip(Nanos now);
     [[nodiscard]] bool dipping(Nanos now) const;
     void learn_from_dip();
-    void notice_competition(double queue_s, Nanos now);
     void follow_delay(double queue_s, double round_s);
-    void compete(double round_s);
-    void yield(double queue_s, double round_s, Nanos now);
     void grow(bool queued, bool empty, double share);
     void apply(double gain, Nanos now);
 
@@ -136,11 +142,11 @@ private:
     bool overflowed_{};      // this round lost more than the link does without a queue
 
     double line_bytes_per_s_{};
-    double most_line_{};  // the most that the line has carried within the last minute or so
-    double fair_{};       // the rate while the queue was ours
-    double overload_{};   // share lost beyond what the link always loses, while competing
-    bool competing_{};    // somebody else keeps the queue full
-    bool yielding_{};     // low priority: another flow uses the line
+    double most_line_{};                // the most that the line has carried within the last minute or so
+    double fair_{};                     // the rate while the queue was ours
+    double overload_{};                 // share lost beyond what the link always loses, while competing
+    bool competing_{};                  // somebody else keeps the queue full
+    Nanos yielded_at_{-longest_yield};  // low priority: when another flow was last seen to use the line
     int crowded_rounds_{}, roomy_rounds_{};
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 
