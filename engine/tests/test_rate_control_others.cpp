@@ -109,6 +109,24 @@ TEST(yielding_to_latency_leaves_most_to_a_bulk_tcp_flow) {
     }
 }
 
+TEST(yielding_to_latency_notices_who_keeps_the_queue_short) {
+    for (const Path& path : paths) {
+        if (path.rtt > 10 * millisecond) continue;  // there, so short a queue counts as none
+        Bottleneck network(path, 19);
+        const std::size_t low = network.add(RateMode::low_latency);
+        network.run(second);
+        // Three milliseconds, little more than what counts as a queue: as BBR does, and in contrast to CUBIC.
+        const double window = path.bytes_per_s * (static_cast<double>(path.rtt) / 1e9 + 0.003);
+        const std::size_t service = network.add(RateMode::unlimited, 0, window);
+        network.give(service, static_cast<std::uint64_t>(20 * path.bytes_per_s));
+        network.run(2 * second);
+        network.measure();
+        network.run(8 * second);
+        CHECK(network.throughput(service) > 0.85 * path.bytes_per_s);
+        CHECK(network.throughput(low) < 0.15 * path.bytes_per_s);
+    }
+}
+
 TEST(yielding_to_latency_takes_and_returns_the_line_within_a_second) {
     for (const Path& path : paths) {
         Bottleneck network(path, 17);
