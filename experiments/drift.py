@@ -1,16 +1,17 @@
 """How far do replicas drift apart over time, and do the formulas say it?
 
-16 workers, 300 steps. Drift is also shown over the mean square of one update at that time: the formulas are about
-independent updates of mean zero, and updates of real training are neither.
+16 workers, 300 steps, and 1,500 of AdamW. Drift is also shown over the mean square of one update at that time: the
+formulas are about independent updates of mean zero, and updates of real training are neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
-from grid import Run, explain, main, seeds
+from grid import Run, explain, main, mean_text, seeds
 from small import small
 
 from stormtorch import theory
@@ -18,23 +19,56 @@ from stormtorch.cli.plots.train import COLOURS
 
 LOSSES = (0.1, 0.4)
 POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")
+SEEDS = 3
+LONG_STEPS = 1500
+# Trainings whose drift the formulas are about: name in keys, and what they are.
+MEASURED = {"": "AdamW", "-long": f"AdamW, {LONG_STEPS:,} steps", "-sgd": "SGD without momentum"}
 
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
-    """All policies at two losses; momentum-free SGD beside AdamW for the formulas."""
+    """All policies at two losses; momentum-free SGD beside AdamW for the formulas, and a longer training."""
     found = []
-    for loss in LOSSES:
-        for policy in POLICIES:
-            found.append(Run(key=f"{policy}/{loss:g}/0", settings=small(chosen, policies=(policy,), loss=loss)))
-        for policy in ("plain", "lead"):
-            settings = small(chosen, policies=(policy,), loss=loss, optimizer="sgd", lr=1.0)
-            found.append(Run(key=f"{policy}-sgd/{loss:g}/0", settings=settings))
+
+    def add(policy: str, kind: str, loss: float, seed: int, **other: Any) -> None:
+        settings = small(chosen, policies=(policy,), loss=loss, first_seed=seed, **other)
+        found.append(Run(key=f"{policy}{kind}/{loss:g}/{seed}", settings=settings))
+
+    for seed in range(SEEDS):
+        for loss in LOSSES:
+            for policy in POLICIES:
+                add(policy, "", loss, seed)
+            for policy in ("plain", "lead"):
+                add(policy, "-sgd", loss, seed, optimizer="sgd", lr=1.0)
+                add(policy, "-long", loss, seed, steps=LONG_STEPS)
     return found
+
+
+def ratios(run: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Steps, and drift over the mean square of one update at each."""
+    rows = [(step, pair / update) for step, pair, _, update in run["drift_curve"][1:] if pair and update]
+    return [step for step, _ in rows], [ratio for _, ratio in rows]
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: medians of the second half of training, mean of all seeds and its error."""
+    rows = []
+    for kind, name in MEASURED.items():
+        cells = []
+        for loss in LOSSES:
+            medians = []
+            for policy in ("plain", "lead"):
+                halves = [ratios(run)[1] for run in seeds(found, f"{policy}{kind}/{loss:g}")]
+                medians.append(mean_text([statistics.median(half[len(half) // 2 :]) for half in halves], ".2f"))
+            cells.append(" / ".join(medians))
+        rows.append(f"| {name}, plain / with the lead | {' | '.join(cells)} |")
+    return rows
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Drift by step: as it is, and over one update beside the formulas."""
     from matplotlib.figure import Figure
+
+    print("\n".join(table(found)))
 
     losses = [loss for loss in LOSSES if any(seeds(found, f"{policy}/{loss:g}") for policy in POLICIES)]
     figure = Figure(figsize=(6.25 * max(len(losses), 1), 7.4), layout="constrained")
@@ -42,28 +76,22 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for column, loss in enumerate(losses):
         raw, relative = axes[0, column], axes[1, column]
         for policy in POLICIES:
-            for run in seeds(found, f"{policy}/{loss:g}"):
+            for number, run in enumerate(seeds(found, f"{policy}/{loss:g}")):
                 points = [(step, pair) for step, pair, _, _ in run["drift_curve"] if pair]
-                raw.plot(*zip(*points, strict=True), color=COLOURS[policy], label=policy.replace("-", " "))
+                label = None if number else policy.replace("-", " ")
+                raw.plot(*zip(*points, strict=True), color=COLOURS[policy], linewidth=1, label=label)
                 print(f"{policy} {loss}: drift at the end {run['drift']:.3e}")
         raw.set_yscale("log")
         raw.set(
-            title=f"{100 * loss:g} % lost, AdamW (16 workers, one seed)",
+            title=f"{100 * loss:g} % lost, AdamW (16 workers, a line for each seed)",
             ylabel="drift: mean squared difference of two replicas",
         )
         explain(raw, fontsize=8)
-        for name, style, label in (("", "-", "AdamW"), ("-sgd", "--", "SGD without momentum")):
+        for name, style in (("", "-"), ("-sgd", "--")):
             for policy in ("plain", "lead"):
-                for run in seeds(found, f"{policy}{name}/{loss:g}"):
-                    rows = [
-                        (step, pair / update) for step, pair, _, update in run["drift_curve"][1:] if pair and update
-                    ]
-                    steps, ratios = zip(*rows, strict=True)
-                    relative.plot(steps, ratios, style, color=COLOURS[policy], linewidth=1, label=f"{policy}, {label}")
-                    half = sorted(ratios[len(ratios) // 2 :])
-                    print(
-                        f"{policy}{name} {loss}: median of the second half {half[len(half) // 2]:.3f} updates squared"
-                    )
+                for number, run in enumerate(seeds(found, f"{policy}{name}/{loss:g}")):
+                    label = None if number else f"{policy}, {MEASURED[name]}"
+                    relative.plot(*ratios(run), style, color=COLOURS[policy], linewidth=1, label=label)
         lead = theory.lead(loss)
         relative.axhline(theory.pair_drift(loss), color="#212529", linewidth=1.2, label="2p/(1-p²), exact")
         relative.axhline(

@@ -60,10 +60,21 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     return found
 
 
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: perplexity above lossless, and its error."""
+    rows = []
+    for name, label in LABELS.items():
+        more = above(found, name, "lossless")
+        each = ", ".join(f"{one:+.2f}" for one in more)
+        rows.append(f"| {label} | {mean_text(more)} % | {each} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Curves of validation, and what each kind costs in the end."""
     from matplotlib.figure import Figure
 
+    print("\n".join(table(found)))
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     curves, ends = figure.subplots(1, 2)
     colours = {"lossless": "#343a40", "plain": COLOURS["plain"], "lead": COLOURS["lead"], "parity": COLOURS["repair"]}
@@ -74,7 +85,6 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for place, (name, label) in enumerate(LABELS.items()):
         more = above(found, name, "lossless")
         if more:
-            print(f"{name}: {mean_text(more)} % of {len(more)} seeds ({', '.join(f'{each:+.2f}' for each in more)})")
             average, bar = mean_and_bar(more)
             ends.errorbar(place, average, bar, color=colours[name], marker="o", markersize=5, capsize=4, label=label)
             ends.plot([place + 0.12] * len(more), more, ".", color=colours[name], alpha=0.6)
@@ -82,7 +92,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     ends.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
     ends.set_xticks([])
     ends.set_ylabel("perplexity above lossless, per cent")
-    curves.set(xlabel="step", ylabel="loss on held-out text, nats per byte", yscale="log")
+    curves.set(xlabel="step", ylabel="loss on held-out text, nats per byte")
     for axis in (curves, ends):
         axis.spines[["top", "right"]].set_visible(False)
         explain(axis, fontsize=8)

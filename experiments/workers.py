@@ -16,7 +16,7 @@ from stormtorch.cli.plots.train import COLOURS
 from stormtorch.studies.settings import SimSettings
 
 WORKERS = (4, 16, 64, 256, 1024)
-TIMED = (4, 16, 64, 128, 256, 512, 1024)
+TIMED = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 SEQUENCES = 1024
 SEEDS = 3
 LOSS = 0.1

@@ -66,6 +66,15 @@ def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any
         assert row in page
 
 
+@pytest.mark.parametrize("name", ["large"])
+def test_the_page_of_results_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "results.md").read_text()
+    rows = importlib.import_module(name).table(grid.load(name))
+    assert len(rows) >= 3
+    for row in rows:
+        assert row in page
+
+
 @pytest.mark.parametrize("name", ["participation", "private"])
 def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
     pytest.importorskip("sklearn")
