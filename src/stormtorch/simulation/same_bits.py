@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -24,18 +25,19 @@ def same_bits(wanted: bool) -> Iterator[None]:
     # cuBLAS may add up in another order when it shares its workspace between streams; torch insists on this setting.
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # torch's own types leave out what it has
+    fills = memory.fill_uninitialized_memory
     tries = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     # Memory that is read before it is written would be a mistake of the model's own; looking for it takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     try:
         with _fixed_kernels():
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills
         torch.backends.cudnn.benchmark = tries
 
 
