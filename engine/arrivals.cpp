@@ -399,7 +399,7 @@ void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
     message.repairs.push_back(chunk);
     if (message.first_pass_over() && peer.links.lossy()) {
         const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
-        const double trip_s = static_cast<double>(peer.links.round_trip()) / static_cast<double>(second);
+        const double trip_s = seconds(peer.links.round_trip());
         const auto copies = [&](double chunks) {
             return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
         };

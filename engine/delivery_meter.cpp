@@ -18,8 +18,7 @@ double DeliveryMeter::on_report(const SendStamp& newest, std::uint64_t newly_del
     first_sent_at_ = std::max(first_sent_at_, newest.sent_at);
     const Nanos elapsed = std::max(delivered_at_ - newest.delivered_at, newest.sent_at - newest.first_sent_at);
     if (elapsed <= 0) return 0;
-    return static_cast<double>(delivered_ - newest.delivered_bytes) /
-           (static_cast<double>(elapsed) / static_cast<double>(second));
+    return static_cast<double>(delivered_ - newest.delivered_bytes) / seconds(elapsed);
 }
 
 double LineMeter::on_report(std::uint64_t delivered_bytes, Nanos now) {
@@ -28,7 +27,7 @@ double LineMeter::on_report(std::uint64_t delivered_bytes, Nanos now) {
     bytes_ += delivered_bytes;
     const Nanos elapsed = now - since_;
     if (elapsed >= span) {
-        const double rate = static_cast<double>(bytes_) / (static_cast<double>(elapsed) / static_cast<double>(second));
+        const double rate = static_cast<double>(bytes_) / seconds(elapsed);
         const double kept = std::max(1 - static_cast<double>(elapsed) / static_cast<double>(memory), 0.0);
         best_ = std::max(rate, best_ * kept);
         bytes_ = 0;

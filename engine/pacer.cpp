@@ -10,7 +10,7 @@ Pacer::Pacer(double bytes_per_s, double burst_bytes, Nanos now)
 
 double Pacer::tokens_at(Nanos now) const {
     if (std::isinf(bytes_per_s_)) return burst_bytes_;
-    const double elapsed_s = static_cast<double>(std::max<Nanos>(now - filled_at_, 0)) / static_cast<double>(second);
+    const double elapsed_s = seconds(std::max<Nanos>(now - filled_at_, 0));
     return std::min(tokens_ + bytes_per_s_ * elapsed_s, burst_bytes_);
 }
 

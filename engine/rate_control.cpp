@@ -26,6 +26,7 @@ constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
 constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
 constexpr double peak_memory_s = 30;   // how long the longest queue is remembered
+constexpr Nanos min_rtt_bucket = 5 * second;  // two of them make the window of ten seconds
 
 }  // namespace
 

@@ -64,7 +64,6 @@ private:
     static constexpr double least_step = 1.0 / 32, most_step = 1.0 / 4, unused_step = 1.0 / 128;
     static constexpr double rtt_noise = 0.05;             // of the round trip: delay that is noise on long paths
     static constexpr Nanos longest_yield = 300 * second;  // low priority: then the bare round trip may have changed
-    static constexpr Nanos min_rtt_bucket = 5 * second;   // two of them make the window of ten seconds
     static constexpr Nanos least_round = millisecond;     // short links: rates over less than this are noise of batches
     // Sums over one round: a round trip, stretched on short links until it holds enough to average.
     struct Round {

@@ -14,7 +14,8 @@ constexpr double contested_share = 0.6;  // of what it had that a link holds bes
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
 constexpr double line_memory_s = 60;                      // how long the most that the line has carried is remembered
 constexpr int patience_rounds = 144;                      // for which a queue must stay to be somebody else's,
-constexpr int sure_round = 6;  // and how many of them a round counts in which it is longer than one's own
+constexpr int sure_round = 6;     // and how many of them a round counts in which it is longer than one's own
+constexpr Nanos lately = second;  // a queue of others that was seen since then may still be theirs
 constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
 
 }  // namespace
@@ -92,14 +93,14 @@ bool RateControl::carries_little() const {
 
 // Whether others were seen on the line a moment ago. What they leave tells nothing about the line and the path themselves.
 bool RateControl::yielded_lately(Nanos now) const {
-    return now - yielded_at_ < second && now - crowded_since_ < longest_yield;
+    return now - yielded_at_ < lately && now - crowded_since_ < longest_yield;
 }
 
 void RateControl::yield(double queue_s, double round_s, Nanos now) {
     const bool queued = queue_s > yield_queue_s();
     // A queue that is short for a moment is not gone: who fills it lets it fall a little now and then.
     if (queued) {
-        if (now - yielded_at_ >= second) crowded_since_ = now;
+        if (now - yielded_at_ >= lately) crowded_since_ = now;
         yielded_at_ = now;
     } else if (!yielded_lately(now)) {
         most_line_ *= 1 - std::min(round_s / line_memory_s, 1.0);

@@ -39,7 +39,7 @@ double RateControl::recalled_rate() const {
 // Before the first answer the window is small, as nobody knows how slow the path is. Over a long path, waiting for the answer
 // would leave the line idle meanwhile, so a little goes on leaving, or as much as the path is remembered to carry.
 bool RateControl::may_trickle(std::uint64_t in_flight_bytes, Nanos now) {
-    const double trip_s = static_cast<double>(recalled_.round_trip) / static_cast<double>(second);
+    const double trip_s = seconds(recalled_.round_trip);
     const double most = std::max(most_trickled * datagram_bytes_, std::min(recalled_rate() * trip_s, most_recalled));
     trickles_ = std::isinf(rate_) && static_cast<double>(in_flight_bytes) < most;
     return trickles_ && now >= trickle_at_;

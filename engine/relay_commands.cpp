@@ -222,8 +222,7 @@ std::string to_json(const RelayStats& stats) {
     out.precision(9);
     const auto queue_json = [&out](const char* name, const RelayQueueStats& queue) {
         out << '"' << name << "\":{\"packets\":" << queue.packets << ",\"bytes\":" << queue.bytes
-            << ",\"overflowed\":" << queue.overflowed
-            << ",\"busy_s\":" << static_cast<double>(queue.busy) / static_cast<double>(second) << '}';
+            << ",\"overflowed\":" << queue.overflowed << ",\"busy_s\":" << seconds(queue.busy) << '}';
     };
     const char* comma = "";
     out << "{\"links\":[";

@@ -1,10 +1,11 @@
 """Tests of `stormtorch.results.surroundings`: the conditions of the machine that are stored with every measurement."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from stormtorch.results.surroundings import Withheld
+from stormtorch.results.surroundings import Withheld, commit
 
 pytestmark = pytest.mark.pure
 
@@ -27,3 +28,22 @@ def test_this_kernel_tells() -> None:
     share = Withheld().share()
     assert share is not None
     assert 0.0 <= share <= 1.0
+
+
+def test_code_that_differs_from_its_commit_shows_and_results_that_are_written_do_not(tmp_path: Path) -> None:
+    def git(*command: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *command], check=True)
+
+    package, results = tmp_path / "package", tmp_path / "results"
+    for folder, name in ((package, "code.py"), (results, "runs.json")):
+        folder.mkdir()
+        (folder / name).write_text("1\n")
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "all")
+    (results / "runs.json").write_text("2\n")
+    known = commit(package)
+    assert known is not None and not known.endswith("+changes")
+    (package / "code.py").write_text("2\n")
+    assert commit(package) == f"{known}+changes"
+    assert commit(results) is None

@@ -28,6 +28,13 @@ def test_rare_requests_take_what_their_bytes_take_on_an_idle_line() -> None:
     assert result.drops == result.resent == result.unanswered == 0
 
 
+def test_hosts_add_their_own_time_to_every_request() -> None:
+    quick, slow = (colocate(replace(ALONE, host_s=seconds)) for seconds in (0.0, 0.005))
+    assert quick.mean_s is not None and quick.p99_s is not None
+    assert slow.mean_s == pytest.approx(quick.mean_s + 0.005)
+    assert slow.p99_s == pytest.approx(quick.p99_s + 0.005)
+
+
 def test_a_training_alone_arrives_whole_and_keeps_its_pace() -> None:
     settings = replace(SMALL, requests_per_s=0.0, slack=None)
     result = colocate(settings)

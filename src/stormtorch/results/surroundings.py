@@ -71,9 +71,8 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
+def commit(here: Path = Path(__file__).parents[1]) -> str | None:
     """Commit of the source tree this runs from, with "+changes" if code differs from it; None outside of git."""
-    here = Path(__file__).parents[1]
     head = _git(here, "rev-parse", "--short=12", "HEAD")
     # Installed into some other project's tree, its commit would say nothing about us.
     if not head or not _git(here, "ls-files", "--", "*.py"):
