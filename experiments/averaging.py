@@ -17,8 +17,9 @@ from stormtorch.studies.settings import SimSettings
 
 LOSSES = (0.0, 0.01, 0.05, 0.1)
 MODELS = ("resnet20", "resnet110", "lstm")
-STEPS = {"resnet20": 1560, "resnet110": 780, "lstm": 875}
-SEEDS = {"resnet20": 1, "resnet110": 1, "lstm": 3}
+# 39 steps are an epoch of 20,000 pictures: 80 of them, and 40.
+STEPS = {"resnet20": 3120, "resnet110": 1560, "lstm": 875}
+SEEDS = {"resnet20": 3, "resnet110": 1, "lstm": 3}
 POLICIES = ("model-averaging", "gradient-averaging")
 
 

@@ -11,9 +11,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import GPU, Run, explain, main, seeds
+from grid import GPU, Run, above, explain, main, mean_text, seeds
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
+from stormtorch import theory
+from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
 
 
@@ -27,7 +29,7 @@ def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:
         "device": chosen.device,
     }
     if chosen.device == "cuda":
-        options |= GPU
+        options |= GPU | {"fuse": True}
     return SimSettings(**(options | other))
 
 
@@ -40,42 +42,93 @@ KINDS: dict[str, dict[str, Any]] = {
 TASKS_OWN_RATE = 3e-4
 # Seeds of each way, the most telling first.
 KIND_SEEDS = {"wide": 5, "gentle": 5, "slow": SEEDS, "hot": SEEDS}
+# What removes the rest, and what it sends for that: name, label, settings.
+REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "repair": ("lead, broadcast repaired to 1 %", {"budget": REPAIRED_TO, "gradient_budget": 1.0}),
+    "both": ("lead, both stages repaired to 1 %", {"budget": REPAIRED_TO, "gradient_budget": REPAIRED_TO}),
+    "parity": ("lead, parity of 0.25", {"redundancy": 0.25}),
+}
 
 
 def runs(chosen: argparse.Namespace) -> list[Run]:
     """The most telling first."""
     found = []
 
-    def add(kind: str, policy: str, loss: float, seed: int, **other: Any) -> None:
-        named = "repair" if other else policy
+    def add(kind: str, policy: str, loss: float, seed: int, remedy: str = "") -> None:
         where = "" if policy == "lossless" else f"/{loss:g}"
+        other = REMEDIES[remedy][1] if remedy else {}
         settings = tuned(chosen, policies=(policy,), loss=loss, first_seed=seed, **KINDS[kind], **other)
-        found.append(Run(key=f"{kind}/{named}{where}/{seed}", settings=settings))
+        found.append(Run(key=f"{kind}/{remedy or policy}{where}/{seed}", settings=settings))
 
-    for kind, count in KIND_SEEDS.items():
-        for seed in range(count):
+    for kind in ("wide", "gentle"):
+        for seed in range(KIND_SEEDS[kind]):
             add(kind, "lossless", 0.0, seed)
             add(kind, "lead", 0.1, seed)
-    for kind, count in KIND_SEEDS.items():
-        for seed in range(count):
+            for remedy in REMEDIES:
+                add(kind, "lead", 0.1, seed, remedy)
             add(kind, "plain", 0.1, seed)
             add(kind, "lead", 0.4, seed)
-    for kind, count in KIND_SEEDS.items():
-        for seed in range(count):
-            add(kind, "lead", 0.1, seed, budget=REPAIRED_TO, gradient_budget=1.0)
-            add(kind, "plain", 0.4, seed)
-            add(kind, "lead", 0.4, seed, budget=REPAIRED_TO, gradient_budget=1.0)
+        for seed in range(KIND_SEEDS[kind]):
             for loss in LOSSES:
                 if loss not in TELLING:
                     add(kind, "lead", loss, seed)
-                    add(kind, "plain", loss, seed)
+            add(kind, "lead", 0.4, seed, "both")
+            add(kind, "plain", 0.4, seed)
+    for kind in ("slow", "hot"):
+        for seed in range(KIND_SEEDS[kind]):
+            add(kind, "lossless", 0.0, seed)
+            for loss in TELLING:
+                add(kind, "lead", loss, seed)
+            add(kind, "plain", 0.1, seed)
     return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's tables: each way at 10 and 40 %, then each loss, then what removes the rest at 10 %."""
+    rows = []
+    for kind, name in NAMES.items():
+        if seeds(found, f"{kind}/lossless"):
+            nats = mean([run["val_loss"] for run in seeds(found, f"{kind}/lossless")])
+            cells = [mean_text(_above(found, kind, *each), "+.1f") for each in (("plain", 0.1), ("plain", 0.4))]
+            cells += [mean_text(_above(found, kind, "lead", loss)) for loss in TELLING]
+            count = len(seeds(found, f"{kind}/lossless"))
+            rows.append(f"| {name} | {count} | {nats:.2f} | {' | '.join(cells)} |")
+    for kind in ("wide", "gentle"):
+        cells = [mean_text(_above(found, kind, "lead", loss)) for loss in LOSSES]
+        rows.append(f"| {NAMES[kind]} | {' | '.join(cells)} |")
+    for remedy, (label, _) in REMEDIES.items():
+        cells = [mean_text(_above(found, kind, remedy, 0.1)) for kind in ("wide", "gentle")]
+        rows.append(f"| {label} | {_bytes(found, remedy)} | {' | '.join(cells)} |")
+    return rows
+
+
+NAMES = {
+    "wide": "100 steps of 1,024 sequences, rate 1e-4",
+    "gentle": "200 steps of 256 sequences, 1e-4",
+    "slow": "200 steps of 256 sequences, 3e-5",
+    "hot": "100 steps of 128 sequences, 3e-4",
+}
+
+
+def _above(found: dict[str, dict[str, Any]], kind: str, policy: str, loss: float) -> list[float]:
+    return above(found, f"{kind}/{policy}/{loss:g}", f"{kind}/lossless")
+
+
+def _bytes(found: dict[str, dict[str, Any]], remedy: str, loss: float = 0.1) -> str:
+    """Bytes that a remedy adds, in those of all: as sent for parity, as theory says for what is sent again."""
+    settings = REMEDIES[remedy][1]
+    if "redundancy" in settings:
+        runs = seeds(found, f"wide/{remedy}/{loss:g}")
+        return f"{100 * mean([run['parity_bytes'] / (run['bytes_sent'] - run['parity_bytes']) for run in runs]):+.0f} %"
+    stages = [theory.sent_again(loss, 1000, settings[name])[0] for name in ("gradient_budget", "budget")]
+    return f"{100 * mean(stages):+.0f} %"
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """A panel for each way."""
     from matplotlib.figure import Figure
 
+    print("\n".join(table(found)))
     kinds = {kind: options for kind, options in KINDS.items() if seeds(found, f"{kind}/lossless")}
     figure = Figure(figsize=(4.6 * max(len(kinds), 1), 4.6), layout="constrained")
     axes = figure.subplots(1, max(len(kinds), 1), squeeze=False)[0]

@@ -196,16 +196,23 @@ def _asked(run: Run) -> dict[str, Any]:
 
 
 def _here(runs: Sequence[Run], _processes: int, until: float) -> Iterable[tuple[Run, dict[str, Any]]]:
-    tasks: dict[object, tuple[Task, Reuse]] = {}
     for run in runs:
         if time.monotonic() > until:
             return
-        if run.shape not in tasks:
-            tasks.clear()
-            _free_memory()
-            tasks[run.shape] = run.task(run.settings), Reuse()
-        task, reuse = tasks[run.shape]
-        yield run, run_one(run, task, reuse)
+        yield run, _reusing(run)
+
+
+# Of the last run's shape in this process: what it learned, and what was compiled for it.
+_last: dict[object, tuple[Task, Reuse]] = {}
+
+
+def _reusing(run: Run) -> dict[str, Any]:
+    """Simulates a run, with what the one before left if that has the same shape."""
+    if run.shape not in _last:
+        _last.clear()
+        _free_memory()
+        _last[run.shape] = run.task(run.settings), Reuse()
+    return run_one(run, *_last[run.shape])
 
 
 def _free_memory() -> None:
@@ -224,7 +231,7 @@ def _in_processes(runs: Sequence[Run], processes: int, until: float) -> Iterable
         while waiting or working:
             while waiting and len(working) < processes and time.monotonic() < until:
                 run = waiting.pop(0)
-                working[pool.submit(run_one, run)] = run
+                working[pool.submit(_reusing, run)] = run
             if not working:
                 return
             for future in wait(working, return_when=FIRST_COMPLETED).done:

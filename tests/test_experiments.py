@@ -1,5 +1,6 @@
 """Experiments: what is there is gone on from only if it is what is asked for, and diverged runs are told of."""
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -64,6 +65,35 @@ def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any
     assert len(rows) >= 9
     for row in rows:
         assert row in page
+
+
+def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, tmp_path: Path) -> None:
+    pareto = importlib.import_module("pareto")
+    shares = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25, "int4": 0.125}
+    more = {"exact": 0.0, "plain": 0.04, "lead": 0.01, "parity": 0.0, "repair": 0.0}
+
+    def result(wire: str, way: str, steps: int, seed: int) -> dict[str, Any]:
+        bytes_sent = 100.0 * shares[wire] * {"parity": 2.0, "repair": 1.5}.get(way, 1.0)
+        return {"seed": seed, "bytes_sent": bytes_sent, "val_loss": 2.0 + more[way] - 0.1 * math.log(steps / 300)}
+
+    found = {}
+    for run in pareto.runs(argparse.Namespace(data=Path("data"), device="cpu")):
+        wire, way, *_, steps, seed = run.key.split("/")
+        found[run.key] = {"result": result(wire, way, int(steps), int(seed))}
+    # What is lost is sent again by the exact one alone.
+    assert pareto.steps_for(found, "int8", "lead", 0.4, None) == pytest.approx(300 / 0.6 / 0.25)
+    assert pareto.steps_for(found, "int8", "exact", 0.4, None) == pytest.approx(300 / 0.25)
+    after = pareto.above_after(found, "int8", "lead", 0.4, 2000)
+    assert after == pytest.approx([100 * math.expm1(0.01 - 0.1 * math.log(2000 / 300))] * 3)
+    assert pareto.above_after(found, "int8", "lead", 0.4, 2500) == []
+    # Where computation takes most of a step, bytes buy few steps; over a thin line, nearly all.
+    steps = [pareto.steps_for(found, "int8", "lead", 0.4, network) for network in pareto.NETWORKS]
+    assert 300 < steps[0] < 400 < steps[1] < steps[2] < 300 / 0.6 / 0.25 * 1.01
+    rows = pareto.table(found)
+    assert len(rows) == 20 + 16
+    assert "| int8, lead | 0.25 | +1.0 ± 0.0 % | 0.25 | +1.0 ± 0.0 % |" in rows
+    pareto.draw(found, tmp_path / "pareto.png")
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["large", "agreement"])

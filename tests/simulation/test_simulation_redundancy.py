@@ -62,6 +62,13 @@ def test_parity_brings_back_what_theory_says_and_costs_its_bytes(redundancy: flo
     assert all((row.recovered > 0) == (redundancy > 0.0) for row in rows)
 
 
+def test_what_is_sent_again_counts_where_a_budget_is_to_be_met() -> None:
+    once = train(BoundedDrift(reliability=LOSSY, guard=None), steps=1)[0].bytes_sent
+    rows = train(BoundedDrift(reliability=Reliability(budget=1e-6), guard=None), steps=30)
+    # Of a message nothing may be missing, so every chunk is sent until it has arrived.
+    assert mean([row.bytes_sent for row in rows]) == pytest.approx(once / 0.6, rel=0.02)
+
+
 @pytest.mark.parametrize("wire, share, block", [(torch.int8, 0.25, 1024), (list(GRIDS)[-1], 0.14, 128)], ids=str)
 def test_grids_cost_few_bytes_and_round_without_bias(wire: torch.dtype, share: float, block: int) -> None:
     plain, narrow = (train(BoundedDrift(wire=each), steps=1)[0].bytes_sent for each in (torch.float32, wire))

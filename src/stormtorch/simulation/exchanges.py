@@ -67,7 +67,8 @@ class Exchanges:
     def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
         """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
 
-        Every chunk and its parity count once, as the mean over workers; what is sent again is not counted.
+        Chunks, their parity and what is sent again to meet a budget count, as the mean over workers. Of an exact stage
+        every chunk counts once: what it sends again is not drawn.
 
         Args:
             policy: Policy of the step.
@@ -86,9 +87,11 @@ class Exchanges:
         row.bytes_sent += round(chunks * (setting.workers - 1) * each)
         redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
         if chunks != self._cells or self._masks_down is not self._masks:
-            arrived_WC = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
+            arrived_WC, again = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
+            row.bytes_sent += round(again * each)
             return arrived_WC[:, self._chunk_of_up if up else self._chunk_of_down]
-        arrived_WC = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        arrived_WC, again = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        row.bytes_sent += round(again * each)
         if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
             counts = self._masks.counts
             assert counts is not None
@@ -109,7 +112,8 @@ class Exchanges:
             if partner != worker:
                 row.bytes_sent += round(self._chunks * setting.datagram_bytes / setting.workers)
                 source_C = torch.full((self._chunks,), partner)
-                from_partner_WC = arrived(self._masks, policy.up, up=False, owner_C=source_C)
+                # Drawn for all workers, of whom one listens: what the others ask for again is not sent.
+                from_partner_WC = arrived(self._masks, policy.up, up=False, owner_C=source_C).arrived_WC
                 arrived_WC[worker] = from_partner_WC[worker]
         return arrived_WC
 

@@ -63,7 +63,8 @@ class SimResult(TrainResult):
     guarded: int = 0
     """Steps in which the guard had the broadcast repaired."""
     bytes_sent: float = 0.0
-    """Bytes that a worker sends at a step, mean over workers and steps; what is sent again is not counted."""
+    """Bytes that a worker sends at a step, mean over workers and steps. What is sent again counts where a budget is
+    to be met; of an exact stage every chunk counts once."""
     parity_bytes: float = 0.0
     """Those of them that are parity."""
     recovered: float = 0.0

@@ -15,6 +15,7 @@ from stormtorch.theory.deadline import (
     steps_covered,
 )
 from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_bound, pair_drift, pair_drift_published
+from stormtorch.theory.exchange import Line, sent_again, step_on_line_s
 from stormtorch.theory.gradients import (
     horvitz_thompson_inflation,
     mean_inverse_count,
@@ -47,6 +48,7 @@ __all__ = [
     "Backward",
     "Descent",
     "Kind",
+    "Line",
     "Prediction",
     "averaging_rate",
     "averaging_steps",
@@ -84,6 +86,8 @@ __all__ = [
     "predict",
     "rate_factor",
     "residual_loss",
+    "sent_again",
+    "step_on_line_s",
     "step_seconds",
     "steps_covered",
     "stretches_of",
