@@ -50,11 +50,33 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     return sorted(found, key=lambda run: MODELS.index(run.settings.model))
 
 
+TITLES = {"resnet20": "ResNet-20, CIFAR-10", "resnet110": "ResNet-110, CIFAR-10", "lstm": "LSTM, ATIS"}
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: training loss in the end, and what it is above that without loss."""
+    rows = []
+    for model in MODELS:
+        for policy in POLICIES:
+            # Without loss, plain gradient descent makes both the same, and it was run once.
+            bare = f"{model}/{policy if model == 'lstm' else 'model-averaging'}/0"
+            base = {run["seed"]: run["loss"] for run in seeds(found, bare)}
+            cells = [mean_text(list(base.values()), ".4f")]
+            for loss in LOSSES[1:]:
+                runs = seeds(found, f"{model}/{policy}/{loss:g}")
+                more = [run["loss"] - base[run["seed"]] for run in runs if run["seed"] in base]
+                above = f" ({mean_text(more, '+.4f')})" if more else ""
+                cells.append(mean_text([run["loss"] for run in runs], ".4f") + above)
+            label = f"{TITLES[model].partition(',')[0]}, {policy.split('-')[0]}s averaged"
+            rows.append(f"| {label} ({SEEDS[model]}) | {' | '.join(cells)} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Training loss by step: models above, gradients below."""
     from matplotlib.figure import Figure
 
-    titles = {"resnet20": "ResNet-20, CIFAR-10", "resnet110": "ResNet-110, CIFAR-10", "lstm": "LSTM, ATIS"}
+    print("\n".join(table(found)))
     shades = {0.0: "#212529", 0.01: "#f59f00", 0.05: "#e8590c", 0.1: "#c2255c"}
     widths = {0.0: 3.0, 0.01: 2.2, 0.05: 1.5, 0.1: 0.8}  # they may lie upon each other
     models = [model for model in MODELS if seeds(found, f"{model}/model-averaging/0")]
@@ -86,7 +108,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             axis.set_yscale("log")
             axis.spines[["top", "right"]].set_visible(False)
             explain(axis, fontsize=8)
-            axis.set_title(f"{titles[model]}: {policy.replace('-', ' ')}", fontsize=10)
+            axis.set_title(f"{TITLES[model]}: {policy.replace('-', ' ')}", fontsize=10)
             if row == 1:
                 axis.set_xlabel("step")
             if column == 0:

@@ -30,10 +30,22 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     return found
 
 
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: perplexity above lossless, and how old copies are."""
+    rows = []
+    for burst in BURSTS:
+        cells = [f"{mean_text(above(found, f'{policy}/{burst:g}', 'lossless'))} %" for policy in ("plain", "lead")]
+        ages = [{int(age): share for age, share in run["lag"].items()} for run in seeds(found, f"lead/{burst:g}")]
+        old = mean([sum(age * share for age, share in each.items()) for each in ages])
+        rows.append(f"| {burst:g} | {' | '.join(cells)} | {old:.2f} | {max(max(each) for each in ages)} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Perplexity and the ages of copies, against the length of bursts."""
     from matplotlib.figure import Figure
 
+    print("\n".join(table(found)))
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     cost, lag = figure.subplots(1, 2)
     for policy in ("lead", "plain"):
@@ -48,7 +60,6 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             )
         for burst, more in points:
             cost.plot([burst] * len(more), more, ".", color=COLOURS[policy], markersize=4)
-            print(f"{policy}, bursts of {burst:g}: {mean_text(more)} %")
     for burst, shade in zip(BURSTS, ("#74c0fc", "#1c7ed6", "#0b4884"), strict=True):
         for run in seeds(found, f"lead/{burst:g}")[:1]:
             ages = sorted((int(age), share) for age, share in run["lag"].items())

@@ -57,15 +57,20 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     ]
 
 
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table."""
+    return [f"| {kind} | {mean_text(above(found, kind, BASE))} % |" for kind in KINDS if kind != BASE]
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """A bar for each kind, a dot for each seed."""
     from matplotlib.figure import Figure
 
+    print("\n".join(table(found)))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axis = figure.subplots()
     shown = [(kind, above(found, kind, BASE)) for kind in KINDS if kind != BASE]
     for row, (kind, more) in enumerate(shown):
-        print(f"{kind}: {mean_text(more)} %")
         if more:
             colour = "#868e96" if kind.startswith("lossless") else "#d9480f"
             axis.barh(row, mean(more), 0.6, color=colour)

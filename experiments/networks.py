@@ -105,23 +105,42 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     return found
 
 
+NAMES = {
+    "independent": "independent",
+    "bursts": "bursts of 16",
+    "shared": "shared by receivers",
+    "stragglers": "stragglers",
+    "rack": "a bad rack",
+    "wifi": "recorded Wi-Fi",
+}
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: what was lost, and perplexity above lossless."""
+    rows = []
+    for name, label in NAMES.items():
+        lost = mean([run["broadcast_lost"] for run in seeds(found, f"{name}/lead")])
+        cells = [f"{mean_text(above(found, f'{name}/{policy}', 'lossless'))} %" for policy in ("plain", "lead")]
+        rows.append(f"| {label} | {100 * lost:.1f} % | {' | '.join(cells)} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Bars of what each network costs; and what the bad sender's data are worth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     others, rare = figure.subplots(1, 2, width_ratios=(2, 1))
-    names = ["independent", "bursts", "shared", "stragglers", "rack", "wifi"]
+    print("\n".join(table(found)))
+    names = list(NAMES)
     known_policies = [policy for policy in ("lead", "plain") if any(seeds(found, f"{name}/{policy}") for name in names)]
     for number, policy in enumerate(known_policies):
         for at, name in enumerate(names):
             more = above(found, f"{name}/{policy}", "lossless")
             if more:
-                lost = [run["broadcast_lost"] for run in seeds(found, f"{name}/{policy}")]
                 x = at + 0.38 * (number - (len(known_policies) - 1) / 2)
                 others.bar(x, mean(more), color=COLOURS[policy], width=0.36, label=policy if at == 0 else None)
                 others.plot([x] * len(more), more, "k.", markersize=4)
-                print(f"{name} {policy}: {mean_text(more)} %, {100 * mean(lost):.1f} % lost")
     others.set_xticks(range(len(names)), [_with_loss(found, name) for name in names])
     others.axhline(0, color="#212529", linewidth=0.8)
     others.set(title="16 workers, 300 steps; a dot for each seed", ylabel="perplexity above lossless, per cent")

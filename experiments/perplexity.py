@@ -88,12 +88,29 @@ LABELS = {"plain": "plain", "lead": "lead", "repair": "lead, broadcast repaired 
 ASIDE = {"plain": -0.3, "lead": 0.0, "repair": 0.3}
 
 
+LENGTHS = {"short": "300", "long": "1,500", "longest": "10,000"}
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: what was run, and perplexity above lossless at 10 and 40 %."""
+    rows = []
+    for kind, steps in LENGTHS.items():
+        for policy, label in LABELS.items():
+            cells = [above(found, f"{kind}/{policy}/{loss:g}", f"{kind}/lossless") for loss in TELLING]
+            if all(cells):
+                count = min(map(len, cells))
+                many = "one seed" if count == 1 else f"{count} seeds"
+                texts = (f"{mean_text(more)} %" for more in cells)
+                rows.append(f"| {label}, {steps} steps, {many} | {' | '.join(texts)} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """One panel for each length of training."""
     from matplotlib.figure import Figure
 
-    lengths = {"short": "300", "long": "1,500", "longest": "10,000"}
-    shown = {kind: steps for kind, steps in lengths.items() if seeds(found, f"{kind}/lossless")}
+    print("\n".join(table(found)))
+    shown = {kind: steps for kind, steps in LENGTHS.items() if seeds(found, f"{kind}/lossless")}
     figure = Figure(figsize=(5 * max(len(shown), 1), 4.6), layout="constrained")
     axes = figure.subplots(1, max(len(shown), 1), squeeze=False)[0]
     for axis, (kind, steps) in zip(axes, shown.items(), strict=False):

@@ -51,23 +51,33 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     ]
 
 
-def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Perplexity against bytes, a dot for each seed."""
-    base_bytes = mean([run["bytes_sent"] for run in seeds(found, BASE)])
-    points = {}
+def share_of_bytes(found: dict[str, dict[str, Any]], name: str) -> float:
+    """Bytes of a step, in those of float32."""
+    mine, base = ([run["bytes_sent"] for run in seeds(found, kind)] for kind in (name, BASE))
+    return mean(mine) / mean(base)
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's table: the first seeds, all of them, bytes, and what was there in the end."""
+    rows = []
     for name, *_ in KINDS:
         more, results = above(found, name, BASE), seeds(found, name)
-        if not more:
-            continue
-        share = mean([run["bytes_sent"] for run in results]) / base_bytes
-        points[name] = share, more
-        arrived = mean([run["arrived"] for run in results])
-        first = mean_text([each for each, run in zip(more, results, strict=True) if run["seed"] < SEEDS])
-        print(
-            f"{LABELS[name]}: {first} % of the first {SEEDS} seeds, {mean_text(more)} % of {len(more)}; "
-            f"{share:.3f} of the bytes, {arrived:.4f} there in the end"
-        )
+        if more and name != BASE:
+            first = mean_text([each for each, run in zip(more, results, strict=True) if run["seed"] < SEEDS])
+            arrived = 100 * mean([run["arrived"] for run in results])
+            rows.append(
+                f"| {LABELS[name]} | {first} % | {mean_text(more)} % ({len(more)}) "
+                f"| {share_of_bytes(found, name):.3f} | {arrived:.1f} % |"
+            )
+    return rows
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Perplexity against bytes, a dot for each seed."""
     from matplotlib.figure import Figure
+
+    print("\n".join(table(found)))
+    points = {name: (share_of_bytes(found, name), above(found, name, BASE)) for name, *_ in KINDS if seeds(found, name)}
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axis = figure.subplots()
