@@ -21,7 +21,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -134,6 +134,12 @@ bench-rarely: setup  ## who comes to a loss first at 20 Mbit/s, 100 ms and 5 % l
 		--backends storm-drift,diloco,streaming-diloco,sparse-diloco,gloo-bbr,gloo-cubic \
 		--every 30 --set outer_lr=1 --set momentum=0.5 --set block=1024 \
 		--json $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.json --plot $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.png
+
+# Computes nothing: what an experiment computes, and how, stands in experiments/README.md.
+results: setup  ## draw all pictures of experiments/results from their JSON, print their tables, and write them into docs/results.md
+	@set -e; for kept in experiments/results/*.json; do name=$$(basename $$kept .json); \
+		if [ -f experiments/$$name.py ]; then echo "== $$name"; $(BIN)/python experiments/$$name.py --draw; fi; done
+	@$(BIN)/python experiments/page.py
 
 # Installs an extra of pyproject.toml alone, without building stormtorch again.
 .venv/.extra-%: .venv/.installed

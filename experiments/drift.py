@@ -16,6 +16,7 @@ from small import small
 
 from stormtorch import theory
 from stormtorch.cli.plots.train import COLOURS
+from stormtorch.results.statistics import mean
 
 LOSSES = (0.1, 0.4)
 POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")
@@ -50,7 +51,7 @@ def ratios(run: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows of the page's table: medians of the second half of training, mean of all seeds and its error."""
+    """Rows of the page's tables: drift over one update, medians of the second half of training; then over plain's."""
     rows = []
     for kind, name in MEASURED.items():
         cells = []
@@ -61,6 +62,16 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
                 medians.append(mean_text([statistics.median(half[len(half) // 2 :]) for half in halves], ".2f"))
             cells.append(" / ".join(medians))
         rows.append(f"| {name}, plain / with the lead | {' | '.join(cells)} |")
+    rows.append("")
+    for policy in POLICIES:
+        cells = []
+        for loss in LOSSES:
+            ratios_to_plain = [
+                run["drift"] / plain["drift"]
+                for run, plain in zip(seeds(found, f"{policy}/{loss:g}"), seeds(found, f"plain/{loss:g}"), strict=True)
+            ]
+            cells.append(mean_text(ratios_to_plain, ".2f" if mean(ratios_to_plain) < 100 else ",.0f"))
+        rows.append(f"| {policy.replace('-', ' ')} | {' | '.join(cells)} |")
     return rows
 
 
@@ -80,7 +91,6 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
                 points = [(step, pair) for step, pair, _, _ in run["drift_curve"] if pair]
                 label = None if number else policy.replace("-", " ")
                 raw.plot(*zip(*points, strict=True), color=COLOURS[policy], linewidth=1, label=label)
-                print(f"{policy} {loss}: drift at the end {run['drift']:.3e}")
         raw.set_yscale("log")
         raw.set(
             title=f"{100 * loss:g} % lost, AdamW (16 workers, a line for each seed)",

@@ -93,9 +93,11 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
             cells += [mean_text(_above(found, kind, "lead", loss)) for loss in TELLING]
             count = len(seeds(found, f"{kind}/lossless"))
             rows.append(f"| {name} | {count} | {nats:.2f} | {' | '.join(cells)} |")
+    rows.append("")
     for kind in ("wide", "gentle"):
         cells = [mean_text(_above(found, kind, "lead", loss)) for loss in LOSSES]
         rows.append(f"| {NAMES[kind]} | {' | '.join(cells)} |")
+    rows.append("")
     for remedy, (label, _) in REMEDIES.items():
         cells = [mean_text(_above(found, kind, remedy, 0.1)) for kind in ("wide", "gentle")]
         rows.append(f"| {label} | {_bytes(found, remedy)} | {' | '.join(cells)} |")

@@ -63,10 +63,35 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
     return found
 
 
+NAMES = {
+    "adamw": "AdamW",
+    "momentum-lr0.05": "SGD with momentum, rate 0.05",
+    "momentum": "the same, rate 0.2",
+    "sgd": "SGD without momentum, rate 0.3",
+    "sgd-lr1": "the same, rate 1 (one seed)",
+}
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of the page's tables: factors of the lead under AdamW; then other optimizers, at 40 %."""
+    rows = []
+    for loss in LOSSES:
+        cells = [mean_text(above(found, f"adamw/{loss:g}/{factor:g}", "adamw/lossless"), "+.1f") for factor in FACTORS]
+        rows.append(f"| {100 * loss:g} % | {' | '.join(cells)} |")
+    rows.append("")
+    for name, label in NAMES.items():
+        cells = [
+            mean_text(above(found, f"{name}/0.4/{each:g}", f"{name}/lossless"), "+.1f") for each in (0.0, 1.0, 2.0)
+        ]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    return rows
+
+
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Perplexity against the factor; and the look-ahead without loss beside it."""
     from matplotlib.figure import Figure
 
+    print("\n".join(table(found)))
     figure = Figure(figsize=(14, 5), layout="constrained")
     by_factor, by_optimizer, by_updates = figure.subplots(1, 3)
     for loss, colour in zip(LOSSES, ("#d9480f", "#862e9c"), strict=True):
@@ -135,7 +160,6 @@ def _points(
         more = above(found, f"{optimizer}/{loss:g}/{factor:g}", f"{optimizer}/lossless")
         if more:
             points.append((factor, *mean_and_bar(more)))
-            print(f"{optimizer} {100 * loss:g} % lead x {factor:g}: {mean_text(more)} %")
     return points
 
 

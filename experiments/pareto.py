@@ -149,8 +149,8 @@ def _between(known: list[tuple[int, float]], steps: float) -> float | None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows of the page's tables: all at 300 steps, then at equal steps, bytes and seconds."""
-    return [*_points(found), *_equal(found)]
+    """Rows of the page's tables: all at 300 steps; at equal steps, bytes and seconds. An empty row divides them."""
+    return [*_points(found), "", *_equal(found)]
 
 
 def _points(found: dict[str, dict[str, Any]]) -> list[str]:

@@ -86,6 +86,7 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     for workers in WORKERS:
         cells = [mean_text(above(found, f"{policy}/{workers}", f"lossless/{workers}")) for policy in ("plain", "lead")]
         rows.append(f"| {workers:,} | {' % | '.join(cells)} % |")
+    rows.append("")
     points = timed(found)
     (start_s, each_s), (start_gb, each_gb) = (fit([(point[0], point[1 + at]) for point in points]) for at in (0, 1))
     for workers, seconds, memory in points:

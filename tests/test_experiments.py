@@ -90,21 +90,10 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
     steps = [pareto.steps_for(found, "int8", "lead", 0.4, network) for network in pareto.NETWORKS]
     assert 300 < steps[0] < 400 < steps[1] < steps[2] < 300 / 0.6 / 0.25 * 1.01
     rows = pareto.table(found)
-    assert len(rows) == 20 + 16
+    assert len(rows) == 20 + 1 + 16
     assert "| int8, lead | 0.25 | +1.0 ± 0.0 % | 0.25 | +1.0 ± 0.0 % |" in rows
     pareto.draw(found, tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("name", ["large", "agreement"])
-def test_the_page_of_results_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "results.md").read_text()
-    experiment = importlib.import_module(name)
-    kept = json.loads((grid.RESULTS / f"{name}.json").read_text())
-    rows = experiment.table(kept.get("runs", kept))
-    assert len(rows) >= 3
-    for row in rows:
-        assert row in page
 
 
 @pytest.mark.parametrize("name", ["participation", "private"])

@@ -20,6 +20,8 @@ def surroundings() -> dict[str, Any]:
             "cores_usable": len(os.sched_getaffinity(0)),
             "architecture": platform.machine(),
             "kernel": platform.release(),
+            # Asked only of a process that uses one: to ask would take memory of it.
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
             "load_before": os.getloadavg()[0],
         },
         "tcp_congestion_control": _first_line("/proc/sys/net/ipv4/tcp_congestion_control"),

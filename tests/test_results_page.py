@@ -1,0 +1,136 @@
+"""docs/results.md says what the kept results say: in its tables to the letter, in its sentences to their last digit."""
+
+import functools
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+# A figure with its error, or one with a sign: differences, which is what the sentences are about.
+_FIGURE = re.compile(r"(?<![\w.,])([+-]?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)|(?<![\w.,±-])([+-]\d+(?:\.\d+)?)(?![\w.])")
+# What others published, and what we wanted, by section; no result of ours.
+_NOT_OURS = {
+    "What a loss rate costs": {"+0.8", "+0.3", "+1.2"},
+    "A larger model": {"+0.8"},
+    "Fine-tuning": {"+0.2"},
+    "RPS: averaging models": {"+0.02", "+0.01"},
+}
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    before = set(sys.modules)
+    yield importlib.import_module("page")
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "experiments":
+            del sys.modules[name]
+
+
+def test_tables_are_those_of_the_results(page: Any) -> None:
+    text = page.PAGE.read_text()
+    assert text.count("<!-- table of ") >= 15
+    assert page.with_tables(text) == text, "run `make results`"
+    other = re.sub(r"\| \+\d\.\d\d ± 0\.\d\d %", "| +9.99 ± 0.01 %", text, count=1)
+    assert other != text
+    assert page.with_tables(other) == text
+
+
+def test_a_row_must_fit_its_heading(page: Any) -> None:
+    with pytest.raises(ValueError, match="other columns than its heading"):
+        page.with_tables("<!-- table of gradients -->\n| a | b | c |\n|---|---|---|\n")
+
+
+def test_figures_in_sentences_are_those_of_the_results(page: Any) -> None:
+    text = page.PAGE.read_text()
+    assert unknown_figures(text) == []
+    # It can fail.
+    wrong = text.replace("-9.0 ± 0.3 %", "-9.3 ± 0.3 %").replace("leaves +5.6 ± 0.9 %", "leaves +5.6 ± 0.2 %")
+    assert unknown_figures(wrong) == ["The lead, studied: -9.3 ± 0.3", "The lead, studied: +5.6 ± 0.2"]
+
+
+def unknown_figures(text: str) -> list[str]:
+    """Figures outside of tables that no result of their section gives, each with its section."""
+    unknown = []
+    for section in text.split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        names = re.findall(r"results/(\w+)\.png", body)
+        sentences = " ".join(line for line in body.split("\n") if not line.startswith("|"))
+        for found in _FIGURE.finditer(sentences):
+            mean, error, alone = found.groups()
+            # Only what is said to be one is looked for among differences: there are very many.
+            points = " points" in sentences[found.end() : found.end() + 30]
+            known = [pair for name in names for pair in (_differences(name) if points else _known(name))]
+            if (alone or mean) not in _NOT_OURS.get(title, ()) and not _is_one_of(mean or alone, error, known):
+                unknown.append(f"{title}: {found.group(0)}")
+    return unknown
+
+
+def _is_one_of(mean: str, error: str | None, known: list[tuple[float, float]]) -> bool:
+    """Whether some result rounds to it; signs may be given in words."""
+    return any(
+        _rounds_to(abs(average), mean.lstrip("+-")) and (error is None or _rounds_to(deviation, error))
+        for average, deviation in known
+    )
+
+
+def _rounds_to(value: float, text: str) -> bool:
+    return abs(value - float(text)) <= 0.5000001 * 10 ** -len(text.partition(".")[2])
+
+
+@functools.cache
+def _known(name: str) -> list[tuple[float, float]]:
+    """Means and standard errors that an experiment can tell: each kind of run over lossless ones, and its own loss."""
+    grid = importlib.import_module("grid")
+    runs = _runs(name)
+    own = [[run["val_loss"] for run in grid.seeds(runs, kind)] for kind in _kinds(runs)]
+    return _summaries([*_over_lossless(name).values(), *own])
+
+
+@functools.cache
+def _differences(name: str) -> list[tuple[float, float]]:
+    """The same of the difference of each two kinds of runs."""
+    over = list(_over_lossless(name).values())
+    pairs = [(one, other) for one in over for other in over if len(one) == len(other) > 1]
+    return _summaries([[a - b for a, b in zip(one, other, strict=True)] for one, other in pairs])
+
+
+def _over_lossless(name: str) -> dict[tuple[str, str], list[float]]:
+    """Per cent above each lossless kind; of a family of runs that has its own, above that alone."""
+    grid = importlib.import_module("grid")
+    runs = _runs(name)
+    kinds = _kinds(runs)
+    bases = [kind for kind in kinds if "lossless" in kind or "exact" in kind]
+    found = {}
+    for kind in kinds:
+        own = f"{kind.partition('/')[0]}/lossless"
+        for base in [own] if own in bases and own != kind else bases:
+            more = grid.above(runs, kind, base)
+            if more and base != kind:
+                found[kind, base] = more
+    return found
+
+
+def _runs(name: str) -> dict[str, Any]:
+    kept = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text())
+    runs: dict[str, Any] = kept.get("runs", {})
+    return runs
+
+
+def _kinds(runs: dict[str, Any]) -> list[str]:
+    return sorted({key.rpartition("/")[0] for key in runs})
+
+
+def _summaries(values: list[list[float]]) -> list[tuple[float, float]]:
+    grid = importlib.import_module("grid")
+    finite = (each for each in values if each and all(value is not None and math.isfinite(value) for value in each))
+    return [(grid.mean(each), grid.standard_error(each)) for each in finite]
