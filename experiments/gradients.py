@@ -20,6 +20,8 @@ SEEDS = 8
 LOSS = 0.4
 RATE = 1e-3
 BASE = "lossless, 5 sequences"
+# A worker that knows what was lost could add it to its next gradient: nothing is wasted, but it is late.
+CARRIED = "gradients lost and sent later, 5 sequences"
 EXACT_BROADCAST: dict[str, Any] = {"budget": 0.0, "gradient_budget": 1.0}
 KINDS: dict[str, dict[str, Any]] = {
     BASE: {"policies": ("lossless",), "batch": 5},
@@ -44,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **EXACT_BROADCAST,
         "lr": RATE / math.sqrt(1 - LOSS),
     },
+    CARRIED: {"policies": ("lead",), "batch": 5, "loss": LOSS, **EXACT_BROADCAST},
     "both lost, lead, 5 sequences": {"policies": ("lead",), "batch": 5, "loss": LOSS},
 }
 
@@ -51,7 +54,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def runs(chosen: argparse.Namespace) -> list[Run]:
     """Every kind with the first seed, then with the next."""
     return [
-        Run(key=f"{kind}/{seed}", settings=small(chosen, first_seed=seed, **{"lr": RATE, **options}))
+        Run(
+            key=f"{kind}/{seed}",
+            settings=small(chosen, first_seed=seed, **{"lr": RATE, **options}),
+            carry=kind == CARRIED,
+        )
         for seed in range(SEEDS)
         for kind, options in KINDS.items()
     ]

@@ -18,9 +18,9 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,8 @@ from stormtorch.results.report import without_nan
 from stormtorch.results.statistics import mean
 from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import replacing
-from stormtorch.simulation.setting import Reuse
+from stormtorch.simulation.exchanges import Exchanges
+from stormtorch.simulation.setting import Reuse, Setting
 from stormtorch.studies.on_workers import simulate_one, task_of
 from stormtorch.studies.settings import SimSettings
 from stormtorch.tasks.task import Task
@@ -61,6 +62,8 @@ class Run:
     """Lead in updates, whatever was lost, in place of p/(1-p)."""
     smooth: float | None = None
     """Fraction that a mean of updates keeps of itself at each step; the lead follows it, not the last update alone."""
+    carry: bool = False
+    """Whether a worker adds what was lost of its gradient to its next one; otherwise it is gone."""
     task: Callable[[SimSettings], Task] = task_of
     """Function that makes what is learned."""
 
@@ -81,7 +84,7 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
     if run.lead_steps is not None:
         settings = _Switched(**vars(settings), lead_steps=run.lead_steps)
     (policy,) = settings.policies
-    with _looking_ahead(run.lookahead), _smoothing(run.smooth):
+    with _looking_ahead(run.lookahead), _smoothing(run.smooth), _carrying(run.carry):
         result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
     for name in ("curve", "drift_curve"):
         result[name] = result[name][:: max(len(result[name]) // _POINTS, 1)]
@@ -122,6 +125,34 @@ def _smoothing(kept: float | None) -> AbstractContextManager[object]:
         return previous.copy_(current + lead * mean / weight)
 
     return patch.object(rules, "ahead", ahead)
+
+
+@contextmanager
+def _carrying(wanted: bool) -> Iterator[None]:
+    """Has workers learn what of their gradients was lost, and add it to the next ones before these are rounded."""
+    if not wanted:
+        yield
+        return
+    draws, rounds = Exchanges.draw, Setting.round_
+    arrived_WC = torch.zeros(())
+    carried: dict[int, torch.Tensor] = {}
+
+    def draw(self: Exchanges, *given: Any, up: bool, **options: Any) -> torch.Tensor:
+        nonlocal arrived_WC
+        found = draws(self, *given, up=up, **options)
+        arrived_WC = found if up else arrived_WC
+        return found
+
+    def round_(self: Setting, values: torch.Tensor, *, step: int, sender: int) -> None:
+        if sender < self.workers:  # gradients; owners' values come from behind the last worker
+            if sender in carried:
+                values += carried[sender]
+            lost_WC = ~arrived_WC[sender : sender + len(values)]
+            carried[sender] = values * lost_WC.unsqueeze(-1)
+        rounds(self, values, step=step, sender=sender)
+
+    with patch.object(Exchanges, "draw", draw), patch.object(Setting, "round_", round_):
+        yield
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------------
@@ -190,7 +221,7 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
 
 def _asked(run: Run) -> dict[str, Any]:
     """Settings of a run as JSON gives them back."""
-    more = {"lead_steps": run.lead_steps, "lookahead": run.lookahead, "smooth": run.smooth}
+    more = {"lead_steps": run.lead_steps, "lookahead": run.lookahead, "smooth": run.smooth, "carry": run.carry}
     found: dict[str, Any] = json.loads(json.dumps(run.settings.to_json() | more))
     return found
 

@@ -40,6 +40,22 @@ def test_a_result_of_other_settings_is_not_gone_on_from(grid: Any) -> None:
         grid.check("x", [dataclasses.replace(run, settings=elsewhere)], found)
 
 
+def test_what_was_lost_of_a_gradient_can_be_sent_with_the_next(grid: Any) -> None:
+    def losses(loss: float, carry: bool) -> list[list[float]]:
+        settings = SimSettings(
+            policies=("lead",), workers=4, steps=5, batch=2, held_out=8, loss=loss, budget=0.0, gradient_budget=1.0
+        )
+        run = grid.Run(key="a/0", settings=settings, carry=carry)
+        curve: list[list[float]] = grid.run_one(run)["result"]["curve"]
+        return curve
+
+    assert losses(0.0, carry=True) == losses(0.0, carry=False)
+    dropped, carried = losses(0.5, carry=False), losses(0.5, carry=True)
+    # The first gradients are the same, and what was lost of them arrives with the second ones.
+    assert carried[:2] == dropped[:2]
+    assert carried[2:] != dropped[2:]
+
+
 def test_two_runs_with_one_key_are_refused(grid: Any) -> None:
     run = grid.Run(key="lead/0", settings=SimSettings(policies=("lead",)))
     with pytest.raises(ValueError, match="several runs with the key lead/0"):

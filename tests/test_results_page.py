@@ -84,7 +84,7 @@ def _is_one_of(mean: str, error: str | None, known: list[tuple[float, float]]) -
 
 
 def _rounds_to(value: float, text: str) -> bool:
-    return abs(value - float(text)) <= 0.5000001 * 10 ** -len(text.partition(".")[2])
+    return abs(value - float(text)) <= 0.5000001 * 10.0 ** -len(text.partition(".")[2])
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _known(name: str) -> list[tuple[float, float]]:
     grid = importlib.import_module("grid")
     runs = _runs(name)
     own = [[run["val_loss"] for run in grid.seeds(runs, kind)] for kind in _kinds(runs)]
-    return _summaries([*_over_lossless(name).values(), *own])
+    return _summaries([*_over_lossless(name).values(), *(values for values in own if None not in values)])
 
 
 @functools.cache
@@ -132,5 +132,5 @@ def _kinds(runs: dict[str, Any]) -> list[str]:
 
 def _summaries(values: list[list[float]]) -> list[tuple[float, float]]:
     grid = importlib.import_module("grid")
-    finite = (each for each in values if each and all(value is not None and math.isfinite(value) for value in each))
+    finite = (each for each in values if each and all(map(math.isfinite, each)))
     return [(grid.mean(each), grid.standard_error(each)) for each in finite]

@@ -20,8 +20,7 @@ def surroundings() -> dict[str, Any]:
             "cores_usable": len(os.sched_getaffinity(0)),
             "architecture": platform.machine(),
             "kernel": platform.release(),
-            # Asked only of a process that uses one: to ask would take memory of it.
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
+            "gpu": _gpu(),
             "load_before": os.getloadavg()[0],
         },
         "tcp_congestion_control": _first_line("/proc/sys/net/ipv4/tcp_congestion_control"),
@@ -33,6 +32,12 @@ def surroundings() -> dict[str, Any]:
         },
         "commit": commit(),
     }
+
+
+def _gpu() -> str | None:
+    """Name of the GPU, if this process uses one: to ask otherwise would take memory of it."""
+    cuda: Any = torch.cuda  # torch's own types leave out what it has
+    return str(cuda.get_device_name()) if cuda.is_initialized() else None
 
 
 class Withheld:
