@@ -42,8 +42,11 @@ ROUNDS = 12
 BATCH = 35
 DATAGRAM_BYTES = 1472
 
+LAG, LAG_WITH_LEAD = "updates that a replica lags behind, on average", "the same lag with the lead"
 QUANTITIES: dict[str, Callable[[float], float]] = {
     "mean age of a copy, steps": theory.mean_lag,
+    LAG: theory.mean_lag,
+    LAG_WITH_LEAD: lambda p: 0.0,
     "drift of two replicas, in updates squared": theory.pair_drift,
     "the same with the lead": lambda p: theory.pair_drift(p, lead=theory.lead(p)),
     "variance of the mean gradient, of lossless": lambda p: theory.variance_inflation(p, WORKERS),
@@ -79,6 +82,11 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
+def constant(chunks: int) -> torch.Tensor:
+    """A gradient that is the same at every step, so that the loss of a replica tells where it is."""
+    return torch.ones(WORKERS * chunks * ELEMENTS_PER_CHUNK)
+
+
 def drifting(lead: bool) -> Policy:
     """Lossy both ways, without anything that would repair: loss is what is measured."""
     lossy = Reliability(budget=1.0)
@@ -109,6 +117,16 @@ def of_rows(rows: Sequence[Row], *, lead: bool) -> Values:
         ),
         "gradients in a mean, of all": _batches([row.effective_batch for row in rows]),
     }
+
+
+def of_losses(losses: Sequence[float], *, lead: bool) -> Values:
+    """Updates that replicas lag behind, from their losses where every gradient is one and every update minus one.
+
+    After so many steps, owners are at minus that number. A worker's own shard never lags.
+    """
+    elements = WORKERS * CHUNKS * ELEMENTS_PER_CHUNK
+    lags = [(step + loss / elements) * WORKERS / (WORKERS - 1) for step, loss in enumerate(losses)]
+    return {LAG_WITH_LEAD if lead else LAG: _batches(lags[SETTLING:])}
 
 
 def _batches(values: Sequence[float]) -> list[float]:
@@ -143,11 +161,15 @@ def merged(values: Iterable[dict[str, float]]) -> Values:
 def simulated(loss: float) -> Values:
     """All quantities from virtual workers."""
 
-    def run(policy: Policy, chunks: int, steps: int, seed: int) -> Any:
+    def run(policy: Policy, chunks: int, steps: int, seed: int, push: torch.Tensor | None = None) -> Any:
+        def pushes(step: int, first: int, last: int) -> torch.Tensor:
+            each = [push_of(chunks, seed, step, worker) if push is None else push for worker in range(first, last)]
+            return torch.stack(each)
+
         return simulate(
             Walk(chunks),
             lambda model, batch: model(batch),
-            lambda step, first, last: torch.stack([push_of(chunks, seed, step, w) for w in range(first, last)]),
+            pushes,
             sgd,
             workers=WORKERS,
             steps=steps,
@@ -160,6 +182,8 @@ def simulated(loss: float) -> Values:
     found: Values = {}
     for lead in (False, True):
         found |= of_rows(list(run(drifting(lead), CHUNKS, STEPS, seed=1).ledger), lead=lead)
+        straight = run(drifting(lead), CHUNKS, STEPS, seed=2, push=constant(CHUNKS))
+        found |= of_losses([loss for _, loss in straight.curve], lead=lead)
     rounds = [run(averaging(), AVERAGED_CHUNKS, 1, seed) for seed in range(ROUNDS)]
     return found | merged(of_models(each.drift, each.validations[-1][1]) for each in rounds)
 
@@ -176,24 +200,31 @@ def on_rank(member: Member, loss: float) -> Values:
     with connect(member.store, member.rank, member.world, options) as transport:
         group = Group(transport)
 
-        def steps(policy: Policy, chunks: int, count: int, seed: int) -> tuple[Any, Any]:
+        def steps(
+            policy: Policy, chunks: int, count: int, seed: int, push: torch.Tensor | None = None
+        ) -> tuple[Any, Any, list[float]]:
             model = Walk(chunks)
             trained, optimizer = prepare(model, sgd(model.parameters()), policy=policy, group=group)
+            losses = []
             for step in range(count):
-                trained(push_of(chunks, seed, step, member.rank)).backward()
+                loss = trained(push_of(chunks, seed, step, member.rank) if push is None else push)
+                loss.backward()
+                losses.append(float(loss.detach()))
                 optimizer.step()
                 optimizer.zero_grad()
             with torch.no_grad():
                 trained(torch.zeros_like(trained.place))  # waits for the last parameters
-            return trained, optimizer
+            return trained, optimizer, losses
 
         with faults(loss=loss, seed=1):
             for lead in (False, True):
-                _, optimizer = steps(drifting(lead), CHUNKS, STEPS, seed=1)
+                _, optimizer, _ = steps(drifting(lead), CHUNKS, STEPS, seed=1)
                 found |= of_rows(list(optimizer.ledger), lead=lead)
+                _, _, losses = steps(drifting(lead), CHUNKS, STEPS, seed=2, push=constant(CHUNKS))
+                found |= of_losses(losses, lead=lead)
                 control.barrier().wait()
             for seed in range(ROUNDS):
-                model, _ = steps(averaging(), AVERAGED_CHUNKS, 1, seed)
+                model, _, _ = steps(averaging(), AVERAGED_CHUNKS, 1, seed)
                 own = model.place.detach().clone()
                 mean = own.clone()
                 control.allreduce([mean]).wait()
@@ -232,7 +263,8 @@ def table(found: dict[str, Any]) -> list[str]:
             for source in SOURCES:
                 values = found[source][f"{loss:g}"][name]
                 value, error = statistics.fmean(values), standard_error(values)
-                cells.append(f"{value:.4f} ± {error:.4f} ({100 * (value / exact - 1):+.1f} %)")
+                away = f" ({100 * (value / exact - 1):+.1f} %)" if exact else ""
+                cells.append(f"{value:.4f} ± {error:.4f}{away}")
             rows.append(f"| {name} | {100 * loss:g} % | {exact:.4f} | {' | '.join(cells)} |")
     return rows
 
@@ -244,7 +276,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     print("\n".join(table(found)))
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axis = figure.subplots()
-    places = [(name, loss) for name in QUANTITIES for loss in LOSSES]
+    # Of nothing there is no per cent.
+    places = [(name, loss) for name in QUANTITIES for loss in LOSSES if QUANTITIES[name](loss)]
     for source, colour, aside in zip(SOURCES, ("#1c7ed6", "#d9480f"), (-0.12, 0.12), strict=True):
         for place, (name, loss) in enumerate(places):
             values = [100 * (value / QUANTITIES[name](loss) - 1) for value in found[source][f"{loss:g}"][name]]

@@ -84,7 +84,7 @@ def run_one(run: Run, task: Task | None = None, reuse: Reuse | None = None) -> d
     if run.lead_steps is not None:
         settings = _Switched(**vars(settings), lead_steps=run.lead_steps)
     (policy,) = settings.policies
-    with _looking_ahead(run.lookahead), _smoothing(run.smooth), _carrying(run.carry):
+    with _looking_ahead(run.lookahead), _smoothing(run.smooth), _carrying(run.carry, settings.workers):
         result = dataclasses.asdict(simulate_one(settings, task, policy, settings.first_seed, reuse=reuse))
     for name in ("curve", "drift_curve"):
         result[name] = result[name][:: max(len(result[name]) // _POINTS, 1)]
@@ -128,8 +128,11 @@ def _smoothing(kept: float | None) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _carrying(wanted: bool) -> Iterator[None]:
-    """Has workers learn what of their gradients was lost, and add it to the next ones before these are rounded."""
+def _carrying(wanted: bool, workers: int) -> Iterator[None]:
+    """Has workers learn what of their gradients was lost, and add it to the next ones before these are rounded.
+
+    Owners divide by all workers: as everything arrives in the end, to divide by those who arrived would count it twice.
+    """
     if not wanted:
         yield
         return
@@ -151,7 +154,14 @@ def _carrying(wanted: bool) -> Iterator[None]:
             carried[sender] = values * lost_WC.unsqueeze(-1)
         rounds(self, values, step=step, sender=sender)
 
-    with patch.object(Exchanges, "draw", draw), patch.object(Setting, "round_", round_):
+    def mean_of_all(sums_CE: torch.Tensor, _count_C: torch.Tensor) -> torch.Tensor:
+        return sums_CE.div_(workers)
+
+    with (
+        patch.object(Exchanges, "draw", draw),
+        patch.object(Setting, "round_", round_),
+        patch.object(rules, "mean_of_arrived", mean_of_all),
+    ):
         yield
 
 

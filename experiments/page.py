@@ -1,4 +1,4 @@
-"""Writes the rows of every table of docs/results.md from the results that are kept.
+"""Writes the rows of every table of docs/results.md, and of the paper, from the results that are kept.
 
 A table begins with a comment, `<!-- table of NAME -->`, and a heading of two lines; what follows up to the next empty
 line are rows of `table` in NAME.py. `<!-- table of NAME, 2 -->` is its second table: empty rows divide them. Sentences
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from grid import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (DOCS / "results.md", DOCS / "paper" / "README.md")
 _TABLE = re.compile(r"<!-- table of (\w+)(?:, (\d))? -->\n((?:\|.*\n){2})((?:\|.*\n)*)")
 
 
@@ -42,5 +43,6 @@ def with_tables(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
-    print(f"{PAGE} has the tables of the results that are kept")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
+        print(f"{page} has the tables of the results that are kept")

@@ -45,6 +45,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     "What loss costs": {
         "Results": "results.md",
         "Theory": "theory.md",
+        "Paper": "paper/README.md",
         "Trainings side by side": "training.md",
         "Simulator": "simulate.md",
         "Fault injection": "faults.md",
@@ -73,7 +74,7 @@ SHOWN_AS_TEXT = {".py", ".sh", ".sbatch", ".service", ".yaml", ".toml", ".jsonl"
 def on_config(config: Any) -> Any:
     """Builds the navigation of the pages that exist."""
     pages = {each.relative_to(ROOT / "docs").as_posix() for each in (ROOT / "docs").glob("*.md")}
-    pages |= {"decisions/README.md", "api.md", "commands.md", *OUTSIDE_PAGES}
+    pages |= {"decisions/README.md", "paper/README.md", "api.md", "commands.md", *OUTSIDE_PAGES}
     nav: list[Any] = [
         {section: [{title: page} for title, page in listed.items() if page in pages]}
         for section, listed in NAVIGATION.items()
