@@ -98,6 +98,11 @@ const SimSwitch& Sim::shared() const {
     return *shared_;
 }
 
+void Sim::set_trunk(std::size_t rack, double bytes_per_s) {
+    if (!shared_) throw std::logic_error("there are no shared lines");
+    shared_->set_trunk(rack, bytes_per_s);
+}
+
 void Sim::run_until(Nanos at) {
     while (next_at() <= at && advance()) {
     }

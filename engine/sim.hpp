@@ -80,6 +80,8 @@ public:
     // Throw std::logic_error if there is none.
     [[nodiscard]] SimService& service();
     [[nodiscard]] const SimSwitch& shared() const;
+    // Sets the rate of a rack's lines to the other racks, from now on. Throws if there are none.
+    void set_trunk(std::size_t rack, double bytes_per_s);
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
