@@ -18,6 +18,7 @@
 #include "faults.hpp"
 #include "sim_service.hpp"
 #include "sim_switch.hpp"
+#include "timers.hpp"
 
 namespace storm {
 
@@ -106,7 +107,6 @@ private:
         std::unique_ptr<FaultPath> faults;
         std::array<Nanos, most_paths> uplink_free_at{}, downlink_free_at{};
         double up{}, down{};  // bytes per second, where they differ from those of the others
-        Nanos timer{never};
         bool dark{};
         std::set<std::uint16_t> cut;  // ranks that nothing reaches from here
     };
@@ -133,6 +133,7 @@ private:
     std::uint64_t order_{};
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;
+    Timers timers_;  // of hosts: with a thousand, looking at all of them for every packet would take most of the time
     std::vector<std::uint16_t> incarnations_;  // by rank
     std::array<SimPath, most_paths> paths_{};
     std::mt19937_64 chance_{7};  // of the losses of paths
