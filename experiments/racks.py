@@ -3,8 +3,7 @@
 Every endpoint is the shipped core of the engine; the network is simulated under virtual time, packet by packet. Hosts
 have a line up to the switch of their rack and one down from it, and racks have such lines (trunks) to the switch that
 joins them. A step is what `BoundedDrift` exchanges: all send gradients to all owners at once, and each owner sends
-parameters to all as soon as it has its mean. It needs no data. The run of
-1,024 endpoints takes as long as all others together, and 16 GB of memory; `--only /64/` leaves it out.
+parameters to all as soon as it has its mean. It needs no data.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, 
 from stormtorch.transport.options import Options
 from stormtorch.transport.simulated import core_settings
 
-BYTES_PER_S = 1e9 / 8
 DELAY_S = 25e-6  # from host to host of a rack; twice that between racks
 DATAGRAM_BYTES, PAYLOAD_BYTES, WIRE_BYTES = 1472, 1440, 1472 + 42  # on the wire with Ethernet, IPv4 and UDP
 # Of the whole model, whatever the number of endpoints: one full datagram for each pair of 1,024.
@@ -51,6 +49,10 @@ class Network:
 
     label: str
     colour: str
+    bytes_per_s: float = 1e9 / 8
+    """Rate of each host's line, up and down."""
+    sending: str = "auto"
+    """Sending rate of each endpoint, as `Options.rate`."""
     oversubscribed: float = 1.0
     """Rate of a rack's hosts together, in multiples of its trunk's."""
     port_queue_bytes: int = 1 << 20
@@ -72,6 +74,7 @@ class Network:
 
 NETWORKS = {
     "free": Network(label="no loss, trunks as fast as their hosts", colour="#2b8a3e"),
+    "fast": Network(label="the same at 10 Gbit/s", colour="#868e96", bytes_per_s=1e10 / 8),
     "incast": Network(
         label="trunks 4:1, small queues",
         colour="#d9480f",
@@ -79,9 +82,17 @@ NETWORKS = {
         port_queue_bytes=128 << 10,
         trunk_queue_bytes=256 << 10,
     ),
+    "paced": Network(
+        label='the same, `rate="240mbit"`',
+        colour="#f08c00",
+        sending="240mbit",
+        oversubscribed=4.0,
+        port_queue_bytes=128 << 10,
+        trunk_queue_bytes=256 << 10,
+    ),
     "bursts": Network(label="bursts of loss on hosts' lines", colour="#1c7ed6", dark=0.025),
     "slow": Network(label="one rack's trunk ten times slower", colour="#862e9c", slow_rack=10.0),
-    "lossy": Network(label="one rack loses 20 %", colour="#e8590c", rack_loss=0.2),
+    "lossy": Network(label="one rack loses 20 %", colour="#0b7285", rack_loss=0.2),
 }
 SEEDS = 3
 
@@ -113,7 +124,7 @@ class Case:
 
 def cases() -> list[Case]:
     """All runs, the largest first."""
-    found = [Case(network="free", hosts=1024, exact=False)]
+    found = [Case(network=name, hosts=1024, exact=False) for name in ("fast", "paced")]
     for hosts in (256, 64, 16):
         for name, network in NETWORKS.items():
             for exact in (False, True):
@@ -134,8 +145,8 @@ def message_bytes(hosts: int) -> float:
 def ideal_s(case: Case) -> float:
     """Time of both stages if the narrowest line were busy all the time: its bytes over its speed, and the way."""
     network, hosts, rack = NETWORKS[case.network], case.hosts, case.hosts_per_rack
-    by_host = (hosts - 1) * message_bytes(hosts) / BYTES_PER_S
-    trunk_bytes_per_s = rack * BYTES_PER_S / network.oversubscribed / network.slow_rack
+    by_host = (hosts - 1) * message_bytes(hosts) / network.bytes_per_s
+    trunk_bytes_per_s = rack * network.bytes_per_s / network.oversubscribed / network.slow_rack
     by_trunk = rack * (hosts - rack) * message_bytes(hosts) / trunk_bytes_per_s
     return 2 * (max(by_host, by_trunk) + 2 * DELAY_S)
 
@@ -173,16 +184,17 @@ def make_sim(case: Case) -> _engine.Sim:
     loss: float | LossModel = 0.0
     if network.rack_loss:
         loss = PerLink.bad_rack(range(rack), case.hosts, Bernoulli(p=network.rack_loss), Bernoulli(p=0.0))
-    trunk_bytes_per_s = rack * BYTES_PER_S / network.oversubscribed
+    trunk_bytes_per_s = rack * network.bytes_per_s / network.oversubscribed
+    options = Options(rate=network.sending, datagram_bytes=DATAGRAM_BYTES)
     sim = _engine.Sim(
         case.hosts,
-        core_settings(case.hosts, Options(datagram_bytes=DATAGRAM_BYTES), unlimited=False, seed=case.seed),
+        core_settings(case.hosts, options, unlimited=False, seed=case.seed),
         dict(faults(loss=loss, seed=case.seed).settings),
         DELAY_S,
         0.0,
         0,
         {
-            "bytes_per_s": BYTES_PER_S,
+            "bytes_per_s": network.bytes_per_s,
             "queue_bytes": network.port_queue_bytes,
             "up_queue_bytes": 0,  # a kernel holds its own sockets back
             "low_queue_bytes": network.port_queue_bytes,
