@@ -73,8 +73,8 @@ class Network:
 
 
 NETWORKS = {
-    "free": Network(label="no loss, trunks as fast as their hosts", colour="#2b8a3e"),
-    "fast": Network(label="the same at 10 Gbit/s", colour="#868e96", bytes_per_s=1e10 / 8),
+    "free": Network(label="no loss", colour="#2b8a3e"),
+    "fast": Network(label="no loss, 10 Gbit/s", colour="#868e96", bytes_per_s=1e10 / 8),
     "incast": Network(
         label="trunks 4:1, small queues",
         colour="#d9480f",
@@ -83,7 +83,7 @@ NETWORKS = {
         trunk_queue_bytes=256 << 10,
     ),
     "paced": Network(
-        label='the same, rate="200mbit"',
+        label="trunks 4:1, small queues, rate set",
         colour="#f08c00",
         sending="200mbit",  # of 250 that a trunk has for each host: not only data travels
         oversubscribed=4.0,
@@ -427,17 +427,21 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 )
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes(found), [f"{hosts:,}" for hosts in sizes(found)])
-        axis.minorticks_off()
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("endpoints")
-        axis.set_ylim(bottom=0)
+        axis.minorticks_off()
+        if what == "times_ideal":
+            axis.set_yscale("log", base=2)
+            axis.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        else:
+            axis.set_ylim(bottom=0 if what == "lost" else 0.95)
         axis.grid(axis="y", color="#e9ecef")
         axis.spines[["top", "right"]].set_visible(False)
     for axis in (axes[0], axes[2]):
         axis.axhline(1, color="#343a40", linewidth=1)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(
-        "Shipped cores in racks under virtual time: 1 Gbit/s, a model of 1.5 MB; filled: later steps, hollow: the first"
+        "One step of a model of 1.5 MB at 1 Gbit/s (filled: later steps; hollow, dotted: the first)", fontsize=11
     )
     figure.savefig(path, dpi=150)
 
