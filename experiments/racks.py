@@ -3,7 +3,8 @@
 Every endpoint is the shipped core of the engine; the network is simulated under virtual time, packet by packet. Hosts
 have a line up to the switch of their rack and one down from it, and racks have such lines (trunks) to the switch that
 joins them. A step is what `BoundedDrift` exchanges: all send gradients to all owners at once, and each owner sends
-parameters to all as soon as it has its mean. It needs no data.
+parameters to all as soon as it has its mean. It needs no data, and about 20 minutes on two cores; the run of 1,024
+endpoints takes 11 GB of memory.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Case:
     @property
     def steps(self) -> int:
         """Steps of the run: fewer where each takes minutes."""
-        return 5 if self.hosts <= 64 else 3 if self.hosts <= 256 else 2
+        return 5 if self.hosts <= 64 else 3 if self.hosts <= 256 else 1
 
 
 def cases() -> list[Case]:
