@@ -27,7 +27,11 @@ inline SharedLines to_shared_lines(const nb::dict& from, Nanos delay) {
                       .burst_bytes = nb::cast<double>(from["burst_bytes"])};
     LineSettings up = down;
     up.queue_bytes = nb::cast<std::size_t>(from["up_queue_bytes"]);
-    return {.network = {.up = up, .down = down, .delay = delay},
+    LineSettings trunk = down;
+    trunk.bytes_per_s = nb::cast<double>(from["trunk_bytes_per_s"]);
+    trunk.queue_bytes = trunk.low_queue_bytes = nb::cast<std::size_t>(from["trunk_queue_bytes"]);
+    const auto hosts_per_rack = nb::cast<std::size_t>(from["hosts_per_rack"]);
+    return {.network = {.up = up, .down = down, .delay = delay, .hosts_per_rack = hosts_per_rack, .trunk = trunk},
             .priority = nb::cast<bool>(from["low"]) ? Priority::low : Priority::normal};
 }
 
@@ -77,6 +81,8 @@ void define_shared(Class& type) {
         all["timeouts"] = s.service().timeouts();
         return all;
     });
+    type.def("set_trunk", &Sim::set_trunk, nb::arg("rack"), nb::arg("bytes_per_s"));
+    type.def("trunk_drops", [](const Sim& s) { return s.shared().trunk_drops(); });
     // By host, up and down, and by class.
     type.def(
         "line_counts",

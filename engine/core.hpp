@@ -130,7 +130,10 @@ public:
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
     // While a path is held, `transmit` leaves it alone: its socket is full.
-    void hold(std::size_t path, bool held) { held_[path] = held; }
+    void hold(std::size_t path, bool held) {
+        if (held_[path] && !held) peers_.try_all();
+        held_[path] = held;
+    }
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
     void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
@@ -332,6 +335,7 @@ private:
     std::vector<Pacer> shared_pacers_;     // RateMode::fixed: by path
     std::array<bool, most_paths> held_{};  // paths whose sockets are full
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
+    Nanos refused_until_{never};           // the same for the peer that was tried last
     bool again_{};                         // transmit has more to look at although a peer had nothing to send
     std::vector<std::uint16_t> near_;      // peers with which memory is shared
     Bitmap bells_;                         // peers whose bells must be rung

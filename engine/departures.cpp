@@ -9,14 +9,20 @@
 namespace storm {
 
 bool Core::transmit(Batch& batch, Nanos now) {
-    // From `first` on, the ranks below `end` whose queues hold messages.
+    // From `first` on, the ranks below `end` to which something of their queues may leave.
     const auto fill_any = [&](std::size_t first, std::size_t end) {
-        for (std::size_t at = peers_.queued().next(first); at < end; at = peers_.queued().next(at + 1)) {
+        for (std::size_t at = peers_.untried().next(first); at < end; at = peers_.untried().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
             if (peers_.idle(rank) || passes(rank)) continue;
+            refused_until_ = never;
             const bool filled = fill_data(batch, peers_.attempt(rank), now);
+            // Where there are several paths, time alone may change which of them is tried.
+            if (!filled && !peers_.look(rank).links.several()) peers_.refused(rank, refused_until_);
             if (filled || again_) peers_.mark(rank);
-            if (!filled) continue;
+            if (!filled) {
+                paced_until_ = std::min(paced_until_, refused_until_);
+                continue;
+            }
             turn_ = at + 1;
             return true;
         }
@@ -24,12 +30,13 @@ bool Core::transmit(Batch& batch, Nanos now) {
     };
     do {
         again_ = false;
-        for (std::size_t at = peers_.talkative().next(0); at < config_.world; at = peers_.talkative().next(at + 1)) {
+        peers_.wake(now);
+        for (std::size_t at = peers_.awake().next(0); at < config_.world; at = peers_.awake().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
             if (!peers_.speaks(rank, now)) continue;
             if (fill_control(batch, peers_[rank], now) || fill_probe(batch, peers_[rank], now)) return true;
         }
-        paced_until_ = never;
+        paced_until_ = peers_.refused_until();
         if (fill_any(turn_, config_.world) || fill_any(0, turn_)) return true;
     } while (again_);
 #ifdef STORM_CHECK_TIMERS
@@ -213,7 +220,7 @@ std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
                               : link.rate.try_send(bytes, link.out.in_flight_bytes(), now, link.out.dark(now));
     if (admitted) return segments;
     const Nanos paced_at = shared != nullptr ? shared->next_send_at(now) : link.rate.next_send_at(now);
-    paced_until_ = std::min(paced_until_, paced_at == never ? link.out.dark_at() : paced_at);
+    refused_until_ = std::min(refused_until_, paced_at == never ? link.out.dark_at() : paced_at);
     return 0;
 }
 

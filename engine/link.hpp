@@ -141,7 +141,8 @@ private:
     template <class Lost>
     void detect(Nanos now, Lost&& lost);
 
-    std::vector<Flight> ring_ = std::vector<Flight>(64);
+    // Grows as needed: with a thousand peers, most of which send little, their rings take most of the memory of an endpoint.
+    std::vector<Flight> ring_ = std::vector<Flight>(8);
     std::uint64_t base_{1}, next_{1};  // numbers in [base_, next_) are in the ring; 0 is no number
     std::uint64_t largest_acked_{};
     std::uint64_t credit_bytes_;

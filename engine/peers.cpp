@@ -12,6 +12,10 @@ Peers::Peers(std::size_t world, const Credit& credit)
       all_(world),
       talkative_(world),
       queued_(world),
+      awake_(world),
+      untried_(world),
+      quiet_(world),
+      refused_(world),
       stale_(world),
       unticked_(world),
       timers_(world * peer_timers.size()) {}
@@ -25,8 +29,23 @@ void Peers::put(std::unique_ptr<Peer> peer) {
 bool Peers::speaks(std::uint16_t rank, Nanos now) {
     if (look(rank).has_words()) return true;
     const Nanos at = std::min(timer(rank, PeerTimer::report), timer(rank, PeerTimer::path));
+    if (at <= now) return true;
     if (at == never) talkative_.clear(rank);
-    return at <= now;
+    awake_.clear(rank);
+    quiet_.set(rank, at);
+    return false;
+}
+
+void Peers::wake(Nanos now) {
+    for (const Timers::Owner rank : quiet_.take_due(now, [&](Timers::Owner each) { return quiet_.at(each); }))
+        awake_.set(rank);
+    for (const Timers::Owner rank : refused_.take_due(now, [&](Timers::Owner each) { return refused_.at(each); }))
+        untried_.set(rank);
+}
+
+void Peers::refused(std::uint16_t rank, Nanos until) {
+    untried_.clear(rank);
+    refused_.set(rank, until);
 }
 
 void Peers::queue(Outgoing& message) {
@@ -39,6 +58,7 @@ void Peers::queue(Outgoing& message) {
 bool Peers::idle(std::uint16_t rank) {
     if (!look(rank).queue.empty()) return false;
     queued_.clear(rank);
+    refused(rank, never);
     return true;
 }
 

@@ -47,6 +47,8 @@ public:
     [[nodiscard]] Peer& attempt(std::uint16_t rank) { return *all_[rank]; }
     void mark(std::uint16_t rank) {
         talkative_.set(rank);
+        awake_.set(rank);
+        untried_.set(rank);
         stale_.set(rank);
         unticked_.set(rank);
     }
@@ -54,7 +56,12 @@ public:
 
     // Peers to which a control datagram or a probe may have to be sent, now or later: no other peer has one waiting.
     [[nodiscard]] const Bitmap& talkative() const { return talkative_; }
-    // Whether one may have to be sent now. A peer with nothing to send now or later is no longer `talkative`.
+    // Those of them that were marked, or whose time came, since they last had nothing to send: with a thousand peers to
+    // report to, looking at all of them for every datagram would take most of the time. `wake` must come first.
+    [[nodiscard]] const Bitmap& awake() const { return awake_; }
+    void wake(Nanos now);
+    // Whether one may have to be sent now. A peer with nothing to send now is no longer `awake`, and one with nothing to send
+    // later either is no longer `talkative`.
     [[nodiscard]] bool speaks(std::uint16_t rank, Nanos now);
     // Peers whose queue may hold messages: no other peer's queue does.
     [[nodiscard]] const Bitmap& queued() const { return queued_; }
@@ -62,6 +69,15 @@ public:
     void queue(Outgoing& message);
     // Whether the peer's queue is empty; if so, it is no longer among `queued`.
     [[nodiscard]] bool idle(std::uint16_t rank);
+    // Peers to which data may be let go: those that were marked, or whose time came, since they were `refused`. `wake` must
+    // come first.
+    [[nodiscard]] const Bitmap& untried() const { return untried_; }
+    // No data may leave to this peer until it is marked or this time has come.
+    void refused(std::uint16_t rank, Nanos until);
+    // Refusals do not count any more.
+    void try_all() { untried_.add(queued_); }
+    // When the first of those that were refused may be tried again.
+    [[nodiscard]] Nanos refused_until() const { return refused_.earliest(); }
 
     // Peers that need a tick, in rising order: only those marked since the last call and those with a timer that is due
     // are looked at.
@@ -70,7 +86,10 @@ public:
     template <class Visit>
     void refresh(Visit&& visit);
     // The credit of peers may have become smaller, so that reports are due earlier.
-    void credit_shrank() { stale_.add(talkative_); }
+    void credit_shrank() {
+        stale_.add(talkative_);
+        awake_.add(talkative_);
+    }
     // When the next timer of any peer is due. `refresh` must come first.
     [[nodiscard]] Nanos next();
     [[nodiscard]] Nanos timer(std::uint16_t rank, PeerTimer which) const;
@@ -84,9 +103,11 @@ private:
     const Credit& credit_;
     std::vector<std::unique_ptr<Peer>> all_;  // by rank; null at our own
     Bitmap talkative_, queued_;
-    Bitmap stale_;     // changed since their timers were computed
-    Bitmap unticked_;  // changed since the last `take_due`
-    Timers timers_;    // of each rank, in the order of `peer_timers`
+    Bitmap awake_, untried_;
+    Timers quiet_, refused_;  // by rank: until when a peer that is talkative or queued need not be looked at
+    Bitmap stale_;            // changed since their timers were computed
+    Bitmap unticked_;         // changed since the last `take_due`
+    Timers timers_;           // of each rank, in the order of `peer_timers`
 };
 
 template <class Visit>

@@ -5,7 +5,7 @@
 
 namespace storm {
 
-Sim::Sim(const SimConfig& config) : config_(config) {
+Sim::Sim(const SimConfig& config) : config_(config), timers_(config.core.world) {
     config_.faults.validate();
     if (config_.shared) shared_.emplace(config_.core.world, config_.shared->network);
     const auto faults = std::make_shared<const FaultSettings>(config_.faults);
@@ -98,6 +98,11 @@ const SimSwitch& Sim::shared() const {
     return *shared_;
 }
 
+void Sim::set_trunk(std::size_t rack, double bytes_per_s) {
+    if (!shared_) throw std::logic_error("there are no shared lines");
+    shared_->set_trunk(rack, bytes_per_s);
+}
+
 void Sim::run_until(Nanos at) {
     while (next_at() <= at && advance()) {
     }
@@ -105,10 +110,9 @@ void Sim::run_until(Nanos at) {
 }
 
 Nanos Sim::next_at() const {
-    Nanos next = packets_.empty() ? never : packets_.top().at;
+    Nanos next = std::min(packets_.empty() ? never : packets_.top().at, timers_.earliest());
     if (shared_) next = std::min(next, shared_->next_at());
     if (service_) next = std::min(next, service_->next_at());
-    for (const Host& host : hosts_) next = std::min(next, host.timer);
     return next;
 }
 
@@ -123,17 +127,12 @@ bool Sim::advance() {
         next = service_->next_at();
         by_service = true;
     }
-    std::uint16_t timed = 0;
-    bool by_timer = false;
-    for (std::uint16_t rank = 0; rank < hosts_.size(); ++rank) {
-        if (hosts_[rank].timer >= next) continue;
-        next = hosts_[rank].timer;
-        timed = rank;
-        by_timer = true;
-    }
+    const bool by_timer = timers_.earliest() < next;
+    if (by_timer) next = timers_.earliest();
     if (next == never) return false;
     now_ = std::max(now_, next);
     if (by_timer) {
+        const auto timed = static_cast<std::uint16_t>(timers_.first());
         Host& host = hosts_[timed];
         host.faults->release(now_, [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
         host.core->tick(now_);
@@ -240,7 +239,7 @@ void Sim::pump(std::uint16_t rank) {
         }
         host.core->transmitted(batch_, now_);
     }
-    host.timer = std::min(host.core->next_timer(), host.faults->next_release_at());
+    timers_.set(rank, std::min(host.core->next_timer(), host.faults->next_release_at()));
 }
 
 }  // namespace storm

@@ -18,6 +18,7 @@
 #include "faults.hpp"
 #include "sim_service.hpp"
 #include "sim_switch.hpp"
+#include "timers.hpp"
 
 namespace storm {
 
@@ -80,6 +81,8 @@ public:
     // Throw std::logic_error if there is none.
     [[nodiscard]] SimService& service();
     [[nodiscard]] const SimSwitch& shared() const;
+    // Sets the rate of a rack's lines to the other racks, from now on. Throws if there are none.
+    void set_trunk(std::size_t rack, double bytes_per_s);
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
@@ -104,7 +107,6 @@ private:
         std::unique_ptr<FaultPath> faults;
         std::array<Nanos, most_paths> uplink_free_at{}, downlink_free_at{};
         double up{}, down{};  // bytes per second, where they differ from those of the others
-        Nanos timer{never};
         bool dark{};
         std::set<std::uint16_t> cut;  // ranks that nothing reaches from here
     };
@@ -131,6 +133,7 @@ private:
     std::uint64_t order_{};
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;
+    Timers timers_;  // of hosts: with a thousand, looking at all of them for every packet would take most of the time
     std::vector<std::uint16_t> incarnations_;  // by rank
     std::array<SimPath, most_paths> paths_{};
     std::mt19937_64 chance_{7};  // of the losses of paths

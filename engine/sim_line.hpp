@@ -30,6 +30,9 @@ public:
     // Throws std::invalid_argument.
     explicit SimLine(const LineSettings& settings);
 
+    // Sets the rate of packets that are taken from now on.
+    void set_rate(double bytes_per_s) { settings_.bytes_per_s = bytes_per_s; }
+
     // Takes a packet, or drops and counts it if the queue of its class is full.
     bool offer(std::uint32_t packet, std::size_t bytes, Priority priority, Nanos now);
     // When the next packet may be taken; `never` while none waits.

@@ -30,6 +30,8 @@ public:
     [[nodiscard]] Nanos at(Owner owner) const { return nodes_[leaves() + owner]; }
     // The earliest entry, which may be early; `never` if there is none.
     [[nodiscard]] Nanos earliest() const { return owners_ == 0 ? never : nodes_[1]; }
+    // The lowest owner with that entry.
+    [[nodiscard]] Owner first() const;
 
     void set(Owner owner, Nanos at);
     void hasten(Owner owner, Nanos at) {
@@ -48,8 +50,7 @@ public:
 
 private:
     [[nodiscard]] std::size_t leaves() const { return nodes_.size() / 2; }
-    void join();                        // computes all nodes from the leaves
-    [[nodiscard]] Owner first() const;  // the lowest owner with the earliest entry
+    void join();  // computes all nodes from the leaves
 
     std::size_t owners_{};
     std::vector<Nanos> nodes_;  // node k has the children 2k and 2k + 1; the leaves come last

@@ -112,6 +112,32 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("name", ["free", "paced"])
+def test_a_step_in_racks_takes_a_little_more_than_its_lines_need(grid: Any, name: str) -> None:
+    racks = importlib.import_module("racks")
+    step = racks.Steps(racks.Case(network=name, hosts=16, exact=False)).run(0)
+    assert 1.0 < step["times_ideal"] < 2.0
+    assert 1.0 < step["bytes"] < 1.1
+    assert step["lost"] == step["port_drops"] == step["trunk_drops"] == 0
+
+
+def test_racks_have_the_hardships_that_their_networks_name(grid: Any) -> None:
+    racks = importlib.import_module("racks")
+
+    def step(name: str, *, exact: bool = False) -> Any:
+        return racks.Steps(racks.Case(network=name, hosts=16, exact=exact)).run(0)
+
+    assert step("incast")["trunk_drops"] > 0
+    assert 0.01 < step("bursts")["lost"] < 0.1
+    assert step("bursts", exact=True)["repaired_per_message"] > 0
+    # Of the pairs of 16 hosts in racks of 4, 2 in 5 have one end in the first rack.
+    assert step("lossy")["lost"] == pytest.approx(0.2 * 2 * 4 * 12 / (16 * 15), rel=0.1)
+    # The slow trunk sets the pace, and the ideal knows it: 12 hosts' shards, ten times slower, against 15.
+    free, slow = (racks.ideal_s(racks.Case(network=name, hosts=16, exact=False)) for name in ("free", "slow"))
+    assert slow / free == pytest.approx(10 * 12 / 15, rel=0.01)
+    assert step("slow")["times_ideal"] > 1.0
+
+
 @pytest.mark.parametrize("name", ["participation", "private"])
 def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
     pytest.importorskip("sklearn")

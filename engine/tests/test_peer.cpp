@@ -96,7 +96,25 @@ TEST(peer_with_a_report_for_later_is_found_when_it_is_due) {
     CHECK_EQUAL(peers.next(), due);
     CHECK(!peers.speaks(1, start));
     CHECK(peers.talkative().test(1));  // later
+    CHECK(!peers.awake().test(1));
+    peers.wake(due - 1);
+    CHECK(!peers.awake().test(1));
+    peers.wake(due);
+    CHECK(peers.awake().test(1));
     CHECK(peers.speaks(1, due));
+    CHECK(peers.awake().test(1));
+}
+
+TEST(peer_whose_report_falls_due_earlier_is_looked_at_again) {
+    const Credit credit(1 << 20, 3);
+    Peers peers(3, credit);
+    peers.put(make_peer(1));
+    peers.put(make_peer(2));
+    peers[1].links[0].in.arrive(1, 100, true, start);
+    CHECK(!peers.speaks(1, start) && !peers.speaks(2, start));
+    peers.credit_shrank();
+    CHECK(peers.awake().test(1));
+    CHECK(!peers.awake().test(2));  // nothing to report
 }
 
 TEST(peer_with_datagrams_in_flight_is_due_when_it_should_be_probed_and_not_before) {
@@ -130,4 +148,24 @@ TEST(peer_whose_queue_was_emptied_is_no_longer_asked_for_data) {
     CHECK(peers.queued().test(1));
     CHECK(peers.idle(1));
     CHECK(!peers.queued().test(1));
+}
+
+TEST(peer_that_was_refused_is_tried_again_when_its_time_has_come_or_it_changes) {
+    const Credit credit(1 << 20, 3);
+    Peers peers(3, credit);
+    peers.put(make_peer(1));
+    peers.put(make_peer(2));
+    CHECK(peers.untried().test(1) && peers.untried().test(2));
+    peers.refused(1, start + 10);
+    peers.refused(2, start + 20);
+    CHECK_EQUAL(peers.refused_until(), start + 10);
+    peers.wake(start + 9);
+    CHECK_EQUAL(peers.untried().next(0), 64U);  // none
+    peers.wake(start + 10);
+    CHECK(peers.untried().test(1) && !peers.untried().test(2));
+    CHECK_EQUAL(peers.refused_until(), start + 20);
+    peers.mark(2);
+    CHECK(peers.untried().test(2));
+    CHECK(peers.idle(2));  // its queue is empty: nothing to wait for
+    CHECK_EQUAL(peers.refused_until(), never);
 }

@@ -202,6 +202,9 @@ def colocate(settings: Colocation) -> Colocated:
             "low_share": settings.low_share or 0.0,
             "burst_bytes": settings.burst_s * float(settings.rate) / 8,
             "low": settings.low_share is not None,
+            "hosts_per_rack": 0,
+            "trunk_bytes_per_s": 0.0,
+            "trunk_queue_bytes": 0,
         },
     )
     begin_s = sim.now_s + settings.warm_s
