@@ -1,6 +1,7 @@
-"""Do theory, simulation and packets say the same: of the age of copies, drift, variance, batch and mixing?
+"""Do theory, simulation and packets say the same: of the age of copies, bias, drift, variance, batch and mixing?
 
-A training whose updates are exactly what the formulas are about: gradients are random numbers, whatever the parameters.
+A training whose updates are exactly what the formulas are about: gradients are random numbers, whatever the parameters;
+where the lag of replicas is measured, they are constant.
 Eight workers run it three ways: on paper (`stormtorch.theory`), in the simulator, and as eight processes that exchange
 datagrams by the engine, of which as many are dropped. It needs no data and takes some minutes on two cores.
 """
