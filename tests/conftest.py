@@ -67,9 +67,14 @@ def local_world(
         try:
             with connect(store, rank, n, each[rank]) as transport:
                 transports[rank] = transport
-                results[rank] = work(transport)
+                try:
+                    results[rank] = work(transport)
+                except BaseException as error:
+                    errors.append(error)  # before the transport closes, which others see as an error of their own
+                    raise
         except BaseException as error:
-            errors.append(error)
+            if error not in errors:
+                errors.append(error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
     for thread in threads:
