@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import GPU, Run, above, explain, main, mean_text, seeds
+from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text, seeds
 from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
 from stormtorch import theory
@@ -131,11 +131,18 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     print("\n".join(table(found)))
-    kinds = {kind: options for kind, options in KINDS.items() if seeds(found, f"{kind}/lossless")}
-    figure = Figure(figsize=(4.6 * max(len(kinds), 1), 4.6), layout="constrained")
-    axes = figure.subplots(1, max(len(kinds), 1), squeeze=False)[0]
-    for axis, (kind, options) in zip(axes, kinds.items(), strict=False):
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for axis, kind in zip(axes.flat, NAMES, strict=True):
+        options = KINDS[kind]
         panel(axis, found, kind)
+        for aside, (remedy, colour) in enumerate({"both": "#2f9e44", "parity": "#862e9c"}.items()):
+            points = [(100 * loss + 0.9 + 0.6 * aside, _above(found, kind, remedy, loss)) for loss in LOSSES]
+            shown = [(place, *mean_and_bar(more)) for place, more in points if more]
+            if shown:
+                x, y, error = zip(*shown, strict=True)
+                label = REMEDIES[remedy][0]
+                axis.errorbar(x, y, error, color=colour, marker="o", markersize=4, capsize=3, linestyle="", label=label)
         explain(axis, fontsize=8, loc="upper left")
         sequences, rate = 64 * options["batch"], options["lr"] or TASKS_OWN_RATE
         axis.set_title(f"{options['steps']} steps of {sequences:,} sequences, rate {rate:.0e}", fontsize=10)
