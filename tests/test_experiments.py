@@ -114,7 +114,7 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
 
 @pytest.mark.parametrize("name", ["free", "paced"])
 def test_a_step_in_racks_takes_a_little_more_than_its_lines_need(grid: Any, name: str) -> None:
-    racks = importlib.import_module("racks")
+    racks = importlib.import_module("rack_steps")
     step = racks.Steps(racks.Case(network=name, hosts=16, exact=False)).run(0)
     assert 1.0 < step["times_ideal"] < 2.0
     assert 1.0 < step["bytes"] < 1.1
@@ -122,7 +122,7 @@ def test_a_step_in_racks_takes_a_little_more_than_its_lines_need(grid: Any, name
 
 
 def test_racks_have_the_hardships_that_their_networks_name(grid: Any) -> None:
-    racks = importlib.import_module("racks")
+    racks = importlib.import_module("rack_steps")
 
     def step(name: str, *, exact: bool = False) -> Any:
         return racks.Steps(racks.Case(network=name, hosts=16, exact=exact)).run(0)
