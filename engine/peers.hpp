@@ -56,8 +56,8 @@ public:
 
     // Peers to which a control datagram or a probe may have to be sent, now or later: no other peer has one waiting.
     [[nodiscard]] const Bitmap& talkative() const { return talkative_; }
-    // Those of them that were marked, or whose time came, since they last had nothing to send: with a thousand peers to
-    // report to, looking at all of them for every datagram would take most of the time. `wake` must come first.
+    // The `talkative` peers that were marked, or whose time came, since they last had nothing to send: with a thousand peers
+    // to report to, looking at all of them for every datagram would take most of the time. `wake` must come first.
     [[nodiscard]] const Bitmap& awake() const { return awake_; }
     void wake(Nanos now);
     // Whether one may have to be sent now. A peer with nothing to send now is no longer `awake`, and one with nothing to send

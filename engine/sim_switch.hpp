@@ -53,7 +53,7 @@ public:
     [[nodiscard]] const SimLine& up(std::size_t host) const { return lines_.at(2 * host); }
     [[nodiscard]] const SimLine& down(std::size_t host) const { return lines_.at(2 * host + 1); }
     [[nodiscard]] std::uint64_t drops() const;
-    // Of the lines between racks and the switch of all racks.
+    // Packets that found a queue full on a line between a rack and the switch that joins the racks.
     [[nodiscard]] std::uint64_t trunk_drops() const;
 
 private:

@@ -105,7 +105,7 @@ def _known(name: str) -> list[tuple[float, float]]:
 
 @functools.cache
 def _differences(name: str) -> list[tuple[float, float]]:
-    """The same of the difference of each two kinds of runs."""
+    """Means and standard errors of the difference between each two kinds of runs, seed by seed."""
     over = list(_over_lossless(name).values())
     pairs = [(one, other) for one in over for other in over if len(one) == len(other) > 1]
     return _summaries([[a - b for a, b in zip(one, other, strict=True)] for one, other in pairs])

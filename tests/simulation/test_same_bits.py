@@ -1,4 +1,4 @@
-"""The same bits on a GPU: torch is asked for them during a simulation, and has its own settings back after it."""
+"""Deterministic simulations: torch is asked for the same bits while one runs, and has its settings back after it."""
 
 import os
 from typing import Any
