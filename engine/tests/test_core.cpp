@@ -360,3 +360,22 @@ TEST(a_datagram_that_waits_to_be_read_is_not_counted_as_slow) {
     CHECK(sender.round_trip(1) > 0);
     CHECK(sender.round_trip(1) < 3 * way);
 }
+
+TEST(what_waited_for_a_full_socket_leaves_when_it_has_room_again) {
+    Core sender(core_config(2), second);
+    const Buffer sent = random_buffer(1000, 3);
+    ExchangeSpec sends = exchange_on(0, 0);
+    sends.sends.push_back({.peer = 1, .data = sent.data(), .bytes = sent.size()});
+    sender.hold(0, true);
+    sender.post(sends, second);
+    Batch batch;
+    CHECK(!sender.transmit(batch, second));
+    sender.hold(0, false);
+    // Nothing else has happened that would have the core look at this peer again.
+    bool data = false;
+    while (sender.transmit(batch, second)) {
+        data = data || batch.pinned().has_value();
+        sender.transmitted(batch, second);
+    }
+    CHECK(data);
+}
