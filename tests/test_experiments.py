@@ -101,10 +101,10 @@ def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any
 def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, tmp_path: Path) -> None:
     pareto = importlib.import_module("pareto")
     shares = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25, "int4": 0.125}
-    more = {"exact": 0.0, "plain": 0.04, "lead": 0.01, "parity": 0.0, "repair": 0.0}
+    more = {"exact": 0.0, "plain": 0.04, "lead": 0.01, "parity": 0.0, "broadcast": 0.0}
 
     def result(wire: str, way: str, steps: int, seed: int) -> dict[str, Any]:
-        bytes_sent = 100.0 * shares[wire] * {"parity": 2.0, "repair": 1.5}.get(way, 1.0)
+        bytes_sent = 100.0 * shares[wire] * {"parity": 2.0, "broadcast": 1.5}.get(way, 1.0)
         return {"seed": seed, "bytes_sent": bytes_sent, "val_loss": 2.0 + more[way] - 0.1 * math.log(steps / 300)}
 
     found = {}
@@ -120,6 +120,11 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
     # Where computation takes most of a step, bytes buy few steps; over a thin line, nearly all.
     steps = [pareto.steps_for(found, "int8", "lead", 0.4, network) for network in pareto.NETWORKS]
     assert 300 < steps[0] < 400 < steps[1] < steps[2] < 300 / 0.6 / 0.25 * 1.01
+    # A round trip for what is missing of one stage, or of both.
+    internet = pareto.NETWORKS["internet"][1]
+    lead, broadcast, exact = (pareto.step_s(1.0, way, 0.4, internet) for way in ("lead", "broadcast", "exact"))
+    assert exact - lead == pytest.approx(2 * (broadcast - lead))
+    assert broadcast - lead > 0.08
     rows = pareto.table(found)
     assert len(rows) == 20 + 1 + 16
     assert "| int8, lead | 0.25 | +1.0 ± 0.0 % | 0.25 | +1.0 ± 0.0 % |" in rows
