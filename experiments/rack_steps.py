@@ -102,7 +102,7 @@ class Case:
     @property
     def steps(self) -> int:
         """Steps of the run: fewer where each takes minutes."""
-        return 5 if self.hosts <= 64 else 3 if self.hosts <= 256 else 1
+        return 5 if self.hosts <= 64 else 3 if self.hosts <= 256 else 2
 
 
 # --- the physical ideal -----------------------------------------------------------------------------------------------
