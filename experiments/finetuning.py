@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text, seeds
-from perplexity import LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
+from perplexity import LABELS, LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
 from stormtorch import theory
 from stormtorch.results.statistics import mean
@@ -135,7 +135,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     axes = figure.subplots(2, 2)
     for axis, kind in zip(axes.flat, NAMES, strict=True):
         options = KINDS[kind]
-        panel(axis, found, kind)
+        panel(axis, found, kind, LABELS | {"repair": REMEDIES["repair"][0]})
         for aside, (remedy, colour) in enumerate({"both": "#2f9e44", "parity": "#862e9c"}.items()):
             points = [(100 * loss + 0.9 + 0.6 * aside, _above(found, kind, remedy, loss)) for loss in LOSSES]
             shown = [(place, *mean_and_bar(more)) for place, more in points if more]

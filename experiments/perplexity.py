@@ -127,7 +127,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str) -> None:
+def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str, labels: dict[str, str] = LABELS) -> None:
     """Draws what each loss rate costs, a line for each way to meet it; hollow where there is one seed only."""
     for policy, colour in COLOURS.items():
         points = []
@@ -140,7 +140,7 @@ def panel(axis: Any, found: dict[str, dict[str, Any]], kind: str) -> None:
                 print(f"{kind} {policy} {100 * loss:g} %: {mean_text(more)} % of {len(more)} seeds")
         if points:
             x, y, error = zip(*points, strict=True)
-            axis.errorbar(x, y, error, color=colour, marker="o", markersize=4, capsize=3, label=LABELS[policy])
+            axis.errorbar(x, y, error, color=colour, marker="o", markersize=4, capsize=3, label=labels[policy])
     axis.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
     axis.set_yscale("symlog", linthresh=1)
     axis.set_yticks([-1, 0, 1, 3, 10, 30, 100], ["-1", "0", "1", "3", "10", "30", "100"])

@@ -1,4 +1,4 @@
-"""What does the number of workers change, from 4 to 1,024: what loss costs, and what simulating them costs?
+"""What does the number of workers change, from 4 to 4,096: what loss costs, and what simulating them costs?
 
 Perplexity: a small model, as many sequences in every step whoever has them, 10 % loss. Time and memory: a model
 of 4.8 M parameters, one sequence a worker, 128 of them at a time.
