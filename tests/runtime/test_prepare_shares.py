@@ -204,7 +204,7 @@ def test_owning_nothing_makes_a_line_that_is_thin_both_ways_slower() -> None:
 def test_shares_follow_when_rates_change_and_not_too_often() -> None:
     def work(member: Member) -> Any:
         if member.rank == 0:
-            member.network.set_line(1, down="0.8mbit")
+            member.network.set_line(1, up="0.8mbit")
         member.train(LEAST_STEPS + 10)
         thin = owned(member)
         if member.rank == 0:
@@ -215,8 +215,7 @@ def test_shares_follow_when_rates_change_and_not_too_often() -> None:
 
     found = by_rate(work)
     for thin, after, views, _ in found:
-        # A rank that hears little has little to send, too: its line seems thin both ways, and its share is less small.
-        assert thin[1] < 0.65 * min(thin[0], thin[2], thin[3])
+        assert thin[1] < 0.5 * min(thin[0], thin[2], thin[3])
         assert after[3] < 0.5 * min(after[0], after[1], after[2])
         assert 3 <= views <= 4
     expected = plain_without({}, 3 * LEAST_STEPS + 16, world=4, make=adamw, model=perceptron(inside=BIG))

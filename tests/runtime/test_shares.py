@@ -58,6 +58,14 @@ def test_all_ranks_cut_alike_and_small_gains_change_nothing() -> None:
     assert shares().decide((0, 1, 2, 3), both_ways, {}, ALONE) is None
 
 
+def test_a_gain_too_small_to_ask_for_is_taken_in_a_view_that_begins_anyway() -> None:
+    speeds = [FAST, Speed(7e5, 1e6), FAST, FAST]  # shares by these make steps 1.09 times shorter
+    own = shares()
+    assert not any(own.pays(speeds, None, ALONE, step, 0) for step in range(100))
+    found = shares().decide((0, 1, 2, 3), dict(enumerate(speeds)), {}, ALONE)
+    assert found is not None and found[1] < found[0]
+
+
 def test_newcomers_count_as_usual_ones_and_the_unknown_stays_equal() -> None:
     assert shares().decide((0, 1, 2, 3), dict.fromkeys(range(4), Speed()), {}, ALONE) is None
     found = shares().decide((0, 1, 2, 3), {0: FAST, 1: THIN, 2: FAST, 3: Speed()}, {}, ALONE)

@@ -21,7 +21,10 @@ from stormtorch.runtime.layout import PARTS
 from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 GAIN = 1.1
-"""Other shares must make steps shorter by this factor: a view costs more than a step."""
+"""Other shares must promise to make steps shorter by this factor before a view is asked for: it costs more than a step."""
+_KEPT_GAIN = 1.05
+"""In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than what
+a view is asked for, because speeds are measured anew until it begins: otherwise some views would change nothing."""
 LEAST_STEPS = 12
 """Least number of steps from one cut to the next."""
 _MOST_STEPS = 400
@@ -174,7 +177,7 @@ class Shares:
         speeds = [told[rank] if told[rank].known else usual for rank in members]
         times, best = self._best(speeds, machines)
         for parts in (old, None):
-            if times(parts) <= GAIN * times(best):
+            if times(parts) <= _KEPT_GAIN * times(best):
                 return parts
         return best
 
