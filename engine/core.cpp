@@ -61,7 +61,6 @@ Core::Core(CoreConfig config, Nanos now)
         peers_[rank].vacant = true;
         peers_[rank].leave({rank, Status::peer_left});
     }
-    turn_ = (config_.rank + 1U) % config_.world;
 }
 
 Core::~Core() = default;
@@ -106,6 +105,8 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
 }
 
 void Core::begin_sends(Exchange& exchange) {
+    // If all ranks begin with the one after them, each is sent to by one at a time.
+    if (!peers_.queueing()) turn_ = config_.rank + 1U;
     for (Outgoing& message : exchange.sends) {
         message.ref = slots_.add(message);
         Peer& peer = peers_[message.peer];

@@ -28,14 +28,18 @@ bool Core::transmit(Batch& batch, Nanos now) {
         }
         return false;
     };
-    do {
-        again_ = false;
-        peers_.wake(now);
-        for (std::size_t at = peers_.awake().next(0); at < config_.world; at = peers_.awake().next(at + 1)) {
+    const auto speak_any = [&](std::size_t first, std::size_t end) {
+        for (std::size_t at = peers_.awake().next(first); at < end; at = peers_.awake().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
             if (!peers_.speaks(rank, now)) continue;
             if (fill_control(batch, peers_[rank], now) || fill_probe(batch, peers_[rank], now)) return true;
         }
+        return false;
+    };
+    do {
+        again_ = false;
+        peers_.wake(now);
+        if (speak_any(config_.rank, config_.world) || speak_any(0, config_.rank)) return true;
         paced_until_ = peers_.refused_until();
         if (fill_any(turn_, config_.world) || fill_any(0, turn_)) return true;
     } while (again_);

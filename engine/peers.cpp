@@ -55,6 +55,13 @@ void Peers::queue(Outgoing& message) {
     queued_.set(message.peer);
 }
 
+bool Peers::queueing() {
+    for (std::size_t rank = queued_.next(0); rank < all_.size(); rank = queued_.next(rank + 1)) {
+        if (!idle(static_cast<std::uint16_t>(rank))) return true;
+    }
+    return false;
+}
+
 bool Peers::idle(std::uint16_t rank) {
     if (!look(rank).queue.empty()) return false;
     queued_.clear(rank);

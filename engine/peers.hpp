@@ -65,6 +65,8 @@ public:
     [[nodiscard]] bool speaks(std::uint16_t rank, Nanos now);
     // Peers whose queue may hold messages: no other peer's queue does.
     [[nodiscard]] const Bitmap& queued() const { return queued_; }
+    // Whether any queue holds a message.
+    [[nodiscard]] bool queueing();
     // Puts a message into the queue of its peer.
     void queue(Outgoing& message);
     // Whether the peer's queue is empty; if so, it is no longer among `queued`.

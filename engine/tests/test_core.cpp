@@ -1,5 +1,6 @@
 // Whole cores under virtual time: exchanges that must be exact, whatever the network does.
 #include <array>
+#include <map>
 #include <numeric>
 
 #include "batch.hpp"
@@ -185,6 +186,36 @@ TEST(late_chunk_of_the_first_stage_holds_back_no_other_chunk_of_the_second) {
         CHECK(watch.outcome(rank, ids[rank])->ended > lit_at);
         CHECK_EQUAL(passed_on[rank], 3 * (chunks - 1));
     }
+}
+
+TEST(ranks_begin_every_exchange_with_the_one_after_them_so_that_nobody_is_sent_to_by_all_at_once) {
+    constexpr std::uint16_t world = 6;
+    Tapped net(core_config(world));
+    Watch watch(net, world);
+    AllToAll job(world, 5, [](auto, auto) { return std::size_t{1000}; });
+    std::map<std::uint16_t, std::uint16_t> data, byes;  // whom each rank sends the first of a kind
+    bool repaired = false;
+    net.tap = [&](Datagram& d) {
+        if (d.header.kind == Kind::data) {
+            data.emplace(d.source, d.target);
+            // All end the first exchange with rank 3, to which they send again.
+            const bool lost = d.header.seq == 0 && d.target == 3 && !repaired;
+            return !lost;
+        }
+        if (d.header.kind == Kind::bye) byes.emplace(d.source, d.target);
+        return true;
+    };
+    for (std::uint32_t seq = 0; seq < 2; ++seq) {
+        data.clear();
+        std::vector<std::uint64_t> ids;
+        for (std::uint16_t rank = 0; rank < world; ++rank) ids.push_back(net.post(rank, job.spec(rank, seq, {})));
+        repaired = true;  // what is sent later arrives
+        watch.wait_all(ids);
+        net.run(second);
+        for (std::uint16_t rank = 0; rank < world; ++rank) CHECK_EQUAL(data.at(rank), (rank + 1) % world);
+    }
+    for (std::uint16_t rank = 0; rank < world; ++rank) net.leave(rank);
+    for (std::uint16_t rank = 0; rank < world; ++rank) CHECK_EQUAL(byes.at(rank), (rank + 1) % world);
 }
 
 TEST(everything_sent_twice_is_taken_once) {
