@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,11 +29,11 @@ from stormtorch.results.surroundings import surroundings
 
 def cases() -> list[Case]:
     """All runs, the largest first."""
-    found = [Case(network="fast", hosts=1024, exact=False)]
+    found = [Case(network=name, hosts=1024, exact=False) for name in NETWORKS if name.startswith("fast")]
     for hosts in (256, 64, 16):
         for name, network in NETWORKS.items():
             for exact in (False, True):
-                if not exact or hosts <= 64:
+                if not exact or (hosts <= 64 and not name.startswith("fast-")):
                     seeds = range(SEEDS if network.random else 1)
                     found += [Case(network=name, hosts=hosts, exact=exact, seed=seed) for seed in seeds]
     return found
@@ -59,6 +60,8 @@ def run_all(wanted: Sequence[Case], processes: int) -> dict[str, dict[str, Any]]
     """Computes what is missing, and keeps each run as soon as it is done."""
     found = load("racks")
     left = [case for case in wanted if case.key not in found]
+    # Endpoints take gigabytes, and each datagram touches a little of two: with large pages that takes a quarter less.
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     context = multiprocessing.get_context("spawn")
     # A process for each run: the peak of its memory is measured.
     with (
@@ -148,7 +151,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                     middle,
                     yerr=bar,
                     color=network.colour,
-                    marker="o",
+                    marker="s" if network.bytes_per_s > 1e9 else "o",
                     markersize=5,
                     markerfacecolor="white" if first else network.colour,
                     linestyle=":" if first else "-",
@@ -172,7 +175,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.axhline(1, color="#343a40", linewidth=1)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(
-        "One step of a model of 1.5 MB at 1 Gbit/s (filled: later steps; hollow, dotted: the first)", fontsize=11
+        "One step of a model of 1.5 MB (filled: later steps; hollow, dotted: the first; squares: 10 Gbit/s)",
+        fontsize=11,
     )
     figure.savefig(path, dpi=150)
 
