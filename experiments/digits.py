@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import Any
 
 import torch
 from grid import RESULTS, load
+from pool import pool
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
@@ -67,9 +67,8 @@ def main(
     chosen = parser.parse_args()
     found: dict[str, Any] = load(name)
     missing = [] if chosen.draw else [key for key in keys if key not in found and chosen.only in key]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.processes, spawn, torch.set_num_threads, (1,)) as pool:
-        asked = {pool.submit(answer, key): key for key in missing}
+    with pool(chosen.processes) as computing:
+        asked = {computing.submit(answer, key): key for key in missing}
         for done in as_completed(asked):
             key = asked[done]
             found[key] = done.result()

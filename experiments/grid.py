@@ -15,17 +15,17 @@ import dataclasses
 import gc
 import json
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from pool import pool
 
 from stormtorch.cli.screen import progress_bar
 from stormtorch.policies import rules
@@ -266,13 +266,12 @@ def _free_memory() -> None:
 
 def _in_processes(runs: Sequence[Run], processes: int, until: float) -> Iterable[tuple[Run, dict[str, Any]]]:
     waiting = list(runs)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with pool(processes) as computing:
         working: dict[Future[dict[str, Any]], Run] = {}
         while waiting or working:
             while waiting and len(working) < processes and time.monotonic() < until:
                 run = waiting.pop(0)
-                working[pool.submit(_reusing, run)] = run
+                working[computing.submit(_reusing, run)] = run
             if not working:
                 return
             for future in wait(working, return_when=FIRST_COMPLETED).done:

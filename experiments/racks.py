@@ -10,17 +10,17 @@ endpoints takes 11 GB of memory.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 from grid import RESULTS, keep, load, mean_and_bar, mean_text
+from pool import pool
 from rack_steps import NETWORKS, SEEDS, Case, Steps, ideal_s
 
 from stormtorch.cli.screen import progress_bar
@@ -62,13 +62,11 @@ def run_all(wanted: Sequence[Case], processes: int) -> dict[str, dict[str, Any]]
     left = [case for case in wanted if case.key not in found]
     # Endpoints take gigabytes, and each datagram touches a little of two: with large pages that takes a quarter less.
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    context = multiprocessing.get_context("spawn")
-    # A process for each run: the peak of its memory is measured.
     with (
-        ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool,
+        pool(processes, runs_each=1) as computing,
         progress_bar(len(wanted), "racks", unit="runs") as advance,
     ):
-        running = {pool.submit(run_one, case): case for case in left}
+        running = {computing.submit(run_one, case): case for case in left}
         for future in as_completed(running):
             case = running[future]
             found = load("racks") | {case.key: future.result()}  # another command may have kept runs meanwhile

@@ -5,7 +5,10 @@ import dataclasses
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,40 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
     assert "| int8, lead | 0.25 | +1.0 ± 0.0 % | 0.25 | +1.0 ± 0.0 % |" in rows
     pareto.draw(found, tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
+
+
+SLEEPER = """
+import os, time
+from pool import pool
+
+def sleep():
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    with pool(1) as computing:
+        computing.submit(sleep).result()
+"""
+
+
+def test_processes_of_an_experiment_end_with_its_command(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    command = subprocess.Popen(
+        [sys.executable, str(tmp_path / "sleeper.py")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "experiments")},
+        stdout=subprocess.PIPE,
+    )
+    with command:
+        assert command.stdout is not None
+        child = int(command.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        command.kill()
+        # The child holds the pipe, too: reading ends when both are gone.
+        assert command.stdout.read() == b""
+    until = time.monotonic() + 10.0
+    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.parametrize("name", ["free", "paced"])
