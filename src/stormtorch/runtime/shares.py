@@ -21,10 +21,10 @@ from stormtorch.runtime.layout import PARTS
 from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 GAIN = 1.1
-"""Other shares must promise to make steps shorter by this factor before a view is asked for: it costs more than a step."""
+"""Before a view is asked for, other shares must promise steps shorter by this factor: a view costs more than a step."""
+# In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than
+# what a view is asked for, because speeds are measured anew until it begins: some views would change nothing otherwise.
 _KEPT_GAIN = 1.05
-"""In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than what
-a view is asked for, because speeds are measured anew until it begins: otherwise some views would change nothing."""
 LEAST_STEPS = 12
 """Least number of steps from one cut to the next."""
 _MOST_STEPS = 400
