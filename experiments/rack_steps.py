@@ -83,9 +83,10 @@ NETWORKS |= {
         NETWORKS[name],
         label=f"{NETWORKS[name].label}, 10 Gbit/s",
         bytes_per_s=NETWORKS["fast"].bytes_per_s,
+        sending=NETWORKS[name].sending.replace("200mbit", "2gbit"),
         dark_s=NETWORKS[name].dark_s / 10,
     )
-    for name in ("incast", "bursts", "lossy")
+    for name in ("incast", "paced", "bursts", "lossy")
 }
 SEEDS = 3
 

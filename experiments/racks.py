@@ -29,7 +29,9 @@ from stormtorch.results.surroundings import surroundings
 
 def cases() -> list[Case]:
     """All runs, the largest first."""
-    found = [Case(network=name, hosts=1024, exact=False) for name in NETWORKS if name.startswith("fast")]
+    # Trunks of 4:1 without a rate set took more than 20 GB before the first step had ended.
+    largest = [name for name in NETWORKS if name.startswith("fast") and name != "fast-incast"]
+    found = [Case(network=name, hosts=1024, exact=False) for name in largest]
     for hosts in (256, 64, 16):
         for name, network in NETWORKS.items():
             for exact in (False, True):
