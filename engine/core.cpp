@@ -42,9 +42,12 @@ Core::Core(CoreConfig config, Nanos now)
         throw std::invalid_argument("least_path_bytes must be at least 88");
     if (config_.rate_mode == RateMode::fixed) {
         if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
-        // Two milliseconds' worth may leave at once, or two datagrams if that is more.
-        const double burst = std::max(config_.bytes_per_s * 0.002, 2.0 * static_cast<double>(config_.datagram_bytes));
-        shared_pacers_.assign(config_.paths, Pacer(config_.bytes_per_s, burst, now));
+        // Two milliseconds' worth, or two datagrams if that is more, may make up for a late wake. After a pause it is a
+        // tenth of a millisecond's: all ranks begin at the same time, and switches have queues for little more.
+        const double least = 2.0 * static_cast<double>(config_.datagram_bytes);
+        Pacer pacer(config_.bytes_per_s, std::max(config_.bytes_per_s * 0.002, least), now);
+        pacer.set_rest(std::max(config_.bytes_per_s * 0.0001, least));
+        shared_pacers_.assign(config_.paths, pacer);
     }
     for (const std::uint16_t rank : config_.vacant) {
         if (rank >= config_.world || rank == config_.rank)

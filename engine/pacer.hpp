@@ -12,8 +12,10 @@ class Pacer {
 public:
     Pacer(double bytes_per_s, double burst_bytes, Nanos now);
     void set_rate(double bytes_per_s, Nanos now);
-    // How much may leave at once after a pause.
+    // How much may leave at once, to make up for a late wake or after a pause.
     void set_burst(double burst_bytes, Nanos now);
+    // How much of that may leave after a pause, in which nothing wanted to leave: all of it unless this is called.
+    void set_rest(double rest_bytes);
     // Spends `bytes`, even into debt (a batch is not divisible), and returns true; or returns false while in debt.
     [[nodiscard]] bool try_send(std::size_t bytes, Nanos now);
     // When try_send will next succeed.
@@ -22,8 +24,9 @@ public:
 private:
     [[nodiscard]] double tokens_at(Nanos now) const;
 
-    double bytes_per_s_, burst_bytes_, tokens_;
+    double bytes_per_s_, burst_bytes_, rest_bytes_, tokens_;
     Nanos filled_at_;
+    bool refused_{};  // at the last attempt: something waits
 };
 
 }  // namespace storm

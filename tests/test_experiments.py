@@ -170,7 +170,7 @@ def test_processes_of_an_experiment_end_with_its_command(tmp_path: Path) -> None
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.parametrize("name", ["free", "paced"])
+@pytest.mark.parametrize("name", ["free", "paced", "fast-paced"])
 def test_a_step_in_racks_takes_a_little_more_than_its_lines_need(grid: Any, name: str) -> None:
     racks = importlib.import_module("rack_steps")
     step = racks.Steps(racks.Case(network=name, hosts=16, exact=False)).run(0)

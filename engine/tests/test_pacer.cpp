@@ -34,6 +34,22 @@ TEST(a_pacer_makes_up_for_late_wakes_within_its_burst) {
     CHECK(std::abs(drive(pacer, 31'250, 0, second, 200 * microsecond) / 125e6 - 1) < 2e-3);
 }
 
+TEST(a_pacer_that_may_send_less_after_a_pause_still_makes_up_for_late_wakes) {
+    Pacer pacer(1e6, 10'000, 0);
+    pacer.set_rest(2'000);
+    const auto at_once = [&](Nanos now) {
+        std::size_t sent = 0;
+        while (pacer.try_send(1'000, now)) sent += 1'000;
+        return sent;
+    };
+    CHECK_EQUAL(at_once(0), 3'000U);
+    // Refused just now, so what waits may make up for eight milliseconds; the debt was 1,000.
+    CHECK_EQUAL(at_once(8 * millisecond), 8'000U);
+    while (!pacer.try_send(1'000, pacer.next_send_at(8 * millisecond))) {
+    }
+    CHECK_EQUAL(at_once(3600 * second), 3'000U);
+}
+
 TEST(a_pacer_sends_no_more_than_its_burst_and_one_batch_after_a_pause) {
     Pacer pacer(1e6, 10'000, 0);
     std::size_t sent = 0;
