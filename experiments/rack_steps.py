@@ -57,7 +57,7 @@ class Network:
 
 NETWORKS = {
     "free": Network(label="no loss", colour="#2b8a3e"),
-    "fast": Network(label="no loss, 10 Gbit/s", colour="#868e96", bytes_per_s=1e10 / 8),
+    "fast": Network(label="no loss, 10 Gbit/s", colour="#2b8a3e", bytes_per_s=1e10 / 8),
     "incast": Network(
         label="trunks 4:1, small queues",
         colour="#d9480f",

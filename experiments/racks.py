@@ -13,7 +13,7 @@ import argparse
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from grid import RESULTS, keep, load, mean_and_bar, mean_text
 from pool import pool
-from rack_steps import NETWORKS, SEEDS, Case, Steps, ideal_s
+from rack_steps import NETWORKS, SEEDS, Case, Network, Steps, ideal_s
 
 from stormtorch.cli.screen import progress_bar
 from stormtorch.results.surroundings import surroundings
@@ -123,61 +123,72 @@ def table(found: dict[str, Any]) -> list[str]:
     return rows
 
 
+_PANELS = [
+    ("times_ideal", "time of a step, of what its lines need", 1.0),
+    ("lost", "lost for good, per cent of the data", 100.0),
+    ("bytes", "bytes sent, of what the data needs", 1.0),
+]
+
+
+def _draw_panel(axis: Any, found: dict[str, Any], networks: dict[str, Network], what: str, scale: float) -> None:
+    """One value of all networks of one speed, against the number of endpoints."""
+    for place, (name, network) in enumerate(networks.items()):
+        for first in (False, True):
+            points = [
+                (hosts, *mean_and_bar([scale * each for each in got]))
+                for hosts in sizes(found)
+                if (got := values(found, name, hosts, False, what, first=first))
+            ]
+            if not points:
+                continue
+            where, middle, bar = zip(*points, strict=True)
+            axis.errorbar(
+                [hosts * 1.03 ** (place - 2) for hosts in where],
+                middle,
+                yerr=bar,
+                color=network.colour,
+                marker="o",
+                markersize=5,
+                markerfacecolor="white" if first else network.colour,
+                linestyle=":" if first else "-",
+                linewidth=1 if first else 1.6,
+                capsize=2,
+                label=None if first else network.label,
+            )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes(found), [f"{hosts:,}" for hosts in sizes(found)])
+    axis.minorticks_off()
+    if what == "times_ideal":
+        axis.set_yscale("log", base=2)
+        ticks = [1, 2, 4, 8, 16, 32, 64, 128]
+        top = axis.get_ylim()[1]
+        axis.set_yticks([tick for tick in ticks if tick <= top], [f"{tick}" for tick in ticks if tick <= top])
+    else:
+        axis.set_ylim(bottom=0 if what == "lost" else 0.95)
+    if what != "lost":
+        axis.axhline(1, color="#343a40", linewidth=1)
+    axis.grid(axis="y", color="#e9ecef")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """Time, loss and bytes against the number of endpoints."""
     from matplotlib.figure import Figure
 
     print("\n".join(table(found)))
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    axes = figure.subplots(1, 3)
-    panels: list[tuple[str, str, Callable[[float], float]]] = [
-        ("times_ideal", "time of a step, of what the narrowest line needs", lambda value: value),
-        ("lost", "lost for good, per cent of the data", lambda value: 100 * value),
-        ("bytes", "bytes on hosts' lines, of what the data needs", lambda value: value),
-    ]
-    for axis, (what, title, scaled) in zip(axes, panels, strict=True):
-        for place, (name, network) in enumerate(NETWORKS.items()):
-            for first in (False, True):
-                points = [
-                    (hosts, *mean_and_bar([scaled(each) for each in got]))
-                    for hosts in sizes(found)
-                    if (got := values(found, name, hosts, False, what, first=first))
-                ]
-                if not points:
-                    continue
-                where, middle, bar = zip(*points, strict=True)
-                axis.errorbar(
-                    [hosts * 1.03 ** (place - 2) for hosts in where],
-                    middle,
-                    yerr=bar,
-                    color=network.colour,
-                    marker="s" if network.bytes_per_s > 1e9 else "o",
-                    markersize=5,
-                    markerfacecolor="white" if first else network.colour,
-                    linestyle=":" if first else "-",
-                    linewidth=1 if first else 1.6,
-                    capsize=2,
-                    label=None if first else network.label,
-                )
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes(found), [f"{hosts:,}" for hosts in sizes(found)])
-        axis.set_title(title, fontsize=10)
+    speeds = {"1 Gbit/s": 1e9 / 8, "10 Gbit/s": 1e10 / 8}
+    figure = Figure(figsize=(12, 7.6), layout="constrained")
+    axes = figure.subplots(len(speeds), len(_PANELS), sharex=True)
+    for row, (speed, bytes_per_s) in zip(axes, speeds.items(), strict=True):
+        named = {name: network for name, network in NETWORKS.items() if network.bytes_per_s == bytes_per_s}
+        for axis, (what, title, scale) in zip(row, _PANELS, strict=True):
+            _draw_panel(axis, found, named, what, scale)
+            axis.set_title(f"{speed}: {title}", fontsize=10)
+    for axis in axes[-1]:
         axis.set_xlabel("endpoints")
-        axis.minorticks_off()
-        if what == "times_ideal":
-            axis.set_yscale("log", base=2)
-            axis.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        else:
-            axis.set_ylim(bottom=0 if what == "lost" else 0.95)
-        axis.grid(axis="y", color="#e9ecef")
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in (axes[0], axes[2]):
-        axis.axhline(1, color="#343a40", linewidth=1)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(
-        "One step of a model of 1.5 MB (filled: later steps; hollow, dotted: the first; squares: 10 Gbit/s)",
-        fontsize=11,
-    )
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle("One step of a model of 1.5 MB (filled: later steps; hollow, dotted: the first)", fontsize=11)
     figure.savefig(path, dpi=150)
 
 
