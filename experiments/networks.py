@@ -30,16 +30,18 @@ RARE_LOSS = 0.6
 
 
 class Uneven(Task):
-    """The first worker learns Python's source, all others learn WikiText-2."""
+    """The first worker learns Shakespeare, all others learn WikiText-2."""
 
     language = True
 
     def __init__(self, settings: SimSettings) -> None:
         device = torch.device(settings.device)
-        self._common = open_task(
-            "llama", settings.data, batch=settings.batch, device=device, held_out=settings.held_out
+        assert settings.data is not None
+        # A text that is the same everywhere: Python's own source, which is at hand, changes with every version.
+        self._common, self._rare = (
+            open_task("llama", text, batch=settings.batch, device=device, held_out=settings.held_out)
+            for text in (settings.data, settings.data.parent / "shakespeare.txt")
         )
-        self._rare = open_task("llama", None, batch=settings.batch, device=device, held_out=settings.held_out)
         super().__init__("llama", batch=settings.batch or 8, lr=self._common.lr, device=device)
 
     def model(self, seed: int) -> nn.Module:
@@ -56,11 +58,11 @@ class Uneven(Task):
         return found
 
     def held_out(self, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Python's source."""
+        """Shakespeare."""
         return self._rare.held_out(part, parts)
 
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """The loss on Python's source, which only the bad sender has; and, in place of right answers, on WikiText-2."""
+        """The loss on Shakespeare, whom only the bad sender has; and, in place of right answers, on WikiText-2."""
         return self._rare.evaluate(model)[0], self._common.evaluate(model)[0]
 
     def to_json(self) -> dict[str, object]:
