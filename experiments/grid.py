@@ -188,11 +188,13 @@ def run_all(name: str, runs: Sequence[Run], processes: int, stop_after_s: float)
     """Computes what is missing; starts nothing more when the time is over."""
     found = load(name)
     check(name, runs, found)
+    data = {each: text for run in found.values() for each, text in _named(run["settings"].get("data"))}
     missing = [run for run in runs if run.key not in found]
     until = time.monotonic() + stop_after_s
     with progress_bar(len(runs), name, unit="runs") as advance:
         done = _in_processes if processes > 1 else _here
         for run, result in done(missing, processes, until):
+            _check_data(name, run, result, data)
             found[run.key] = result
             keep(name, found)
             advance(run.key, sum(each.key in found for each in runs))
@@ -227,6 +229,31 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
                     f"{RESULTS / f'{name}.json'} has {run.key} with other settings: its {each} is {known[each]!r}, not "
                     f"{asked[each]!r}; take it out to compute it anew"
                 )
+
+
+def _check_data(name: str, run: Run, result: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
+    """Data of one name must be the same in all runs of an experiment.
+
+    Raises:
+        ValueError: A kept run had others.
+    """
+    for each, text in _named(result["settings"]["data"]):
+        other = known.setdefault(each, text)
+        for what in sorted(text.keys() & other.keys()):
+            if text[what] != other[what]:
+                raise ValueError(
+                    f"{RESULTS / f'{name}.json'} has runs with another {each}: its {what} is {other[what]!r}, that of "
+                    f"{run.key} {text[what]!r}; point --data to the same, or take those runs out to compute them anew"
+                )
+
+
+def _named(data: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Data sets in what a task tells of itself, however deep, by name."""
+    if isinstance(data, dict):
+        if isinstance(data.get("name"), str):
+            yield data["name"], data
+        for each in data.values():
+            yield from _named(each)
 
 
 def _asked(run: Run) -> dict[str, Any]:

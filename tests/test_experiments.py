@@ -45,6 +45,26 @@ def test_a_result_of_other_settings_is_not_gone_on_from(grid: Any) -> None:
         grid.check("x", [dataclasses.replace(run, settings=elsewhere)], found)
 
 
+def test_a_run_with_other_data_is_not_put_beside_those_that_are_kept(
+    grid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "RESULTS", tmp_path)
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, that is the question " * 6000)
+
+    def run(seed: int) -> Any:
+        small: dict[str, Any] = {"workers": 2, "width": 16, "layers": 1, "context": 16, "batch": 1, "held_out": 2}
+        settings = SimSettings(policies=("lossless",), data=text, first_seed=seed, steps=1, **small)
+        return grid.Run(key=f"lossless/{seed}", settings=settings)
+
+    grid.run_all("x", [run(0), run(1)], 1, math.inf)
+    text.write_bytes(text.read_bytes().replace(b"question", b"quarrels"))
+    grid._last.clear()
+    with pytest.raises(ValueError, match=r"with another text: its sha256 is .*lossless/2"):
+        grid.run_all("x", [run(0), run(1), run(2)], 1, math.inf)
+    assert sorted(grid.load("x")) == ["lossless/0", "lossless/1"]
+
+
 def test_what_was_lost_of_a_gradient_is_sent_with_the_next_and_counts_once(grid: Any) -> None:
     workers, steps = 4, 40
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,8 +23,17 @@ class Split(Generic[Part]):
     """Held-out examples, in the same form."""
 
     def to_json(self) -> dict[str, object]:
-        """Describe the data set, so that figures of different data can be told apart."""
-        return {"name": self.name}
+        """Describe the data set, with a digest of all of it, so that figures of different data can be told apart."""
+        parts = (self.training, self.validation)
+        return {"name": self.name, "sha256": digest(tensor for part in parts for tensor in _tensors(part))}
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """First 16 digits of the SHA-256 of all elements, one tensor after the other."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().numpy().data)
+    return found.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -43,3 +54,10 @@ class Examples:
     def to(self, device: torch.device) -> Examples:
         """Copy the examples to a device; those that are there already are not copied."""
         return Examples(self.inputs.to(device), self.targets.to(device))
+
+
+def _tensors(part: object) -> tuple[torch.Tensor, ...]:
+    if isinstance(part, Examples):
+        return part.inputs, part.targets
+    assert isinstance(part, torch.Tensor)
+    return (part,)

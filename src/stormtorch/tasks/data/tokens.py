@@ -14,7 +14,7 @@ import torch
 from stormtorch.checks import BadSetting, blaming
 from stormtorch.tasks.data.checkpoints import read_checkpoint
 from stormtorch.tasks.data.corpus import read_wikitext
-from stormtorch.tasks.data.split import Split
+from stormtorch.tasks.data.split import Split, digest
 from stormtorch.tasks.models.llama import LlamaSize
 
 _CHECKPOINT = "stories15M.bin"
@@ -131,6 +131,7 @@ class Stories(Split[torch.Tensor]):
             "training_tokens": self.training.numel(),
             "validation_tokens": self.validation.numel(),
             "weights": self.weights,
+            "weights_sha256": digest(self.state[name] for name in sorted(self.state)),
         }
 
 
