@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid import RESULTS, standard_error
+from grid import RESULTS
+from over_seeds import standard_error
 from torch import nn
 
 from stormtorch import BoundedDrift, ModelAveraging, Reliability, prepare, simulate, theory

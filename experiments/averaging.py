@@ -11,7 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from grid import GPU, Run, explain, main, mean_text, seeds
+from grid import GPU, Run, main
+from over_seeds import explain, mean_text, seeds
 
 from stormtorch.studies.settings import SimSettings
 

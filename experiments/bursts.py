@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, explain, main, mean_text, seeds
+from grid import Run, main
+from over_seeds import above, explain, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch.cli.plots.train import COLOURS

@@ -11,7 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from grid import Run, explain, main, mean_text, seeds
+from grid import Run, main
+from over_seeds import explain, mean_text, seeds
 from small import small
 
 from stormtorch import theory

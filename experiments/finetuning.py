@@ -11,7 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text, seeds
+from grid import GPU, Run, main
+from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 from perplexity import LABELS, LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
 from stormtorch.results.statistics import mean

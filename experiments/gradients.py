@@ -11,7 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, main, mean_text
+from grid import Run, main
+from over_seeds import above, mean_text
 from small import small
 
 from stormtorch.results.statistics import mean

@@ -11,7 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from grid import Run, above, explain, main, mean_and_bar, mean_text
+from grid import Run, main
+from over_seeds import above, explain, mean_and_bar, mean_text
 from small import small
 
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)

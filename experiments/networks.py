@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid import Run, above, main, mean_text, seeds
+from grid import Run, main
+from over_seeds import above, mean_text, seeds
 from small import small
 from torch import nn
 

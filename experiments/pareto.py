@@ -14,7 +14,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from grid import Run, explain, main, mean_and_bar, mean_text, seeds
+from grid import Run, main
+from over_seeds import explain, mean_and_bar, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch import theory

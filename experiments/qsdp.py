@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grid import Run, above, explain, main, mean_text, seeds
+from grid import Run, main
+from over_seeds import above, explain, mean_text, seeds
 from small import small
 
 from stormtorch import QSDP

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid import RESULTS, keep, load, mean_and_bar, mean_text
+from grid import RESULTS, keep, load
+from over_seeds import mean_and_bar, mean_text
 from pool import pool
 from rack_steps import NETWORKS, SEEDS, Case, Network, Steps, ideal_s
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grid import GPU, Run, above, explain, main, mean_and_bar, mean_text, seeds
+from grid import GPU, Run, main
+from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.studies.settings import SimSettings

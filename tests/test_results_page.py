@@ -118,9 +118,9 @@ def _rounds_to(value: float, text: str) -> bool:
 @functools.cache
 def _known(name: str) -> list[tuple[float, float]]:
     """Means and standard errors that an experiment can tell: each kind of run over lossless ones, and its own loss."""
-    grid = importlib.import_module("grid")
+    over_seeds = importlib.import_module("over_seeds")
     runs = _runs(name)
-    own = [[run["val_loss"] for run in grid.seeds(runs, kind)] for kind in _kinds(runs)]
+    own = [[run["val_loss"] for run in over_seeds.seeds(runs, kind)] for kind in _kinds(runs)]
     return _summaries([*_over_lossless(name).values(), *(values for values in own if None not in values)])
 
 
@@ -134,7 +134,7 @@ def _differences(name: str) -> list[tuple[float, float]]:
 
 def _over_lossless(name: str) -> dict[tuple[str, str], list[float]]:
     """Per cent above each lossless kind; of a family of runs that has its own, above that alone."""
-    grid = importlib.import_module("grid")
+    over_seeds = importlib.import_module("over_seeds")
     runs = _runs(name)
     kinds = _kinds(runs)
     bases = [kind for kind in kinds if "lossless" in kind or "exact" in kind]
@@ -142,7 +142,7 @@ def _over_lossless(name: str) -> dict[tuple[str, str], list[float]]:
     for kind in kinds:
         own = f"{kind.partition('/')[0]}/lossless"
         for base in [own] if own in bases and own != kind else bases:
-            more = grid.above(runs, kind, base)
+            more = over_seeds.above(runs, kind, base)
             if more and base != kind:
                 found[kind, base] = more
     return found
@@ -159,6 +159,6 @@ def _kinds(runs: dict[str, Any]) -> list[str]:
 
 
 def _summaries(values: list[list[float]]) -> list[tuple[float, float]]:
-    grid = importlib.import_module("grid")
+    over_seeds = importlib.import_module("over_seeds")
     finite = (each for each in values if each and all(map(math.isfinite, each)))
-    return [(grid.mean(each), grid.standard_error(each)) for each in finite]
+    return [(over_seeds.mean(each), over_seeds.standard_error(each)) for each in finite]
