@@ -104,6 +104,10 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
                 many = "one seed" if count == 1 else f"{count} seeds"
                 texts = (f"{mean_text(more)} %" for more in cells)
                 rows.append(f"| {label}, {steps} steps, {many} | {' | '.join(texts)} |")
+        between = [above(found, f"{kind}/plain/{loss:g}", f"{kind}/lead/{loss:g}") for loss in TELLING]
+        if all(len(more) > 1 for more in between):
+            texts = (f"{mean_text(more)} %" for more in between)
+            rows.append(f"| plain above the lead, {steps} steps, {len(between[0])} seeds | {' | '.join(texts)} |")
     return rows
 
 
