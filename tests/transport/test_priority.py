@@ -34,7 +34,7 @@ def marks(transport: UdpTransport) -> list[int]:
     found = {}
     with LOOKING:  # ranks are threads here, and would see each other's copies of descriptors come and go
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # another thread may close a socket of its own at any moment
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as each:
