@@ -56,6 +56,7 @@ def settings(chosen: argparse.Namespace, policy: str, loss: float, seed: int, **
         "held_out": 2048,
         "steps": STEPS,
         "device": chosen.device,
+        "deterministic": chosen.device == "cuda",
         "policies": (policy,),
         "loss": loss,
         "first_seed": seed,
