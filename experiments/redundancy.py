@@ -7,11 +7,12 @@ its seed; bytes are those of a worker at a step, in those of float32.
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
 from grid import Run, main
-from over_seeds import above, explain, mean_text, seeds
+from over_seeds import above, mean_and_bar, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch.results.statistics import mean
@@ -59,7 +60,7 @@ def share_of_bytes(found: dict[str, dict[str, Any]], name: str) -> float:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows of the page's table: the first seeds, all of them, bytes, and what was there in the end."""
+    """Rows of the page's table: the first seeds, all of them and their median, bytes, and what was there in the end."""
     rows = []
     for name, *_ in KINDS:
         more, results = above(found, name, BASE), seeds(found, name)
@@ -67,29 +68,33 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
             first = mean_text([each for each, run in zip(more, results, strict=True) if run["seed"] < SEEDS])
             arrived = 100 * mean([run["arrived"] for run in results])
             rows.append(
-                f"| {LABELS[name]} | {first} % | {mean_text(more)} % ({len(more)}) "
+                f"| {LABELS[name]} | {first} % | {mean_text(more)} % ({len(more)}) | {statistics.median(more):+.2f} % "
                 f"| {share_of_bytes(found, name):.3f} | {arrived:.1f} % |"
             )
     return rows
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Perplexity against bytes, a dot for each seed."""
+    """A line of dots for each kind, one for each seed, with their mean and its error."""
     from matplotlib.figure import Figure
 
     print("\n".join(table(found)))
-    points = {name: (share_of_bytes(found, name), above(found, name, BASE)) for name, *_ in KINDS if seeds(found, name)}
-
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    shown = [(name, above(found, name, BASE)) for name, *_ in KINDS if name != BASE and seeds(found, name)]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     axis = figure.subplots()
-    for name, (share, more) in points.items():
-        axis.plot([share] * len(more), more, "o", markersize=3, alpha=0.5, label=LABELS[name])
-        axis.plot(share, mean(more), "k_", markersize=16)
-    axis.axhline(0, color="#adb5bd", linewidth=1, zorder=0)
-    axis.set(xlabel="bytes, in those of float32", ylabel="perplexity above lossless float32, per cent")
-    axis.set_title("64 workers, 300 steps; dots are seeds, bars means", fontsize=10)
+    for row, (name, more) in enumerate(shown):
+        colour = "#2f9e44" if "parity" in LABELS[name] else "#868e96" if "lossless" in name else "#d9480f"
+        axis.plot(more, [row] * len(more), "o", markersize=4, alpha=0.4, color=colour)
+        average, bar = mean_and_bar(more)
+        axis.errorbar(average, row, xerr=bar, fmt="|", markersize=18, capsize=4, color="#212529")
+    labels = [f"{LABELS[name]}\n{share_of_bytes(found, name):.2f} of the bytes" for name, _ in shown]
+    axis.set_yticks(range(len(shown)), labels)
+    axis.margins(y=0.15)
+    axis.invert_yaxis()
+    axis.axvline(0, color="#adb5bd", linewidth=1, zorder=0)
+    axis.set_xlabel("perplexity above lossless float32 of the same seed, per cent")
+    axis.set_title("64 workers, 300 steps; dots are seeds, bars means and two standard errors", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-    explain(axis, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
