@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from digits import Pictures, main, objective, perceptron
+from digits import Pictures, main, objective, perceptron, results
 from stormtorch import ADEL, EXACT, LOSSY, SALF, BoundedDrift, OwnerPolicy, simulate
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.policy import Deadline
@@ -101,8 +101,9 @@ def ways(mean_s: float | None) -> dict[str, tuple[OwnerPolicy, LossModel]]:
     }
 
 
-def table(runs: dict[str, dict[str, float]]) -> list[str]:
+def table(kept: dict[str, dict[str, Any]]) -> list[str]:
     """A row of Markdown for each training, deadline and way: loss and accuracy, and the loss beside that of SALF."""
+    runs: dict[str, dict[str, float]] = results(kept)
     rows = ["| training | mean deadline | way | loss | accuracy | loss over SALF's |", "|---|---|---|---|---|---|"]
     for training in TRAININGS:
         for mean_s in (None, *MEANS_S):

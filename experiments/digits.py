@@ -1,6 +1,6 @@
 """What experiments with scikit-learn's handwritten digits share: the pictures, and a command that keeps its answers.
 
-An experiment is a list of keys, a function that answers one of them, and a table of all answers:
+An experiment is a list of keys, each ending in a seed, a function that answers one of them, and a table of all answers:
 
     if __name__ == "__main__":
         main("private", __doc__, keys(), answer, table)
@@ -9,16 +9,20 @@ An experiment is a list of keys, a function that answers one of them, and a tabl
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from typing import Any
 
 import torch
-from grid import RESULTS, load
+from grid import keep, load
 from pool import pool
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
+
+from stormtorch.cli.screen import progress_bar
+from stormtorch.results.surroundings import surroundings
 
 HELD_OUT = 500
 
@@ -52,6 +56,25 @@ def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def answered(answer: Callable[[str], Any], key: str) -> dict[str, Any]:
+    """Makes one run. Returns its answer with what it takes to repeat it."""
+    began = time.monotonic()
+    result = answer(key)
+    pixels = load_digits().data.astype("uint8").tobytes()
+    return {
+        "result": result,
+        "seed": int(key.rpartition("/")[2]),
+        "data": {"name": "digits of scikit-learn", "sha256": hashlib.sha256(pixels).hexdigest()[:16]},
+        "seconds": round(time.monotonic() - began, 1),
+        **surroundings(),
+    }
+
+
+def results(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The answers alone, by key."""
+    return {key: run["result"] for key, run in found.items()}
+
+
 def main(
     name: str,
     about: str,
@@ -65,14 +88,12 @@ def main(
     parser.add_argument("--only", default="", help="only runs whose key contains this")
     parser.add_argument("--draw", action="store_true", help="compute nothing, print what is there")
     chosen = parser.parse_args()
-    found: dict[str, Any] = load(name)
+    found = load(name)
     missing = [] if chosen.draw else [key for key in keys if key not in found and chosen.only in key]
-    with pool(chosen.processes) as computing:
-        asked = {computing.submit(answer, key): key for key in missing}
-        for done in as_completed(asked):
-            key = asked[done]
-            found[key] = done.result()
-            print(key, found[key], flush=True)
-            text = json.dumps({"runs": dict(sorted(found.items()))}, indent=1)
-            (RESULTS / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
+    with progress_bar(len(missing), name, unit="runs") as advance, pool(chosen.processes) as computing:
+        asked = {computing.submit(answered, answer, key): key for key in missing}
+        for count, done in enumerate(as_completed(asked), 1):
+            found[asked[done]] = done.result()
+            keep(name, found)
+            advance(asked[done], count)
     print("\n".join(table(found)))

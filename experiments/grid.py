@@ -27,7 +27,8 @@ import torch
 from pool import pool
 
 from stormtorch.cli.screen import progress_bar
-from stormtorch.policies import rules
+from stormtorch.policies import OwnerPolicy, rules
+from stormtorch.policies.policy import Numbers
 from stormtorch.results.report import without_nan
 from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import replacing
@@ -116,13 +117,13 @@ def _smoothing(kept: float | None) -> AbstractContextManager[object]:
         return nullcontext()
     mean, weight = torch.zeros(()), 0.0
 
-    def ahead(previous: torch.Tensor, current: torch.Tensor, lead: float | torch.Tensor) -> torch.Tensor:
+    def publish(_policy: OwnerPolicy, before: torch.Tensor, now: torch.Tensor, ahead: Numbers) -> torch.Tensor:
         nonlocal mean, weight
-        mean = kept * mean + (1.0 - kept) * (current - previous)
+        mean = kept * mean + (1.0 - kept) * (now - before)
         weight = kept * weight + (1.0 - kept)
-        return previous.copy_(current + lead * mean / weight)
+        return before.copy_(now + ahead * mean / weight)
 
-    return patch.object(rules, "ahead", ahead)
+    return patch.object(OwnerPolicy, "publish", publish)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from digits import Pictures, main, objective, perceptron
+from digits import Pictures, main, objective, perceptron, results
 from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Policy, RankPolicy, simulate
 from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
 from stormtorch.policies.memory import NOBODY, Memory
@@ -204,11 +204,11 @@ def answer(key: str) -> dict[str, dict[str, float]]:
     return QUESTIONS[name](int(seed), float(loss))
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(kept: dict[str, dict[str, Any]]) -> list[str]:
     """A row of Markdown for each question and policy: of several rates, that with the least loss."""
     rows = []
     for question in QUESTIONS:
-        runs = {key: run for key, run in results.items() if key.startswith(f"{question}/")}
+        runs = {key: run for key, run in results(kept).items() if key.startswith(f"{question}/")}
         names = list(dict.fromkeys(name for run in runs.values() for name in run))
         best: dict[str, str] = {}
         for name in names:

@@ -12,11 +12,12 @@ rounds of its own, which epsilon does not count.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
-from digits import Pictures, main
+from digits import Pictures, main, results
 from stormtorch import LightDp, simulate
 from stormtorch.network.loss import Bernoulli
 from stormtorch.privacy import noise_for
@@ -90,8 +91,9 @@ def answer(key: str) -> float:
     return accuracy(way, float(epsilon), float(loss), int(seed))
 
 
-def table(runs: dict[str, float]) -> list[str]:
+def table(kept: dict[str, dict[str, Any]]) -> list[str]:
     """A row of Markdown for each way and epsilon."""
+    runs: dict[str, float] = results(kept)
     rows = []
     for prefix in dict.fromkeys(key.rsplit("/", 2)[0] for key in keys()):
         way, epsilon = prefix.split("/")

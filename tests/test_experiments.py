@@ -94,6 +94,28 @@ def test_what_was_lost_of_a_gradient_is_sent_with_the_next_and_counts_once(grid:
     assert moved(True) == pytest.approx(steps - 0.75, abs=0.06)
 
 
+def test_a_lead_can_follow_a_mean_of_updates_or_look_ahead_without_loss(grid: Any, tmp_path: Path) -> None:
+    before, first, second = torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([4.0])
+    policy = BoundedDrift()
+    with grid._smoothing(0.5):
+        assert float(policy.publish(before.clone(), first, 2.0)) == pytest.approx(1.0 + 2.0 * 1.0)
+        # Updates of 1 and 3, the older with half the weight of the newer.
+        assert float(policy.publish(first.clone(), second, 2.0)) == pytest.approx(4.0 + 2.0 * (0.5 * 1 + 3) / 1.5)
+    assert float(policy.publish(first.clone(), second, 2.0)) == pytest.approx(4.0 + 2.0 * 3.0)
+
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, that is the question " * 6000)
+    small: dict[str, Any] = {"workers": 2, "width": 16, "layers": 1, "context": 16, "batch": 1, "held_out": 2}
+
+    def loss(lost: float, **hook: Any) -> float:
+        settings = SimSettings(policies=("lead",), data=text, steps=20, loss=lost, **small)
+        return float(grid.run_one(grid.Run(key="lead/0", settings=settings, **hook))["result"]["val_loss"])
+
+    # The simulation takes them up.
+    assert len({loss(0.4), loss(0.4, smooth=0.5), loss(0.4, smooth=0.8)}) == 3
+    assert len({loss(0.0), loss(0.0, lookahead=1.0)}) == 2
+
+
 def test_two_runs_with_one_key_are_refused(grid: Any) -> None:
     run = grid.Run(key="lead/0", settings=SimSettings(policies=("lead",)))
     with pytest.raises(ValueError, match="several runs with the key lead/0"):
