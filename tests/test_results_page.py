@@ -31,11 +31,9 @@ _NOT_OURS = {
 # How many runs of each experiment are from a working tree, or from a GPU before it could repeat itself. None may join.
 _FROM_BEFORE = {
     "applications": 3,
-    "deadlines": 190,
     "finetuning": 45,
     "large": 7,
     "participation": 40,
-    "private": 70,
     "qsdp": 5,
     "rarely": 282,
 }
