@@ -33,7 +33,7 @@ _FROM_BEFORE = {
     "applications": 3,
     "finetuning": 45,
     "large": 7,
-    "participation": 40,
+    "participation": 30,
     "qsdp": 5,
     "rarely": 282,
 }
