@@ -84,7 +84,8 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             add(kind, "lossless", 0.0, seed)
             for loss in TELLING:
                 add(kind, "lead", loss, seed)
-            add(kind, "plain", 0.1, seed)
+                add(kind, "plain", loss, seed)
+            add(kind, "lead", 0.1, seed, "repair")
     return found
 
 

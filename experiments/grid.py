@@ -221,13 +221,37 @@ def check(name: str, runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> N
             raise ValueError(
                 f"{RESULTS / f'{name}.json'} has {run.key} over another network; take it out to compute it anew"
             )
-        # Names that one of them lacks were added later: their default is what there was before.
         for each in sorted((asked.keys() & known.keys()) - _FREE):
-            if asked[each] != known[each]:
+            if not _agree(asked[each], known[each]):
                 raise ValueError(
                     f"{RESULTS / f'{name}.json'} has {run.key} with other settings: its {each} is {known[each]!r}, not "
                     f"{asked[each]!r}; take it out to compute it anew"
                 )
+
+
+def _agree(asked: Any, known: Any) -> bool:
+    """Names that one of them lacks, here or in a policy, were added later: their default is what there was before."""
+    if isinstance(asked, dict) and isinstance(known, dict):
+        return all(_agree(asked[name], known[name]) for name in asked.keys() & known.keys())
+    if isinstance(asked, str) and isinstance(known, str) and asked != known:
+        one, other = _parts(asked), _parts(known)
+        return bool(one) and one["class"] == other.get("class") and _agree(one, other)
+    return bool(asked == known)
+
+
+def _parts(text: str) -> dict[str, str]:
+    """Splits what a dataclass prints of itself: `A(b=1, c=D(e=2))` has the class A, b and c. {} if it is none."""
+    name, opened, inner = text.partition("(")
+    if not (opened and inner.endswith(")") and name.isidentifier()):
+        return {}
+    found, depth, began = {"class": name}, 0, 0
+    for place, letter in enumerate(inner):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0 or (letter == "," and depth == 0):
+            field, _, value = inner[began:place].partition("=")
+            found[field.strip()] = value
+            began = place + 1
+    return found
 
 
 def _check_data(name: str, run: Run, result: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:

@@ -45,6 +45,22 @@ def test_a_result_of_other_settings_is_not_gone_on_from(grid: Any) -> None:
         grid.check("x", [dataclasses.replace(run, settings=elsewhere)], found)
 
 
+def test_a_setting_that_a_policy_was_given_later_does_not_part_runs(grid: Any) -> None:
+    run = grid.Run(key="sparse/0", settings=SimSettings(policies=("sparse-diloco",), more=(("block", "1024"),)))
+    asked = grid._asked(run)
+    text = asked["policy_settings"]["sparse-diloco"]
+    assert "reliability=Reliability(" in text and "block=1024" in text
+    earlier = text.replace(", redundancy='auto'", "").replace("settings='any', ", "")
+    assert len(text) - len(earlier) == len(", redundancy='auto'") + len("settings='any', ")
+    for known, matches in ((earlier, True), (text.replace("block=1024", "block=4096"), False), (f"X{text}", False)):
+        found = {"sparse/0": {"settings": asked | {"policy_settings": {"sparse-diloco": known}}}}
+        if matches:
+            grid.check("x", [run], found)
+        else:
+            with pytest.raises(ValueError, match="its policy_settings is"):
+                grid.check("x", [run], found)
+
+
 def test_a_run_with_other_data_is_not_put_beside_those_that_are_kept(
     grid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
