@@ -216,6 +216,11 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set(xlabel="packet loss, per cent", ylabel="perplexity, per cent")
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
+    all_.set_yscale("symlog", linthresh=10, linscale=0.5)
+    all_.set_ylim(-1, 160)
+    ticks = (0, 5, 10, 20, 30, 40, 60, 80, 120, 160)
+    all_.set_yticks(ticks, [str(tick) for tick in ticks])
+    all_.minorticks_off()
     explain(all_, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=150)
 

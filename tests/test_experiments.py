@@ -132,6 +132,21 @@ def test_a_lead_can_follow_a_mean_of_updates_or_look_ahead_without_loss(grid: An
     assert len({loss(0.0), loss(0.0, lookahead=1.0)}) == 2
 
 
+EXPERIMENTS = (
+    "averaging bursts drift finetuning gradients large lead networks pareto perplexity qsdp rarely redundancy workers"
+)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS.split())
+def test_the_command_of_an_experiment_makes_every_run_that_is_kept(grid: Any, name: str, tmp_path: Path) -> None:
+    if name == "networks":  # its networks are recorded ones: any will do, as they are no part of a run's settings
+        (tmp_path / "rutgers.jsonl").write_text('{"bits": "0001"}\n')
+    runs = importlib.import_module(name).runs(argparse.Namespace(data=tmp_path, device="cpu"))
+    kept = grid.load(name)
+    grid.check(name, runs, kept)
+    assert kept and kept.keys() <= {run.key for run in runs}
+
+
 def test_two_runs_with_one_key_are_refused(grid: Any) -> None:
     run = grid.Run(key="lead/0", settings=SimSettings(policies=("lead",)))
     with pytest.raises(ValueError, match="several runs with the key lead/0"):

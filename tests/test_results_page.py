@@ -29,14 +29,7 @@ _NOT_OURS = {
 }
 
 # How many runs of each experiment are from a working tree, or from a GPU before it could repeat itself. None may join.
-_FROM_BEFORE = {
-    "applications": 3,
-    "finetuning": 45,
-    "large": 7,
-    "participation": 30,
-    "qsdp": 5,
-    "rarely": 282,
-}
+_FROM_BEFORE = {"applications": 3, "large": 5}
 
 
 @pytest.fixture
