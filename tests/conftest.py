@@ -3,6 +3,7 @@
 import multiprocessing
 import pickle
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -23,6 +24,10 @@ from stormtorch.network.faults import _active
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
 from stormtorch.transport.udp import UdpTransport
+
+# Where a shell put pytest into the background, Ctrl-C is ignored, which every process started by a test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["stormtorch.lab.fixtures"]
 warm_start.use()
