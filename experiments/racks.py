@@ -30,8 +30,8 @@ from stormtorch.results.surroundings import surroundings
 
 def cases() -> list[Case]:
     """All runs, the largest first."""
-    # Trunks of 4:1 take more than 20 GB, and with a rate set more than 20 minutes, before the first step ends.
-    largest = ("fast", "fast-bursts", "fast-lossy")
+    # Trunks of 4:1 without a rate take more than 20 GB before the first step ends.
+    largest = ("fast", "fast-bursts", "fast-lossy", "fast-paced")
     found = [Case(network=name, hosts=1024, exact=False) for name in largest]
     for hosts in (256, 64, 16):
         for name, network in NETWORKS.items():
