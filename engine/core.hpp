@@ -273,6 +273,8 @@ private:
     void sever(Peer& peer, Nanos now);
     // Whether data to the peer takes this way now.
     [[nodiscard]] bool passes(std::uint16_t rank) const;
+    // Whether the rate that is set lets nothing go to anybody now: a thousand peers need not be asked one by one.
+    [[nodiscard]] bool shut() const { return shut_paths_ != 0 && shut_paths_ + 1 == 1U << shared_pacers_.size(); }
     [[nodiscard]] std::size_t put_run(Outgoing& message, const RingWriter& ring, std::byte* room);
     [[nodiscard]] Shelf::Item* shelve(const Outgoing& message, const Record& record, std::uint32_t end);
 
@@ -333,6 +335,7 @@ private:
     std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to
     std::vector<Pacer> shared_pacers_;     // RateMode::fixed: by path
+    unsigned shut_paths_{};                // bits of those that refused in this transmit, as they then do for every peer
     std::array<bool, most_paths> held_{};  // paths whose sockets are full
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
     Nanos refused_until_{never};           // the same for the peer that was tried last

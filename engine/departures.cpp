@@ -11,13 +11,13 @@ namespace storm {
 bool Core::transmit(Batch& batch, Nanos now) {
     // From `first` on, the ranks below `end` to which something of their queues may leave.
     const auto fill_any = [&](std::size_t first, std::size_t end) {
-        for (std::size_t at = peers_.untried().next(first); at < end; at = peers_.untried().next(at + 1)) {
+        for (std::size_t at = peers_.untried().next(first); at < end && !shut(); at = peers_.untried().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
             if (peers_.idle(rank) || passes(rank)) continue;
             refused_until_ = never;
             const bool filled = fill_data(batch, peers_.attempt(rank), now);
             // Where there are several paths, time alone may change which of them is tried.
-            if (!filled && !peers_.look(rank).links.several()) peers_.refused(rank, refused_until_);
+            if (!filled && !shut() && !peers_.look(rank).links.several()) peers_.refused(rank, refused_until_);
             if (filled || again_) peers_.mark(rank);
             if (!filled) {
                 paced_until_ = std::min(paced_until_, refused_until_);
@@ -41,6 +41,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
         peers_.wake(now);
         if (speak_any(config_.rank, config_.world) || speak_any(0, config_.rank)) return true;
         paced_until_ = peers_.refused_until();
+        shut_paths_ = 0;
         if (fill_any(turn_, config_.world) || fill_any(0, turn_)) return true;
     } while (again_);
 #ifdef STORM_CHECK_TIMERS
@@ -223,6 +224,7 @@ std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
                               ? shared->try_send(bytes, now)
                               : link.rate.try_send(bytes, link.out.in_flight_bytes(), now, link.out.dark(now));
     if (admitted) return segments;
+    if (shared != nullptr) shut_paths_ |= 1U << link.index;
     const Nanos paced_at = shared != nullptr ? shared->next_send_at(now) : link.rate.next_send_at(now);
     refused_until_ = std::min(refused_until_, paced_at == never ? link.out.dark_at() : paced_at);
     return 0;

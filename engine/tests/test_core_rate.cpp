@@ -2,6 +2,7 @@
 // Ideal is 2 (n - 1) / n * bytes / rate; headers and reports cost about three percent of it.
 #include "jobs.hpp"
 #include "sim.hpp"
+#include "tapped.hpp"
 
 using namespace storm;
 using namespace storm::check;
@@ -213,4 +214,38 @@ TEST(losses_in_bursts_cost_little_more_than_others) {
             CHECK(all.back() <= 2);
         }
     }
+}
+
+// The rate belongs to all peers together: what one of them may not send now, no other may either.
+TEST(peers_are_served_in_turn_at_a_rate_that_is_set_and_one_that_never_answers_does_not_hold_up_the_others) {
+    CoreConfig config;
+    config.world = 6;
+    config.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
+    config.rate_mode = RateMode::fixed;
+    config.bytes_per_s = 4e6;
+    config.datagram_bytes = 1472;
+    Tapped net(config);
+    std::vector<std::uint16_t> order;
+    Nanos last{};
+    double sent_bytes{};
+    net.tap = [&](Datagram& each) {
+        if (each.source == 3) return false;
+        if (each.source != 0 || each.header.kind != Kind::data) return true;
+        if (order.empty() || order.back() != each.target) order.push_back(each.target);  // a batch goes to one peer
+        last = net.now();
+        sent_bytes += static_cast<double>(each.bytes.size());
+        return true;
+    };
+    constexpr std::size_t bytes = 200'000;
+    AllToAll job(config.world, 7, [&](auto from, auto) { return from == 0 ? bytes : 1; });
+    const Nanos began = net.now();
+    for (std::uint16_t rank = 0; rank < config.world; ++rank) net.post(rank, job.spec(rank, 0, {.budget = 1}));
+    net.run(2 * second);
+    for (const std::size_t peer : {1, 2, 4, 5}) CHECK(job.got[peer][0] == job.sent[0][peer]);
+    for (std::size_t at = 0; at < 100; ++at) CHECK_EQUAL(order.at(at), 1 + at % 5);
+    // Neither faster than the rate nor, but for what is no data, slower, although no more may be sent to the one that is silent.
+    const double ideal_s = sent_bytes / config.bytes_per_s;
+    CHECK(sent_bytes < 5.0 * bytes);
+    CHECK(seconds(last - began) > 0.98 * ideal_s);
+    CHECK(seconds(last - began) < 1.1 * ideal_s);
 }
