@@ -3,8 +3,8 @@
 Every endpoint is the shipped core of the engine; the network is simulated under virtual time, packet by packet. Hosts
 have a line up to the switch of their rack and one down from it, and racks have such lines (trunks) to the switch that
 joins them. A step is what `BoundedDrift` exchanges: all send gradients to all owners at once, and each owner sends
-parameters to all as soon as it has its mean. It needs no data, and about 20 minutes on two cores; the run of 1,024
-endpoints takes 12 GB of memory.
+parameters to all as soon as it has its mean. It needs no data, and about 70 minutes of one core; a run of 1,024
+endpoints takes 12 GB of memory, and with `--processes 1` there is only one at a time.
 """
 
 from __future__ import annotations
