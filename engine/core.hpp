@@ -335,7 +335,7 @@ private:
     std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to
     std::vector<Pacer> shared_pacers_;     // RateMode::fixed: by path
-    unsigned shut_paths_{};                // bits of those that refused in this transmit, as they then do for every peer
+    unsigned shut_paths_{};                // bits of those that refused in this transmit: they refuse every peer
     std::array<bool, most_paths> held_{};  // paths whose sockets are full
     Nanos paced_until_{never};             // the earliest time at which a link that pacing held back may send
     Nanos refused_until_{never};           // the same for the peer that was tried last
