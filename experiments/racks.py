@@ -4,7 +4,7 @@ Every endpoint is the shipped core of the engine; the network is simulated under
 have a line up to the switch of their rack and one down from it, and racks have such lines (trunks) to the switch that
 joins them. A step is what `BoundedDrift` exchanges: all send gradients to all owners at once, and each owner sends
 parameters to all as soon as it has its mean. It needs no data, and about 70 minutes of one core; a run of 1,024
-endpoints takes 12 GB of memory, and with `--processes 1` there is only one at a time.
+endpoints takes 12 GB of memory.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, each with one thread")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, each with one thread and up to 12 GB")
     parser.add_argument("--only", default="", help="only runs whose key contains this")
     parser.add_argument("--draw", action="store_true", help="compute nothing, draw what is there")
     chosen = parser.parse_args()
