@@ -28,6 +28,15 @@ class Record(NamedTuple):
     values: torch.Tensor
     state: State
 
+    def packed(self) -> tuple[int, int, int, torch.Tensor, State]:
+        """Returns it in main memory, as it travels."""
+        # Copied: of a part of a tensor, torch would save the whole.
+        state = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in self.state.items()
+        }
+        return self.parameter, self.offset, self.elements, self.values.detach().to("cpu", copy=True), state
+
 
 @dataclass
 class Holding:
@@ -140,3 +149,31 @@ def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(counters if value.dim() == 0 else device, copy=True)
+
+
+def build(
+    shard: int, layouts: Sequence[Layout], records: Sequence[Record], buckets: Sequence[Bucket], *, whole: bool
+) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
+    """Returns the float32 values of a shard and the state of its pieces, from records of it."""
+    by_parameter: dict[int, list[Record]] = {}
+    on_device = False
+    for record in records:
+        by_parameter.setdefault(record.parameter, []).append(record)
+        on_device = on_device or any(
+            isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cuda for value in record.state.values()
+        )
+    masters, states = [], {}
+    for bucket, layout in zip(buckets, layouts, strict=True):
+        begin, count = layout.spans[shard]
+        values = torch.zeros(count, dtype=torch.float32, device=bucket.device)
+        for piece in layout.pieces(shard):
+            states[bucket.index, piece] = assemble(
+                piece,
+                by_parameter.get(piece.parameter, ()),
+                values.narrow(0, piece.first - begin, piece.count),
+                whole=whole,
+                device=bucket.device,
+                counters=bucket.device if on_device else torch.device("cpu"),
+            )
+        masters.append(values)
+    return masters, states

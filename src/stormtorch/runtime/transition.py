@@ -16,7 +16,7 @@ from stormtorch.collectives import Group
 from stormtorch.errors import StormError
 from stormtorch.runtime import objects
 from stormtorch.runtime.bucket import Bucket
-from stormtorch.runtime.holdings import Holding, Record, State, assemble
+from stormtorch.runtime.holdings import Holding, Record, State, build
 from stormtorch.runtime.layout import Layout, Piece
 from stormtorch.runtime.moves import Cut, Move, Source, orphans, plan_moves
 
@@ -163,7 +163,7 @@ def move(
     messages = []
     for peer in group.ranks:
         given = [
-            (each.stands_by, [_packed(record) for record in _records(each, held, buckets, whole=whole)])
+            (each.stands_by, [record.packed() for record in _records(each, held, buckets, whole=whole)])
             for each in moves
             if each.giver == rank and each.taker == peer != rank
         ]
@@ -174,11 +174,11 @@ def move(
     if rank not in after.members:
         return Moved([], {}, None, lost, late)
     place = after.members.index(rank)
-    masters, states = _build(place, after.layouts, mine[False], buckets, whole=whole)
+    masters, states = build(place, after.layouts, mine[False], buckets, whole=whole)
     followed = None
     for shard in range(len(after.members)):
         if after.standby(shard) == rank:
-            followed = _holding(shard, after.layouts, *_build(shard, after.layouts, mine[True], buckets, whole=whole))
+            followed = _holding(shard, after.layouts, *build(shard, after.layouts, mine[True], buckets, whole=whole))
     return Moved(masters, states, followed, lost, late)
 
 
@@ -201,40 +201,3 @@ def _records(move: Move, held: Held | None, buckets: Sequence[Bucket], *, whole:
     holding = held.own if move.source is Source.OWNER else held.followed
     assert holding is not None
     return holding.cut(*where, whole=whole)
-
-
-def _packed(record: Record) -> tuple[int, int, int, torch.Tensor, State]:
-    # Copied: of a part of a tensor, torch would save the whole.
-    state = {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-        for name, value in record.state.items()
-    }
-    return record.parameter, record.offset, record.elements, record.values.detach().to("cpu", copy=True), state
-
-
-def _build(
-    shard: int, layouts: Sequence[Layout], records: Sequence[Record], buckets: Sequence[Bucket], *, whole: bool
-) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
-    """Returns the float32 values of a shard and the state of its pieces, from records of it."""
-    by_parameter: dict[int, list[Record]] = {}
-    on_device = False
-    for record in records:
-        by_parameter.setdefault(record.parameter, []).append(record)
-        on_device = on_device or any(
-            isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cuda for value in record.state.values()
-        )
-    masters, states = [], {}
-    for bucket, layout in zip(buckets, layouts, strict=True):
-        begin, count = layout.spans[shard]
-        values = torch.zeros(count, dtype=torch.float32, device=bucket.device)
-        for piece in layout.pieces(shard):
-            states[bucket.index, piece] = assemble(
-                piece,
-                by_parameter.get(piece.parameter, ()),
-                values.narrow(0, piece.first - begin, piece.count),
-                whole=whole,
-                device=bucket.device,
-                counters=bucket.device if on_device else torch.device("cpu"),
-            )
-        masters.append(values)
-    return masters, states
