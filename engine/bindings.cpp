@@ -589,6 +589,12 @@ NB_MODULE(_engine, m) {
         [](const nb::bytes& data) { return crc32c({static_cast<const std::byte*>(data.data()), data.size()}); },
         nb::arg("data"));
     m.def(
+        "crc32c_at",
+        [](std::uintptr_t address, std::size_t bytes, std::uint32_t seed) {
+            return crc32c({reinterpret_cast<const std::byte*>(address), bytes}, seed);
+        },
+        nb::arg("address"), nb::arg("bytes"), nb::arg("seed"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
         "grid_bytes",
         [](int dtype, std::size_t elements, std::size_t chunk_bytes) {
             return grid_bytes(to_enum("dtype", dtype, Dtype::int4), elements, chunk_bytes);

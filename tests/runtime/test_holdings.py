@@ -92,7 +92,7 @@ def test_cutting_and_assembling_are_inverse_for_any_two_cuts(
                 assert (state["eta"], state["kind"]) == (0.5, "some")
 
 
-def test_piece_that_is_partly_without_state_gets_zeros_there() -> None:
+def test_piece_that_is_partly_without_state_begins_anew() -> None:
     piece = Piece(parameter=0, offset=0, first=0, count=6)
     records = [
         Record(0, 0, 4, torch.arange(4.0), {"moment": torch.ones(4), "step": torch.tensor(5.0)}),
@@ -101,8 +101,7 @@ def test_piece_that_is_partly_without_state_gets_zeros_there() -> None:
     values = torch.empty(6)
     state = assemble(piece, records, values, whole=False, device=CPU, counters=CPU)
     assert values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert state["moment"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-    assert state["step"].item() == 5.0
+    assert state == {}
 
 
 def test_assembled_state_shares_no_memory_with_what_it_came_from() -> None:

@@ -15,7 +15,7 @@ from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
-from stormtorch.runtime.reports import Report
+from stormtorch.runtime.reports import Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.shares import Speed
 
@@ -73,7 +73,7 @@ class Feedback:
         used_P: torch.Tensor,
         not_finite: bool,
         settings: int,
-        touched: bool,
+        shard: ShardReport,
     ) -> Report:
         """Makes the report to a peer about what arrived from it, and asks it for chunks that are too old.
 
@@ -83,7 +83,7 @@ class Feedback:
             used_P: Whether each parameter has a gradient on this rank.
             not_finite: Whether this rank's gradients have an infinity or a NaN.
             settings: Digest of the optimizer's settings, 0 if they are not compared now.
-            touched: Whether this rank's program has changed parameters since the last step.
+            shard: What this rank has to report of its shard.
         """
         nothing = self._last_exact or self._told
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
@@ -101,7 +101,7 @@ class Feedback:
             used_P,
             wanted,
             settings,
-            touched,
+            shard,
             self.speed,
             *self.lateness(),
             self._unaided(peer, broadcast=not nothing),

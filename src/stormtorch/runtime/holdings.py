@@ -113,7 +113,8 @@ def assemble(
 ) -> State:
     """Writes the values of a piece, and returns its state, from records that overlap it.
 
-    State that no record has is absent, or zero where other records of the piece have it.
+    A piece of which a part has lost its state has none: zeros beside a large number of steps would make Adam's next
+    updates several times too large.
 
     Args:
         piece: The piece.
@@ -124,6 +125,7 @@ def assemble(
         counters: Device of single numbers of the state, such as the number of steps.
     """
     state: State = {}
+    complete = True
     for record in records:
         if record.parameter != piece.parameter:
             continue
@@ -133,6 +135,7 @@ def assemble(
             continue
         here, there = slice(low - piece.offset, high - piece.offset), slice(low - record.offset, high - record.offset)
         values[here].copy_(record.values.reshape(-1)[there])
+        complete = complete and bool(record.state)
         for name, value in record.state.items():
             if whole or not _by_element(name, value, record.elements):
                 kept = state.get(name)
@@ -142,7 +145,7 @@ def assemble(
                 if name not in state:
                     state[name] = torch.zeros(piece.count, dtype=value.dtype, device=device)
                 state[name][here].copy_(value[there])
-    return state
+    return state if complete else {}
 
 
 def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:

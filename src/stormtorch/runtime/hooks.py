@@ -12,7 +12,7 @@ from torch import nn
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.calls import MODEL_STATE
 from stormtorch.runtime.preparable import check_frozen, warn_of_left_out
-from stormtorch.runtime.prepared import adopt
+from stormtorch.runtime.prepared import adopt, keep_last
 from stormtorch.runtime.session import Session, any_prepared, combined, register, sessions_of
 from stormtorch.runtime.wrappers import Kept, refuse_active_wrapper, refuse_wrappers
 from stormtorch.transport.waiting import doing
@@ -45,6 +45,30 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
             with doing("optimizer.step()"):
                 session.before_step(closure=closure)
 
+    def last(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is not optimizer_of():
+            return None
+        if not any(callable(each) for each in (*args[1:], kwargs.get("closure"))):
+            session.gradients_final()
+            return None
+
+        def within(given: Any) -> Any:
+            if not callable(given):
+                return given
+
+            def closure() -> Any:
+                session.closure_begins()
+                loss = given()
+                session.gradients_final(within=True)
+                return loss
+
+            return closure
+
+        with_closure = {**kwargs, "closure": within(kwargs["closure"])} if "closure" in kwargs else kwargs
+        return (args[0], *map(within, args[1:])), with_closure
+
     def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if optimizer is optimizer_of():
             for bucket in session.buckets:
@@ -53,7 +77,10 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
                 session.after_step()
 
     session.optimizer.register_step_pre_hook(before)
-    session.optimizer.register_step_post_hook(after)
+    keep_last(session.optimizer, session.optimizer.register_step_pre_hook(last))
+    # First, so that hooks of the program see the parameters that have arrived.
+    found = session.optimizer.register_step_post_hook(after)
+    session.optimizer._optimizer_step_post_hooks.move_to_end(found.id, last=False)
 
 
 def _hook_model(session: Session, kept: Kept) -> None:

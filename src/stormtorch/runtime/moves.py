@@ -55,18 +55,19 @@ class Move:
 
 
 def plan_moves(
-    before: Cut, after: Cut, there: Collection[int], behind: Collection[int], freshest: Mapping[int, int]
+    before: Cut, after: Cut, there: Collection[int], equal: Collection[int], freshest: Mapping[int, int]
 ) -> list[Move]:
     """Plans all moves from one view to another.
 
-    Whoever holds a range already keeps it. Otherwise its owner gives it, or its standby, or else the rank whose copy of
-    the parameters is the freshest, and then the optimizer's state of the range is lost.
+    The owner of a range gives it or keeps it. A standby that is equal keeps what it has, and gives it if the owner is
+    gone. If both are gone, the rank whose copy of the parameters is the freshest gives that, and the optimizer's state
+    of the range is lost.
 
     Args:
         before: The division that the ranks come from.
         after: The division that they go to.
         there: Ranks that still hold what they had before.
-        behind: Ranks that lack an update of the owner that they follow.
+        equal: Shards before the change whose standby has the same values and state as their owner.
         freshest: Rank with the freshest copy of each shard that has neither owner nor standby any more.
     """
     moves = []
@@ -81,7 +82,7 @@ def plan_moves(
                 if begin >= end:
                     continue
                 for taker, stands_by in takers:
-                    giver, source = _giver(before, old_shard, taker, there, behind, freshest)
+                    giver, source = _giver(before, old_shard, taker, there, equal, freshest)
                     moves.append(Move(bucket, begin, end - begin, giver, source, old_shard, taker, stands_by))
     return moves
 
@@ -91,14 +92,13 @@ def _giver(
     shard: int,
     taker: int,
     there: Collection[int],
-    behind: Collection[int],
+    equal: Collection[int],
     freshest: Mapping[int, int],
 ) -> tuple[int, Source]:
     owner, standby = before.members[shard], before.standby(shard)
-    stands_by = standby is not None and standby in there
-    if owner in there and not (stands_by and taker == standby and standby not in behind):
+    if owner in there and not (taker == standby and shard in equal):
         return owner, Source.OWNER
-    if standby is not None and stands_by:
+    if standby is not None and standby in there:
         return standby, Source.STANDBY
     return freshest[shard], Source.COPY
 

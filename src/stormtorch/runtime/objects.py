@@ -51,12 +51,20 @@ def exchange(messages: Sequence[torch.Tensor], group: Group) -> list[torch.Tenso
     given = [torch.tensor([each.numel()], dtype=torch.int64, device="cpu") for each in messages]
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in messages]
     _all(group, sizes, given)
-    for peer, size in zip(group.ranks, sizes, strict=True):
-        if not 0 <= int(size) <= _MOST_BYTES:
-            raise StormError(f"rank {group.transport.rank}: rank {peer} announces a message of {int(size)} bytes")
-    rooms = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+    rooms = [room(int(size), peer, group) for peer, size in zip(group.ranks, sizes, strict=True)]
     _all(group, rooms, messages)
     return rooms
+
+
+def room(size: int, peer: int, group: Group) -> torch.Tensor:
+    """Returns memory for a message of bytes from a rank, which has told its size.
+
+    Raises:
+        StormError: The size cannot be right.
+    """
+    if not 0 <= size <= _MOST_BYTES:
+        raise StormError(f"rank {group.transport.rank}: rank {peer} announces a message of {size} bytes")
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _all(group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

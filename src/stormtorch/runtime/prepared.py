@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+# Attribute with the number of the hook that is called just before a step.
+_LAST = "_storm_last_hook"
 
 
 class _Session(Protocol):
@@ -34,6 +38,14 @@ class Prepared:
         """Loads the state of a whole optimizer, from a job of any size or from a plain optimizer."""
         super().load_state_dict(self.session.local_state(state_dict))  # type: ignore[misc]
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Registers a hook that is called before every step. What it does to gradients counts."""
+        handle = super().register_step_pre_hook(hook)  # type: ignore[misc]
+        last = self.__dict__.get(_LAST)
+        if last is not None:
+            self._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]  # torch's
+        return handle
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises a RuntimeError: parameters have their places in buckets since `prepare`."""
         if "session" in self.__dict__:
@@ -48,6 +60,11 @@ def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
         kind.__name__, (Prepared, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
     optimizer.__dict__["session"] = session
+
+
+def keep_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
+    """Has a hook that is called before steps stay the last one, also when the program adds others."""
+    optimizer.__dict__[_LAST] = hook.id
 
 
 def trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,9 +11,22 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
 
-_HEADER = 12
+_HEADER = 15
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
+
+
+class ShardReport(NamedTuple):
+    """What a rank reports of the shard that it owns, so that a standby may repeat its steps."""
+
+    refill: int = 0
+    """What owners must send their standbys beside gradients, as the sender sees it: a `standby.Refill`."""
+    seed: int = 0
+    """Seed of the random numbers that the sender's optimizer draws in this step."""
+    values: int = 0
+    """Fingerprint of the shard after the last step, in rounds in which standbys compare."""
+    state: int = 0
+    """Fingerprint of the optimizer's state of the shard, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +51,8 @@ class Report:
     """Whether the receiver must send each chunk of its shards exactly."""
     settings: int = 0
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
-    touched: bool = False
-    """Whether the sender's program has changed parameters since the last step, other than by the optimizer."""
+    shard: ShardReport = ShardReport()
+    """What the sender's standby needs to know."""
     speed: tuple[float, ...] = (0.0, 0.0, 0.0)
     """Measured speed of the sender: see `shares.Speed`."""
     given: float = 1.0
@@ -97,7 +111,8 @@ class Reports:
         parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
         return Report(
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
-            *(samples_S, used_P, wanted_C, int(header[5]), bool(flags & 4)),
+            *(samples_S, used_P, wanted_C, int(header[5])),
+            ShardReport(min(flags >> 2 & 3, 2), *(int(each) for each in header[12:15])),
             tuple(header[6:9]),
             *(min(max(header[9], 0.0), 1.0), max(header[10], 0.0), min(header[11], 1.0)),
         )
@@ -107,9 +122,10 @@ class Reports:
         return torch.zeros(_HEADER + self._samples + packed // 4, dtype=torch.float32, device="cpu")
 
     def _write(self, report: Report, message: torch.Tensor) -> None:
-        flags = float(report.not_finite + 2 * report.alarm + 4 * report.touched)
+        flags = float(report.not_finite + 2 * report.alarm + 4 * report.shard.refill)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
         numbers += [report.settings, *report.speed, report.given, report.took_s, report.unaided]
+        numbers += report.shard[1:]
         message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)

@@ -129,9 +129,19 @@ class Session(ABC):
     def before_step(self, *, closure: bool) -> None:
         """Called before the optimizer steps. With a closure, gradients are computed within the step."""
 
+    def gradients_final(self, *, within: bool = False) -> None:
+        """Called when gradients are what the optimizer is about to use.
+
+        Args:
+            within: Whether a closure has computed them within the optimizer's step, which may call it again.
+        """
+
+    def closure_begins(self) -> None:
+        """Called when the optimizer calls its closure."""
+
     @abstractmethod
     def after_step(self) -> None:
-        """Called after the optimizer has stepped."""
+        """Called after the optimizer has stepped, before hooks of the program."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool) -> None:

@@ -36,11 +36,11 @@ from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
-from stormtorch.runtime.reports import Report
+from stormtorch.runtime.reports import Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
-from stormtorch.runtime.standby import Standby, can_follow
+from stormtorch.runtime.standby import Refill, Standby, can_follow
 from stormtorch.runtime.transition import Held, Hello, Moved, greet, move
 from stormtorch.staging.order import Order
 from stormtorch.transport.waiting import BACKWARD, doing, is_elsewhere
@@ -81,8 +81,8 @@ class ShardedSession(Session):
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
-        self._refill = False
-        self._versions = [each._version for each in self.shared]
+        self._seeds = (0, 0)
+        self._refill = Refill.NOTHING
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
         self._rounds = rounds = Rounds(self, optimizer, policy)
@@ -143,6 +143,7 @@ class ShardedSession(Session):
                 channel=self.channel("standby"),
                 order=self._order,
             )
+            self._standby.begin(self._shards.holding(), self.steps)
         self._make_calls(rounds.meeting())
 
     def _layout(self, channels: Sequence[Group]) -> list[Islands] | None:
@@ -236,11 +237,11 @@ class ShardedSession(Session):
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not self._is_finite()
         digest = rounds.hyperparameters.digest()
-        feedback, touched = self._feedback, self._touched()
+        feedback, shard = self._feedback, self._shard_report()
         self._cutting.measure(feedback)
 
         def report_to(peer: int) -> Report:
-            return feedback.report_to(peer, samples_S, used_P, not_finite, digest, touched)
+            return feedback.report_to(peer, samples_S, used_P, not_finite, digest, shard)
 
         telling = rounds.tell(self.steps, report_to)
         try:
@@ -256,7 +257,7 @@ class ShardedSession(Session):
             return False
         self._held.clear()
         if self._standby is not None:
-            self._standby.follow()
+            self._follow(self._standby, shard, reports, row)
         self._reduction.present = rounds.here.size
         feedback.learn(reports, row, samples_S, self._lead, self.steps)
         self._cutting.hear(reports, row)
@@ -266,10 +267,7 @@ class ShardedSession(Session):
         for report in reports.values():
             used_P |= report.used_P
             not_finite |= report.not_finite
-            touched |= report.touched
         self._hear(reports, row)
-        # A standby knows only of steps: what a program changes otherwise, as by clamping weights, its owner must send.
-        self._refill = touched
         self._give(used_P, not_finite)
         return True
 
@@ -279,9 +277,28 @@ class ShardedSession(Session):
         own = (each.grad for each in self.personal if each.grad is not None)
         return self._reduction.finite() and all(bool(each.isfinite().all()) for each in own)
 
-    def _touched(self) -> bool:
-        """Whether the program has changed parameters since the last step, other than by the optimizer."""
-        return self._standby is not None and self._versions != [each._version for each in self.shared]
+    def _shard_report(self) -> ShardReport:
+        """Returns what this rank reports of its shard."""
+        if self._standby is None:
+            return ShardReport()
+        return self._standby.report(self._shards.holding(), self.steps)
+
+    def _follow(self, standby: Standby, own: ShardReport, reports: Mapping[int, Report], row: Row) -> None:
+        """Has the standby repeat the owner's last step, and look whether it is equal."""
+        standby.follow()
+        found = reports.get(standby.shard)
+        owner = ShardReport() if found is None else found.shard
+        self._seeds = own.seed, owner.seed
+        self._refill = Refill(max(own.refill, *(report.shard.refill for report in reports.values())))
+        if not standby.compare(owner, self._refill, self.steps):
+            label = self.labels()[standby.shard]
+            words = (
+                f"this rank's standby of the shard of rank {label} had become different from it, as if {label}'s "
+                f"{type(self.optimizer).__name__} could not be repeated here, and is given a copy of it"
+            )
+            row.events.append(words)
+            if standby.mismatches == 1:
+                _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
     def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
         """Called with the reports of a round that is complete, for subclasses."""
@@ -308,9 +325,9 @@ class ShardedSession(Session):
         """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
-        self._ready_step(closure=closure)
+        self._ready_step()
 
-    def _ready_step(self, *, closure: bool) -> None:
+    def _ready_step(self) -> None:
         """Gets everything ready for the optimizer's step on this rank's shard."""
         self._gate.open()
         self._calls.forget()
@@ -318,8 +335,6 @@ class ShardedSession(Session):
             for bucket in self.buckets:
                 bucket.follow()
         self._shards.begin_step()
-        if self._standby is not None and not closure:
-            self._standby.before_step(self._used, refill=self._refill)
         exact = self._feedback.guarded or self.policy.down.exact
         loss = self._rounds.losses.broadcast.value
         self._lead = 0.0 if exact else self.policy.ahead(loss)
@@ -330,14 +345,30 @@ class ShardedSession(Session):
         self._rounds.drift.before_step()
         self._cutting.step_begins()
 
+    def gradients_final(self, *, within: bool = False) -> None:
+        """Takes the gradients for the standby, as the optimizer is about to use them."""
+        if within:
+            self._ready_step()  # anew, as another view may have begun
+        if self._standby is not None:
+            self._standby.take(self._used, self._seeds, self._refill, self._shards.holding())
+            if not within:
+                self._standby.send()
+
+    def closure_begins(self) -> None:
+        """Lets the program compute gradients within the optimizer's step, with its own random numbers."""
+        if self._standby is not None:
+            self._standby.release()
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Begins the broadcast, with the buckets first that forward needs first."""
         self._cutting.step_ends()
         self._shards.end_step()
         self._unstepped = False
-        if self._standby is not None and not self._standby.told:
-            self._standby.before_step(self._used, refill=False)  # a closure has computed the gradients within the step
+        if self._standby is not None:
+            if not self._standby.taken:
+                self.gradients_final()  # the optimizer has not called its closure
+            self._standby.stepped(self._shards.holding(), self.steps)
         row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
         reliability = REPAIRED if guarded and not self.policy.down.exact else self._protection.down
         self._feedback.broadcast_begins(exact=guarded or reliability.exact)
@@ -357,7 +388,6 @@ class ShardedSession(Session):
         self.steps += 1
         self._buffers.remember()
         self._gate.close()
-        self._versions = [each._version for each in self.shared]
         self.stepped()
 
     def _receive(self, bucket: Bucket) -> None:
@@ -368,6 +398,8 @@ class ShardedSession(Session):
         row, self._row = self._row, Row(self.steps)
         row.broadcast = self._labelled(self._broadcast.links.fractions())
         row.broadcast_wait_s = self._gate.waited_s
+        if self._standby is not None:
+            self._standby.arrived()
         self.count_sent(row)
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
@@ -384,9 +416,11 @@ class ShardedSession(Session):
         """Moves shards, with the optimizer's state, to where the latest view wants them."""
         if not self.membership.newcomer:
             self._gate.open()
-            if self._standby is not None:
-                self._standby.follow()
             if not self._held:
+                for bucket in self.buckets:
+                    bucket.follow()
+                if self._standby is not None:
+                    self._standby.end(self._shards.holding())
                 self._held[self.membership.settled] = self._holds()
         began = time.perf_counter()
         while (held := self._enter(self.membership.await_view())) is None:
@@ -408,14 +442,14 @@ class ShardedSession(Session):
         self.prunings += 1
         self._held.clear()
         self._begin_view(held.followed)
-        self._versions = [each._version for each in self.shared]
 
     def _holds(self) -> Held:
         standby = self._standby
         followed = None if standby is None else standby.holding()
         cut = self._cutting.now
         ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
-        return Held(cut, self._shards.holding(), followed, ages, standby is not None and standby.behind > 0)
+        behind, differs = (False, False) if standby is None else (standby.behind > 0, standby.differs)
+        return Held(cut, self._shards.holding(), followed, ages, behind, differs)
 
     def _enter(self, latest: Any) -> bool | None:
         """Moves shards to where they belong in a view.
@@ -459,6 +493,8 @@ class ShardedSession(Session):
             self._row.events.append("the gradients of earlier backwards of this step are lost")
         with self._calls.occupied():
             self._owned.share(self.channel("share", interruptible=True))
+        if self._standby is not None:
+            self._standby.arrived()
         newcomers = hello.newcomers(members)
         if newcomers:
             group = self.channel("handover", interruptible=True)
@@ -473,13 +509,18 @@ class ShardedSession(Session):
         told += self._cutting.told(before)
         told += [
             f"the shard of rank {self.label(before.members[shard])} had no standby left: its parameters are the "
-            "freshest copy, and the optimizer's state of it begins anew"
+            "freshest copy, and the optimizer's state of it and of parameters that reach into it begins anew"
             for shard in moved.lost
         ]
         told += [
             f"the last update of the shard of rank {self.label(before.members[shard])} is lost: the rank was gone "
             "before its standby had it"
             for shard in moved.late
+        ]
+        told += [
+            f"the shard of rank {self.label(before.members[shard])} goes on from a standby that was not equal to it: "
+            "it lacks what the program has changed since the last step, or steps that could not be repeated"
+            for shard in moved.unequal
         ]
         for words in told:
             self._row.events.append(words)
@@ -513,10 +554,14 @@ class ShardedSession(Session):
             self._gate.open()
 
         def share(kept: object) -> None:
+            if self._standby is not None:
+                self._standby.follow()
             if kept is None:
                 self._owned.share(self._calls.group)
             else:
                 self._owned.follow(kept, self._calls.group)
+            if self._standby is not None:
+                self._standby.adopt()
 
         self._call(call, share)
 
@@ -552,7 +597,7 @@ class ShardedSession(Session):
             bucket.adopt()
         if self._standby is not None:
             self._standby.load(None, self.buckets)
-        self._versions = [each._version for each in self.shared]
+            self._standby.begin(self._shards.holding(), self.steps)
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
@@ -574,4 +619,5 @@ class ShardedSession(Session):
             bucket.settle()
         if self._standby is not None:
             self._standby.load(lambda piece: self._shards.cut_of(whole, piece), self.buckets)
+            self._standby.begin(self._shards.holding(), self.steps)
         return local

@@ -144,7 +144,6 @@ class TimedSession(ShardedSession):
             for bucket in self.buckets:
                 bucket.come_back()
             self._shards.rehouse()
-            self._versions = [each._version for each in self.shared]
 
     def _start(self, bucket: Bucket) -> None:
         with self._turn:
@@ -212,7 +211,12 @@ class TimedSession(ShardedSession):
                 "averaged gradients were changed between backward() and step(), as a GradScaler does: under "
                 "a deadline, the step of a late rank is made without its program; set deadline=None"
             )
-        self._ready_step(closure=False)
+        self._ready_step()
+
+    def gradients_final(self, *, within: bool = False) -> None:
+        """Takes the gradients for the standby, unless the deputy has made this step."""
+        if not self._skips:
+            super().gradients_final(within=within)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -414,7 +418,8 @@ class TimedSession(ShardedSession):
             self._exchanging = False
         for clip in self._clips:
             self._norms.clip(clip)
-        self._ready_step(closure=False)
+        self._ready_step()
+        super().gradients_final()
         with self._shards.without_personal():  # the program may be computing with them
             plain_step(self.optimizer)()
         super().after_step()

@@ -14,7 +14,7 @@ import torch
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
-from stormtorch.runtime import objects
+from stormtorch.runtime import fingerprints, objects
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, Record, State, build
 from stormtorch.runtime.layout import Layout, Piece
@@ -33,6 +33,8 @@ class Held:
     """Age of the oldest copy that it has of each shard."""
     behind: bool = False
     """Whether it lacks an update of the owner that it follows."""
+    differs: bool = False
+    """Whether the shard that it follows is known to differ from the owner's."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ def greet(
     own = {
         "holds": held is not None,
         "behind": held is not None and held.behind,
+        "differs": held is not None and held.differs,
+        "own": _fingerprint(None if held is None else held.own),
+        "followed": _fingerprint(None if held is None else held.followed),
         "members": [] if held is None else list(held.cut.members),
         "parts": None if held is None or held.cut.parts is None else list(held.cut.parts),
         "speed": list(speed),
@@ -115,6 +120,10 @@ def greet(
     return Hello(there, told)
 
 
+def _fingerprint(holding: Holding | None) -> list[int]:
+    return [] if holding is None else list(fingerprints.of_holding(holding))
+
+
 @dataclass
 class Moved:
     """What a rank has got for a view, before it is in use."""
@@ -127,6 +136,8 @@ class Moved:
     """Shards of the earlier view whose optimizer state is gone."""
     late: list[int]
     """Shards of the earlier view whose last update is gone: the owner died before its standby had it."""
+    unequal: list[int]
+    """Shards of the earlier view that go on from a standby that is known to differ from the owner."""
 
 
 def move(
@@ -149,13 +160,17 @@ def move(
     rank = group.transport.rank
     lost = orphans(before, hello.there)
     freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
-    behind = [each for each, told in hello.there.items() if told["behind"]]
-    late = [
+    there = hello.there
+    followed = {shard: before.standby(shard) for shard in range(len(before.members))}
+    dead = [shard for shard, owner in enumerate(before.members) if owner not in there and followed[shard] in there]
+    late = [shard for shard in dead if there[followed[shard]]["behind"]]
+    unequal = [shard for shard in dead if shard not in late and there[followed[shard]]["differs"]]
+    equal = [
         shard
         for shard, owner in enumerate(before.members)
-        if owner not in hello.there and before.standby(shard) in behind
+        if owner in there and followed[shard] in there and there[owner]["own"] == there[followed[shard]]["followed"]
     ]
-    moves = plan_moves(before, after, hello.there, behind, freshest)
+    moves = plan_moves(before, after, there, equal, freshest)
     mine: dict[bool, list[Record]] = {False: [], True: []}
     for each in moves:
         if each.giver == rank and each.taker == rank:
@@ -171,15 +186,25 @@ def move(
     for message in objects.exchange(messages, group):
         for stands_by, records in objects.unpack(message) if message.numel() else ():
             mine[bool(stands_by)] += [Record(*each) for each in records]
+    # A parameter of which a part has lost its state begins anew as a whole: an optimizer counts one number of steps.
+    anew = {
+        slot.parameter
+        for each in moves
+        if each.source is Source.COPY
+        for slot in buckets[each.bucket].layout.slots
+        if slot.first < each.first + each.count and each.first < slot.first + slot.count
+    }
+    for records in mine.values():
+        records[:] = [record._replace(state={}) if record.parameter in anew else record for record in records]
     if rank not in after.members:
-        return Moved([], {}, None, lost, late)
+        return Moved([], {}, None, lost, late, unequal)
     place = after.members.index(rank)
     masters, states = build(place, after.layouts, mine[False], buckets, whole=whole)
-    followed = None
+    follows = None
     for shard in range(len(after.members)):
         if after.standby(shard) == rank:
-            followed = _holding(shard, after.layouts, *build(shard, after.layouts, mine[True], buckets, whole=whole))
-    return Moved(masters, states, followed, lost, late)
+            follows = _holding(shard, after.layouts, *build(shard, after.layouts, mine[True], buckets, whole=whole))
+    return Moved(masters, states, follows, lost, late, unequal)
 
 
 def _holding(
