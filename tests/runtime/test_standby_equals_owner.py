@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What a program does beside `step` counts on a standby, too: where a rank dies, its shard goes on with the same bits."""
+"""What a program does beside `step` counts on a standby, too: if a rank dies, its shard goes on with the same bits."""
 
 import copy
 from collections.abc import Callable
@@ -367,7 +367,7 @@ def test_shard_that_goes_on_from_an_unequal_standby_is_named() -> None:
 
 
 def test_parameter_that_lost_a_part_of_its_state_begins_anew_as_a_whole() -> None:
-    """Two ranks have no standby: half of a parameter's moments are lost, and Adam must not go on from the other half."""
+    """Two ranks have no standby: half of a parameter's moments are lost, and Adam must not go on from the rest."""
     policy = BoundedDrift(reliability=EXACT, bucket_mb=5e-4)
 
     def work(member: Member) -> tuple[list[torch.Tensor], list[torch.Tensor], Any] | None:

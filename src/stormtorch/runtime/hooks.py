@@ -80,7 +80,8 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
     keep_last(session.optimizer, session.optimizer.register_step_pre_hook(last))
     # First, so that hooks of the program see the parameters that have arrived.
     found = session.optimizer.register_step_post_hook(after)
-    session.optimizer._optimizer_step_post_hooks.move_to_end(found.id, last=False)
+    hooks: Any = session.optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(found.id, last=False)
 
 
 def _hook_model(session: Session, kept: Kept) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers of a shard's step: owner and standby draw the same ones, and the program's generators stay as they are."""
+"""Random numbers of a shard's step: owner and standby draw the same, and the program's generators stay as they are."""
 
 from __future__ import annotations
 

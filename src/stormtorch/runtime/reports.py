@@ -29,6 +29,9 @@ class ShardReport(NamedTuple):
     """Fingerprint of the optimizer's state of the shard, likewise."""
 
 
+NO_SHARD = ShardReport()
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Report of one rank, the sender, to another. P parameters, S samples, C chunks of the receiver's shards."""
@@ -51,7 +54,7 @@ class Report:
     """Whether the receiver must send each chunk of its shards exactly."""
     settings: int = 0
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
-    shard: ShardReport = ShardReport()
+    shard: ShardReport = NO_SHARD
     """What the sender's standby needs to know."""
     speed: tuple[float, ...] = (0.0, 0.0, 0.0)
     """Measured speed of the sender: see `shares.Speed`."""

@@ -135,9 +135,11 @@ class Session(ABC):
         Args:
             within: Whether a closure has computed them within the optimizer's step, which may call it again.
         """
+        return
 
     def closure_begins(self) -> None:
         """Called when the optimizer calls its closure."""
+        return
 
     @abstractmethod
     def after_step(self) -> None:

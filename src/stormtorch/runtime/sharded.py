@@ -36,7 +36,7 @@ from stormtorch.runtime.prepared import Prepared
 from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
-from stormtorch.runtime.reports import Report, ShardReport
+from stormtorch.runtime.reports import NO_SHARD, Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
@@ -280,14 +280,14 @@ class ShardedSession(Session):
     def _shard_report(self) -> ShardReport:
         """Returns what this rank reports of its shard."""
         if self._standby is None:
-            return ShardReport()
+            return NO_SHARD
         return self._standby.report(self._shards.holding(), self.steps)
 
     def _follow(self, standby: Standby, own: ShardReport, reports: Mapping[int, Report], row: Row) -> None:
         """Has the standby repeat the owner's last step, and look whether it is equal."""
         standby.follow()
         found = reports.get(standby.shard)
-        owner = ShardReport() if found is None else found.shard
+        owner = NO_SHARD if found is None else found.shard
         self._seeds = own.seed, owner.seed
         self._refill = Refill(max(own.refill, *(report.shard.refill for report in reports.values())))
         if not standby.compare(owner, self._refill, self.steps):

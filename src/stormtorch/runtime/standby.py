@@ -364,7 +364,7 @@ class Standby:
     def compare(self, owner: ShardReport, refill: Refill, step: int) -> bool:
         """Compares the shard with what the owner reports of its own, at times. Returns False if they differ.
 
-        All ranks compare in the same rounds: in the first steps of a view and after all was sent, then ever more rarely.
+        All ranks compare in the same rounds: in the first steps of a view and after all was sent, then more rarely.
 
         Args:
             owner: What the owner has reported in this round, about its last step.

@@ -161,15 +161,17 @@ def move(
     lost = orphans(before, hello.there)
     freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
     there = hello.there
-    followed = {shard: before.standby(shard) for shard in range(len(before.members))}
-    dead = [shard for shard, owner in enumerate(before.members) if owner not in there and followed[shard] in there]
-    late = [shard for shard in dead if there[followed[shard]]["behind"]]
-    unequal = [shard for shard in dead if shard not in late and there[followed[shard]]["differs"]]
-    equal = [
-        shard
-        for shard, owner in enumerate(before.members)
-        if owner in there and followed[shard] in there and there[owner]["own"] == there[followed[shard]]["followed"]
-    ]
+    late, unequal, equal = [], [], []
+    for shard, owner in enumerate(before.members):
+        standby = before.standby(shard)
+        if standby is None or standby not in there:
+            continue
+        if owner in there:
+            equal += [shard] if there[owner]["own"] == there[standby]["followed"] else []
+        elif there[standby]["behind"]:
+            late.append(shard)
+        elif there[standby]["differs"]:
+            unequal.append(shard)
     moves = plan_moves(before, after, there, equal, freshest)
     mine: dict[bool, list[Record]] = {False: [], True: []}
     for each in moves:
