@@ -7,6 +7,7 @@ one, so that the rank that caused the failure of the others is seldom the one th
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -20,11 +21,13 @@ import torch
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
+from stormtorch.folders import own_folder, write_new
 
 DIRECTORY_VARIABLE = "STORM_FLIGHT_DIR"
-"""Environment variable with the folder for flight records; by default the one for temporary files."""
+"""Environment variable with the folder for flight records; by default one that only this user can read."""
 VERSION = 2
 """Number of the file's layout."""
+_NAME = "stormtorch-flights"
 _LENGTH = 256
 _MOST_SHAPES = 8
 _PAIRS = ("send", "recv")
@@ -101,8 +104,8 @@ class Flight:
         if self._dumped:
             return
         self._dumped = True
-        folder = Path(os.environ.get(DIRECTORY_VARIABLE, tempfile.gettempdir()))
-        path = folder / f"storm-flight-{self._group.name}-rank{self._group.rank}-{os.getpid()}.json"
+        name = re.sub(r"[^\w.-]", "_", self._group.name)
+        file = f"storm-flight-{name}-rank{self._group.rank}-{os.getpid()}.json"
         content = {
             "version": VERSION,
             "group": self._group.name,
@@ -116,11 +119,21 @@ class Flight:
             "operations": self.records(),
         }
         try:
-            path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            path = write_new(_folder(), file, json.dumps(content, indent=1))
         except OSError as problem:
-            _logger.warning("could not write the flight record to %s: %s", path, problem)
+            _logger.warning("could not write the flight record %s: %s", file, problem)
         else:
             _logger.error(
                 "%s The last operations are in %s; `stormtorch postmortem %s` compares those of all ranks",
-                *(error, path, folder),
+                *(error, path, path.parent),
             )
+
+
+def _folder() -> Path:
+    chosen = os.environ.get(DIRECTORY_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    try:
+        return own_folder(tempfile.gettempdir(), _NAME)
+    except PermissionError:  # somebody else has taken its name
+        return Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))

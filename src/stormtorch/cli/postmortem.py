@@ -30,13 +30,13 @@ def postmortem(
     """Tell which rank did something else first, from the flight records that ranks write when they fail.
 
     A rank of torch.distributed writes its last operations to a file when one of them fails: into the folder of
-    STORM_FLIGHT_DIR, or that of temporary files. Collect the files of all hosts and give them here.
+    STORM_FLIGHT_DIR, or a private one that its log names. Collect the files of all hosts and give them here.
     The answer comes first, then what each rank did around that point. Collectives are compared by their number in
     their group, with their names and sizes; sends and receives are only listed.
 
     [bold]Examples[/bold]
 
-      stormtorch postmortem /tmp
+      stormtorch postmortem /tmp/stormtorch-flights-1000
 
       stormtorch postmortem flights/storm-flight-*.json --json found.json
 

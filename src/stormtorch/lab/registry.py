@@ -7,13 +7,13 @@ import secrets
 import shutil
 import signal
 import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stormtorch.folders import own_folder
 from stormtorch.lab.access import LabError
 
 _LONGEST_REQUEST = 1 << 24
@@ -24,15 +24,11 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def registry() -> Path:
-    """Folder of this user's labs, which nobody else can write to."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = base / f"stormtorch-labs-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise LabError(f"{folder} must be a directory of this user that nobody else can write to")
-    return folder
+    """Folder of this user's labs, which nobody else can read or write."""
+    try:
+        return own_folder(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), "stormtorch-labs")
+    except PermissionError as error:
+        raise LabError(str(error)) from None
 
 
 class Registration:

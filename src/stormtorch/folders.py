@@ -1,0 +1,43 @@
+"""Folders and files that nobody else on the machine can read, write or put something else in the place of."""
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+
+def own_folder(base: str, name: str) -> Path:
+    """Returns a folder of this user alone.
+
+    Args:
+        base: Folder in which it lies, which may be shared as that for temporary files is.
+        name: Name of the folder, to which the user's number is added.
+
+    Raises:
+        PermissionError: Something else has its place.
+    """
+    folder = Path(base) / f"{name}-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a directory that only this user can read and write")
+    return folder
+
+
+def write_new(folder: Path, name: str, text: str) -> Path:
+    """Writes a file that only this user can read, and never into one that is there already; returns its path."""
+    path = folder / name
+    try:
+        descriptor = _create(path)
+    except FileExistsError:
+        path = folder / f"{path.stem}-{secrets.token_hex(4)}{path.suffix}"
+        descriptor = _create(path)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return path
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
