@@ -163,7 +163,7 @@ def test_a_rank_that_dies_while_the_others_still_meet_comes_in_after_them() -> N
     try:
         job.launch("0", rank=0)
         job.launch("1", rank=1)
-        time.sleep(1.0)  # both have published their cards, and wait for rank 2
+        job.store.wait(["storm/1/card/0", "storm/1/card/1"])  # both wait for rank 2
         job.kill("1")
         job.launch("1", rank=1)
         time.sleep(0.5)

@@ -271,13 +271,21 @@ def _question(rank: int, card: Card) -> dict[str, Any]:
     return {"op": "ask", "rank": rank, "incarnation": card.incarnation, "card": pack(card).decode()}
 
 
-def probe(where: Sequence[Address], options: Options) -> dict[Address, str]:
-    """Asks receptions, all at once, whether they are "running", "founding" or "over"; leaves out the silent ones."""
+def probe(where: Sequence[Address], options: Options, prefix: str) -> dict[Address, str]:
+    """Asks receptions, all at once, whether they are "running", "founding" or "over"; leaves out the silent ones.
+
+    Args:
+        where: Addresses that processes had in a job.
+        options: Settings of this process.
+        prefix: Prefix of that job. Where a process of another job runs by now, that one is left out, too.
+    """
 
     def state(address: Address) -> str | None:
         try:
             answer = frames.ask(address, {"op": "learn"}, key=options.key, version=version("stormtorch"))
         except (OSError, frames.Garbage):
+            return None
+        if answer.get("state") == "running" and answer.get("prefix") != prefix:
             return None
         return str(answer.get("state"))
 

@@ -77,7 +77,8 @@ def _start_or_return(store: Store, rank: int, world: int, options: Options, pref
         if way.where:
             return _return(store, rank, world, options, way.prefix, way.where)
         with contextlib.suppress(JobRuns):
-            return _meet(store, rank, world, options, way.prefix, generations.look_back)
+            look_back = functools.partial(generations.look_back, way.prefix)
+            return _meet(store, rank, world, options, way.prefix, look_back)
 
 
 def _return(

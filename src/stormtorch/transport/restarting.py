@@ -36,7 +36,7 @@ class Way:
 
 
 class JobRuns(Exception):
-    """An earlier generation of the job turned out to be running."""
+    """Another generation of the job turned out to be running."""
 
 
 class Generations:
@@ -87,22 +87,27 @@ class Generations:
                 _log.warning("rank %d: no job runs yet, %.0f s after this process began", self._rank, now - began)
             time.sleep(_NAP_S)
 
-    def look_back(self) -> None:
-        """Looks, while this rank meets the others, whether an earlier generation runs after all.
+    def look_back(self, meeting: str) -> None:
+        """Looks, while this rank meets the others, whether the job runs in another generation after all.
+
+        Args:
+            meeting: Prefix under which they meet. Those who have seen the last card before this rank run there already.
 
         Raises:
             JobRuns: It does.
         """
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_EVERY_S
-            if self._running(self._store.add(self._counter, 0)) is not None:
+            if self._running(self._store.add(self._counter, 0), meeting) is not None:
                 raise JobRuns
 
-    def _running(self, latest: int) -> Way | None:
+    def _running(self, latest: int, meeting: str = "") -> Way | None:
         for generation in range(latest, max(latest - _LOOK_BACK, 0), -1):
             name = self._name(generation)
+            if name == meeting:
+                continue
             others = receptions(self._others(name))
-            states = probe(others, self._options)
+            states = probe(others, self._options, name)
             if "running" in states.values():
                 first = [each for each, state in states.items() if state == "running"]
                 return Way(prefix=name, where=[*first, *(each for each in others if each not in first)])
@@ -114,7 +119,7 @@ class Generations:
             return False, False
         name = self._name(latest)
         others = self._others(name)
-        meeting = "founding" in probe(receptions(others), self._options).values()
+        meeting = "founding" in probe(receptions(others), self._options, name).values()
         if first_if_there(self._store, name, self._rank) is None:
             # Its place among the first is still free: it meets those who wait, or is the first to come.
             return meeting or not others, False
