@@ -17,6 +17,7 @@ from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.reports import Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
+from stormtorch.runtime.scaling import Scale
 from stormtorch.runtime.shares import Speed
 
 Flags = list[list[torch.Tensor] | None]
@@ -74,6 +75,7 @@ class Feedback:
         not_finite: bool,
         settings: int,
         shard: ShardReport,
+        scale: Scale,
     ) -> Report:
         """Makes the report to a peer about what arrived from it, and asks it for chunks that are too old.
 
@@ -84,6 +86,7 @@ class Feedback:
             not_finite: Whether this rank's gradients have an infinity or a NaN.
             settings: Digest of the optimizer's settings, 0 if they are not compared now.
             shard: What this rank has to report of its shard.
+            scale: Loss scale of its gradients.
         """
         nothing = self._last_exact or self._told
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
@@ -105,6 +108,7 @@ class Feedback:
             self.speed,
             *self.lateness(),
             self._unaided(peer, broadcast=not nothing),
+            scale,
         )
 
     def _unaided(self, peer: int, *, broadcast: bool) -> float:

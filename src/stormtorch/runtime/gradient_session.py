@@ -27,8 +27,8 @@ class GradientSession(ReplicatedSession):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
-        self._gradients = GradientCollector(self.buckets, self.begin, self._finish)
-        self._gradients.end = self.backward_ended
+        self._gradients = GradientCollector(self.buckets, self._start, self._finish)
+        self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
         self._exchanging = False
@@ -39,6 +39,10 @@ class GradientSession(ReplicatedSession):
         """Returns the gradients of a bucket."""
         return bucket.grads, bucket.host_grads
 
+    def _start(self, bucket: Bucket) -> None:
+        self.scaling.fit(bucket)
+        self.begin(bucket)
+
     def _finish(self) -> None:
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or a return, may have left some.
@@ -48,7 +52,7 @@ class GradientSession(ReplicatedSession):
             while not self._exchange():
                 # This rank was cut off. Once it is back, it sends the gradients that it has.
                 for bucket in self.buckets:
-                    self.begin(bucket)
+                    self._start(bucket)
         finally:
             self._exchanging = False
         self._waited_s = time.perf_counter() - began

@@ -36,6 +36,8 @@ class GradientCollector:
         """Returns whether the user wants backward to exchange anything."""
         self.reduced = False
         """Whether the present gradients were exchanged."""
+        self.began: Callable[[], None] = lambda: None
+        """Called when a backward that exchanges gradients brings its first one."""
         self.end: Callable[[], None] = self.complete
         """Called at the end of a backward that has brought gradients."""
         self._buckets = buckets
@@ -124,6 +126,7 @@ class GradientCollector:
         for bucket in self._buckets:
             self._awaited[bucket.index] = set(range(len(bucket.parameters)))
             self._started[bucket.index] = False
+        self.began()
 
     def _end(self) -> None:
         # If this is a backward within a backward, as with checkpointing, the outer one may bring what is still awaited.

@@ -20,6 +20,7 @@ from stormtorch.runtime.gradient_session import GradientSession
 from stormtorch.runtime.hooks import take_over
 from stormtorch.runtime.model_session import ModelSession
 from stormtorch.runtime.recorder import record_session
+from stormtorch.runtime.scaling import watch_scalers
 from stormtorch.runtime.session import Session, combined, sessions_of
 from stormtorch.runtime.sharded import ShardedSession
 from stormtorch.runtime.timed import TimedSession
@@ -90,6 +91,7 @@ def prepare(
     number = _prepared.get(ranks.transport, 0)
     _prepared[ranks.transport] = number + 1
     name = f"{ranks.name}/training/{number}"
+    watch_scalers()
     say_goodbye_on_error(ranks.transport)
     install_sigterm(ranks.transport)
     with doing("prepare()"):

@@ -27,6 +27,7 @@ from stormtorch.runtime.layout import recut
 from stormtorch.runtime.memories import Call, Memories
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.rounds import Rounds
+from stormtorch.runtime.scaling import UNKNOWN
 from stormtorch.runtime.session import Session
 from stormtorch.staging.order import Order
 
@@ -54,6 +55,7 @@ class ReplicatedSession(Session):
         """Number of exchanges of all ranks that this rank has begun."""
         self._staging = Order()
         self._row = Row(0)
+        self._scale = UNKNOWN
         self._buffers = buffers_of(model)
         self._open = False
         """Whether a round has begun and not ended."""
@@ -145,6 +147,8 @@ class ReplicatedSession(Session):
         """Begins to send reports about the previous round."""
         averages = self._averages
 
+        self._scale = scale = self.scaling.report(self.buckets)
+
         def report_to(peer: int) -> Report:
             down, up = averages.down.fraction(peer), averages.up.fraction(peer)
             nothing = torch.empty(0, dtype=torch.bool)
@@ -158,6 +162,7 @@ class ReplicatedSession(Session):
                 used_P=torch.zeros(len(self.parameters), dtype=torch.bool),
                 wanted_C=nothing,
                 settings=digest,
+                scale=scale,
             )
 
         telling = self._rounds.tell(step, report_to)
@@ -169,6 +174,9 @@ class ReplicatedSession(Session):
         rounds, averages = self._rounds, self._averages
         reports = rounds.hear(telling, row, step, digest)
         averages.present = rounds.here.size
+        if self.agree_on_scale(self._scale, reports, row):
+            for bucket in self.buckets:
+                bucket.grads.fill_(torch.nan)  # so that every GradScaler leaves the step out
         rounds.losses.hear(reports, guarded=False, resent=(0, 0))
         averages.losses = [each.value for each in rounds.losses.gradients]
         row.loss = rounds.losses.broadcast.value
@@ -266,6 +274,7 @@ class ReplicatedSession(Session):
             root, newcomers = min(there), [rank for rank in members if rank not in there]
             if not holds:
                 self.count_from(max(int(told[rank]["steps"]) for rank in there))
+                self.take_scale(told[root])
             membership.enter(latest, self.steps_of_rounds())
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)

@@ -10,8 +10,9 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.reliability import Reliability
+from stormtorch.runtime.scaling import MOST_GROWTH, UNKNOWN, Scale
 
-_HEADER = 15
+_HEADER = 17
 # Steps travel modulo this, so that a float32 holds them exactly.
 _STEPS = 1 << 20
 
@@ -65,6 +66,8 @@ class Report:
     unaided: float = -1.0
     """Fraction of the receiver's last chunks that were lost before parity brought any back, of stages that send nothing
     again; negative if there were none."""
+    scale: Scale = UNKNOWN
+    """Loss scale of the sender's gradients."""
 
 
 class Reports:
@@ -118,6 +121,7 @@ class Reports:
             ShardReport(min(flags >> 2 & 3, 2), *(int(each) for each in header[12:15])),
             tuple(header[6:9]),
             *(min(max(header[9], 0.0), 1.0), max(header[10], 0.0), min(header[11], 1.0)),
+            Scale(header[15], min(max(header[16], 0.0), MOST_GROWTH)),
         )
 
     def _room(self, chunks: int) -> torch.Tensor:
@@ -128,7 +132,7 @@ class Reports:
         flags = float(report.not_finite + 2 * report.alarm + 4 * report.shard.refill)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
         numbers += [report.settings, *report.speed, report.given, report.took_s, report.unaided]
-        numbers += report.shard[1:]
+        numbers += [*report.shard[1:], *report.scale]
         message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         message[_HEADER : _HEADER + self._samples] = report.samples_S
         packed = message[_HEADER + self._samples :].view(torch.uint8)

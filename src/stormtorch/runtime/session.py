@@ -30,12 +30,16 @@ from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
 from stormtorch.runtime.recorder import Recorder
+from stormtorch.runtime.reports import Report
+from stormtorch.runtime.scaling import LossScale, Scale
 from stormtorch.transport.waiting import doing
 
 _log = logging.getLogger("stormtorch")
 
 # Name under which a rank tells how often it has pruned.
 _PRUNINGS = "stormtorch/prunings"
+# Name under which it tells its loss scale.
+_SCALE = "stormtorch/scale"
 # What ranks tell each other about a step: steps would wait for it behind everything else if it had low priority.
 _SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms", "settle", "weights"})
 
@@ -102,6 +106,8 @@ class Session(ABC):
         self.buckets: list[Bucket] = []
         self.prunings = 0
         """How often parameters have been pruned; a rank with fewer gets its masks when a view begins."""
+        self.scaling = LossScale()
+        """The loss scale of the gradients, where ranks exchange gradients."""
         self.looked = False
         """Whether parameters that no prepared optimizer has were looked for."""
         check_model(model, self.parameters)
@@ -400,6 +406,8 @@ class Session(ABC):
         """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
         # As text: torch does not unpack bytes from data that it must not trust.
         own = {_PRUNINGS: str(self.prunings)} if self.prunings else {}
+        if scale := self.scaling.told():
+            own[_SCALE] = scale
         return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
     def taken(self, told: dict[int, dict[str, str]]) -> None:
@@ -409,6 +417,21 @@ class Session(ABC):
         }
         for name, (_, take) in self._carried.items():
             take({rank: each[name] for rank, each in self._told.items() if name in each})
+
+    def take_scale(self, told: Mapping[str, Any]) -> None:
+        """Takes the loss scale that a member has told, as this rank is new or was away."""
+        self.scaling.come(str(told["carried"].get(_SCALE, "")))
+
+    def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: Row) -> bool:
+        """Agrees on the loss scale with the members. Returns whether the gradients have different ones."""
+        labels = self.labels()
+        scales = {labels[place]: report.scale for place, report in reports.items()}
+        scales[self.label(self.group.transport.rank)] = own
+        words = self.scaling.agree(scales)
+        if words:
+            row.events.append(words)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
+        return bool(words)
 
     def learn_masks(self, told: Mapping[int, Mapping[str, Any]]) -> None:
         """Gives members that have come since, or were away, the masks of what is pruned. All members take part.

@@ -95,7 +95,7 @@ class ShardedSession(Session):
         self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
         self._norms.writable = self._own_gradients_change
         self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
-        self._gradients.end = self.backward_ended
+        self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._gate = Gate(model, buckets, self._receive, self._passed, overlap=policy.overlap)
         self.ledger.attend(group.rank, self.wait)
@@ -201,6 +201,10 @@ class ShardedSession(Session):
             self._gate.used(bucket.index)
         self._gate.open([bucket.index])  # no module may have waited for these parameters
         self._own_gradients_change(bucket)
+        self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self.scaling.fit(bucket)
         self._reduction.start(bucket)
 
     def _own_gradients_change(self, bucket: Bucket) -> None:
@@ -222,7 +226,7 @@ class ShardedSession(Session):
                         bucket.grads.zero_()
                         bucket.finite = True
                 for bucket in self.buckets:
-                    self._reduction.start(bucket)
+                    self._reduce(bucket)
         finally:
             self._exchanging = False
         self._unstepped = True
@@ -237,11 +241,11 @@ class ShardedSession(Session):
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not self._is_finite()
         digest = rounds.hyperparameters.digest()
-        feedback, shard = self._feedback, self._shard_report()
+        feedback, shard, scale = self._feedback, self._shard_report(), self.scaling.report(self.buckets)
         self._cutting.measure(feedback)
 
         def report_to(peer: int) -> Report:
-            return feedback.report_to(peer, samples_S, used_P, not_finite, digest, shard)
+            return feedback.report_to(peer, samples_S, used_P, not_finite, digest, shard, scale)
 
         telling = rounds.tell(self.steps, report_to)
         try:
@@ -267,6 +271,7 @@ class ShardedSession(Session):
         for report in reports.values():
             used_P |= report.used_P
             not_finite |= report.not_finite
+        not_finite |= self.agree_on_scale(scale, reports, row)
         self._hear(reports, row)
         self._give(used_P, not_finite)
         return True
@@ -470,6 +475,8 @@ class ShardedSession(Session):
                 self.leave()
             self.steps = hello.steps
             membership.enter(latest, self.steps)
+            if held is None:
+                self.take_scale(hello.told[hello.giver(members)])
             self.machines = hello.machines
             self.learn_masks(hello.told)
             self._recut(after, moved.masters)
