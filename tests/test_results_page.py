@@ -29,7 +29,7 @@ _NOT_OURS = {
 }
 
 # How many runs of each experiment are from a working tree, or from a GPU before it could repeat itself. None may join.
-_FROM_BEFORE = {"large": 5}
+_FROM_BEFORE = {"large": 1}
 
 
 @pytest.fixture
