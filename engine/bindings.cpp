@@ -179,52 +179,11 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     return config;
 }
 
-nb::dict to_dict(const Counters& c) {
-    nb::dict d;
-    d["datagrams_sent"] = c.datagrams_sent;
-    d["bytes_sent"] = c.bytes_sent;
-    d["datagrams_received"] = c.datagrams_received;
-    d["bytes_received"] = c.bytes_received;
-    d["authenticated"] = c.authenticated;
-    d["repaired"] = c.repaired;
-    d["parity_bytes"] = c.parity_bytes;
-    d["blocks_saved"] = c.blocks_saved;
-    d["blocks_topped_up"] = c.blocks_topped_up;
-    d["recovered"] = c.recovered;
-    d["duplicates"] = c.duplicates;
-    d["late"] = c.late;
-    d["malformed"] = c.malformed;
-    d["foreign"] = c.foreign;
-    d["corrupt"] = c.corrupt;
-    d["unexpected"] = c.unexpected;
-    d["pooled"] = c.pooled;
-    d["pool_refused"] = c.pool_refused;
-    d["pool_bytes"] = c.pool_bytes;
-    d["pool_peak_bytes"] = c.pool_peak_bytes;
-    d["reports"] = c.reports;
-    d["probes"] = c.probes;
-    d["asks"] = c.asks;
-    d["shared_bytes_sent"] = c.shared_bytes_sent;
-    d["shelved_bytes_sent"] = c.shelved_bytes_sent;
-    d["shared_bytes_received"] = c.shared_bytes_received;
-    d["reroutes"] = c.reroutes;
-    d["path_outages"] = c.path_outages;
-    d["path_probes"] = c.path_probes;
-    d["path_changes"] = c.path_changes;
-    d["pieces"] = c.pieces;
-    return d;
-}
-
-nb::dict to_dict(const FaultCounters& c) {
-    nb::dict d;
-    d["seen"] = c.seen;
-    d["lost"] = c.lost;
-    d["duplicated"] = c.duplicated;
-    d["reordered"] = c.reordered;
-    d["corrupted"] = c.corrupted;
-    d["held"] = c.held;
-    d["dropped"] = c.dropped;
-    return d;
+template <class Struct, std::size_t n>
+nb::dict to_dict(const Struct& counters, const std::array<Named<Struct>, n>& list) {
+    nb::dict all;
+    for (const Named<Struct>& each : list) all[each.name] = counters.*each.counter;
+    return all;
 }
 
 std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) { return {peaks.out, peaks.in, peaks.both}; }
@@ -455,8 +414,8 @@ NB_MODULE(_engine, m) {
                      const nb::gil_scoped_release released;
                      return d.health();
                  }();
-                 nb::dict all = to_dict(health.counters);
-                 all["faults"] = to_dict(health.faults);
+                 nb::dict all = to_dict(health.counters, counter_names);
+                 all["faults"] = to_dict(health.faults, fault_names);
                  all["overflow"] = health.overflow;
                  all["segments"] = health.segments;
                  all["coalesces"] = health.coalesces;
@@ -567,8 +526,8 @@ NB_MODULE(_engine, m) {
             nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
-            nb::dict all = to_dict(s.core(rank).counters());
-            all["faults"] = to_dict(s.fault_counters(rank));
+            nb::dict all = to_dict(s.core(rank).counters(), counter_names);
+            all["faults"] = to_dict(s.fault_counters(rank), fault_names);
             return all;
         });
 

@@ -1,9 +1,29 @@
 // Counters of one endpoint since it began. Garbage from the network is counted here and reported nowhere else.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace storm {
+
+// A counter of a struct, by the name that users see.
+template <class Struct>
+struct Named {
+    const char* name;
+    std::uint64_t Struct::* counter;
+};
+
+// Whether a list names each counter of a struct, which holds nothing else, once.
+template <class Struct, std::size_t n>
+consteval bool names_all(const std::array<Named<Struct>, n>& list) {
+    for (std::size_t one = 0; one < n; ++one) {
+        for (std::size_t other = 0; other < one; ++other) {
+            if (list[one].counter == list[other].counter) return false;
+        }
+    }
+    return sizeof(Struct) == n * sizeof(std::uint64_t);
+}
 
 struct Counters {
     std::uint64_t datagrams_sent{}, bytes_sent{}, datagrams_received{}, bytes_received{};
@@ -23,5 +43,46 @@ struct Counters {
     std::uint64_t path_outages{};                      // paths that stopped answering while others of the peer did
     std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less than a whole datagram
 };
+
+// All of them: whoever adds counters up or shows them goes through this list.
+inline constexpr auto counter_names = std::to_array<Named<Counters>>({
+    {"datagrams_sent", &Counters::datagrams_sent},
+    {"bytes_sent", &Counters::bytes_sent},
+    {"datagrams_received", &Counters::datagrams_received},
+    {"bytes_received", &Counters::bytes_received},
+    {"authenticated", &Counters::authenticated},
+    {"repaired", &Counters::repaired},
+    {"parity_bytes", &Counters::parity_bytes},
+    {"blocks_saved", &Counters::blocks_saved},
+    {"blocks_topped_up", &Counters::blocks_topped_up},
+    {"recovered", &Counters::recovered},
+    {"duplicates", &Counters::duplicates},
+    {"late", &Counters::late},
+    {"malformed", &Counters::malformed},
+    {"foreign", &Counters::foreign},
+    {"corrupt", &Counters::corrupt},
+    {"unexpected", &Counters::unexpected},
+    {"pooled", &Counters::pooled},
+    {"pool_refused", &Counters::pool_refused},
+    {"pool_bytes", &Counters::pool_bytes},
+    {"pool_peak_bytes", &Counters::pool_peak_bytes},
+    {"reports", &Counters::reports},
+    {"probes", &Counters::probes},
+    {"asks", &Counters::asks},
+    {"shared_bytes_sent", &Counters::shared_bytes_sent},
+    {"shelved_bytes_sent", &Counters::shelved_bytes_sent},
+    {"shared_bytes_received", &Counters::shared_bytes_received},
+    {"reroutes", &Counters::reroutes},
+    {"path_outages", &Counters::path_outages},
+    {"path_probes", &Counters::path_probes},
+    {"path_changes", &Counters::path_changes},
+    {"pieces", &Counters::pieces},
+});
+static_assert(names_all(counter_names), "a counter is missing from the list, or in it twice");
+
+template <class Struct, std::size_t n>
+void add(Struct& sum, const Struct& more, const std::array<Named<Struct>, n>& list) {
+    for (const Named<Struct>& each : list) sum.*each.counter += more.*each.counter;
+}
 
 }  // namespace storm

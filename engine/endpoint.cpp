@@ -16,48 +16,6 @@ constexpr Nanos longest_abandon = second;
 // Tells ids of the lane of low priority from those of lane 0.
 constexpr std::uint64_t low_ids = 1ULL << 63;
 
-void add(Counters& sum, const Counters& more) {
-    for (auto counter : {&Counters::datagrams_sent,
-                         &Counters::bytes_sent,
-                         &Counters::datagrams_received,
-                         &Counters::bytes_received,
-                         &Counters::authenticated,
-                         &Counters::repaired,
-                         &Counters::duplicates,
-                         &Counters::late,
-                         &Counters::malformed,
-                         &Counters::foreign,
-                         &Counters::corrupt,
-                         &Counters::unexpected,
-                         &Counters::pooled,
-                         &Counters::pool_refused,
-                         &Counters::pool_bytes,
-                         &Counters::pool_peak_bytes,
-                         &Counters::reports,
-                         &Counters::probes,
-                         &Counters::asks,
-                         &Counters::shared_bytes_sent,
-                         &Counters::shared_bytes_received,
-                         &Counters::shelved_bytes_sent,
-                         &Counters::reroutes,
-                         &Counters::path_outages,
-                         &Counters::path_probes,
-                         &Counters::path_changes,
-                         &Counters::pieces}) {
-        sum.*counter += more.*counter;
-    }
-}
-
-void add(FaultCounters& sum, const FaultCounters& more) {
-    sum.seen += more.seen;
-    sum.lost += more.lost;
-    sum.duplicated += more.duplicated;
-    sum.reordered += more.reordered;
-    sum.corrupted += more.corrupted;
-    sum.held += more.held;
-    sum.dropped += more.dropped;
-}
-
 }  // namespace
 
 Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config,
@@ -360,8 +318,8 @@ Driver::Health Endpoint::health() {
     for (std::size_t lane = 1; lane < lanes_.size(); ++lane) {
         const Driver::Health more = lanes_[lane]->health();
         sum.lane_bytes_sent.push_back(more.counters.bytes_sent + more.counters.shared_bytes_sent);
-        add(sum.counters, more.counters);
-        add(sum.faults, more.faults);
+        add(sum.counters, more.counters, counter_names);
+        add(sum.faults, more.faults, fault_names);
         sum.overflow += more.overflow;
     }
     return sum;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "clock.hpp"
+#include "counters.hpp"
 #include "wire.hpp"
 
 namespace storm {
@@ -119,6 +121,16 @@ struct FaultCounters {
     std::uint64_t held{};     // copied and kept for later, each copy of a duplicate for itself
     std::uint64_t dropped{};  // could not be held: the bound was reached
 };
+inline constexpr auto fault_names = std::to_array<Named<FaultCounters>>({
+    {"seen", &FaultCounters::seen},
+    {"lost", &FaultCounters::lost},
+    {"duplicated", &FaultCounters::duplicated},
+    {"reordered", &FaultCounters::reordered},
+    {"corrupted", &FaultCounters::corrupted},
+    {"held", &FaultCounters::held},
+    {"dropped", &FaultCounters::dropped},
+});
+static_assert(names_all(fault_names), "a counter is missing from the list, or in it twice");
 
 // The faults of one endpoint's receive path, between the socket (or the simulated wire) and the core. Held datagrams pass
 // two stages: first they wait for later ones of their link (reordering), then for their delay. One thread owns it, and

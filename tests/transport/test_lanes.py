@@ -94,6 +94,24 @@ def test_what_lossy_parts_lose_is_counted_together() -> None:
         local_world(2, work, options=with_lanes(2, datagram_bytes=1472))
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_parity_of_all_lanes_is_counted(low: bool) -> None:
+    elements = 1_000_000
+
+    def work(transport: UdpTransport) -> None:
+        group = Group(transport, priority="low" if low else None)
+        rooms = [torch.zeros(elements) for _ in range(2)]
+        coded = replace(LOSSY, redundancy=0.5)
+        arrival = all_gather(group, rooms, torch.ones(elements), reliability=coded).wait()[0]
+        health = transport.health()
+        assert health["parity_bytes"] > 0.45 * 4 * elements
+        assert health["recovered"] == sum(arrival.recovered().values()) > 0
+
+    options = with_lanes(1 if low else 4, datagram_bytes=1472, priority="both" if low else "normal")
+    with faults(seed=1, loss=0.05):
+        local_world(2, work, options=options)
+
+
 def test_means_of_what_arrived_are_those_of_the_counts() -> None:
     def work(transport: UdpTransport) -> None:
         group = Group(transport)
