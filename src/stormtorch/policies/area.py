@@ -21,6 +21,7 @@ class AREA(RankPolicy):
     """
 
     name: ClassVar[str] = "area"
+    known: ClassVar[tuple[str, str] | None] = ("told", "mean")
     by_steps: ClassVar[bool] = False
     every: int = 10
     """Steps that a rank makes before it reports."""

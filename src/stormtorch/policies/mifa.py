@@ -22,6 +22,7 @@ class MIFA(RankPolicy):
     """
 
     name: ClassVar[str] = "mifa"
+    known: ClassVar[tuple[str, str] | None] = ("told", "mean")
     by_steps: ClassVar[bool] = False
     every: int = 10
     """Steps between two exchanges."""

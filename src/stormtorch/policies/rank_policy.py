@@ -29,6 +29,9 @@ class RankPolicy(Policy):
     )
     sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
     """What the ranks exchange; a subclass chooses it."""
+    known: ClassVar[tuple[str, str] | None] = None
+    """For policies whose ranks send differences to what owners know of them: the name under which a rank remembers
+    that, and the one under which owners remember its mean over all members, which is counted anew in every view."""
     by_steps: ClassVar[bool] = True
     """Whether a rank counts in a mean by the optimizer steps that it has made; a subclass chooses it."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from stormtorch import collectives
-from stormtorch.collectives import Group
+from stormtorch.collectives import Group, Op
 from stormtorch.policies.memory import Memory, Store
 from stormtorch.policies.rank_policy import RankPolicy, remembers
 from stormtorch.runtime.bucket import Bucket
@@ -214,6 +214,27 @@ class Memories:
                     self._take(held, place, move, message, names)
         self._held[view] = held
         self._now = view
+        self._count_anew(group)
+
+    def _count_anew(self, group: Group) -> None:
+        """Computes the mean of what owners know of all members, as some are gone and others begin anew.
+
+        A rank that is gone leaves nothing behind, and its successor does not tell again what owners count already.
+
+        Raises:
+            Interrupted: Another view begins.
+        """
+        if self._policy.known is None:
+            return
+        own, mean = self._policy.known
+        place = self.held.cut.members.index(self._rank)
+        for bucket, (store, layout) in enumerate(zip(self._ranks, self.held.cut.layouts, strict=True)):
+            known = store.vector(own).clone()
+            complete(collectives.all_reduce(group, known, Op.AVG), group)
+            for stores, shard in ((self.held.owned, place), (self.held.followed, place - 1)):
+                if stores:
+                    first, count = layout.spans[shard % len(layout.spans)]
+                    stores[bucket].write([mean], 0, known[first : first + count].view(1, -1))
 
     def _start(
         self, group: Group, number: int, move: Move, mine: Held | None, names: list[str]
