@@ -16,12 +16,15 @@ SEED ?= 1
 # What `make soak` runs: random collectives, in each of four worlds, and ranks killed in the midst of others.
 COLLECTIVES ?= 100000
 KILLS ?= 50
+# Of recompute: random jobs, and from which kinds of program they are drawn; empty is all.
+JOBS ?= 200
+KINDS ?=
 # Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
 BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -212,6 +215,9 @@ check-views: build/tests/build.ninja  ## SCHEDULES random schedules (1,000,000) 
 soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datagrams and hosts, bit for bit; KILLS ranks killed (50)
 	$(BIN)/python tests/helpers/soak.py --collectives $(COLLECTIVES) --seed $(SEED)
 	$(BIN)/python tests/helpers/soak_kills.py --kills $(KILLS) --seed $(SEED)
+
+recompute: setup  ## JOBS random jobs (200) with deaths, returns, joins, leaves and pauses, each recomputed in one process (KINDS=, SEED=)
+	$(BIN)/python tests/helpers/recompute.py --jobs $(JOBS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone; and only the driver's can have races to find.

@@ -279,6 +279,10 @@ class Broadcast:
         """Splits flags of all an owner's chunks by bucket."""
         return list(torch.split(chunks_C, [ages[owner].numel() for ages in self.ages]))
 
+    def came(self, owner: int) -> list[bool]:
+        """Returns whether anything of an owner's shards came in the last exchange, by bucket."""
+        return [bool((ages[owner] == 0).any()) for ages in self.ages]
+
     def lag(self) -> dict[int, int]:
         """Returns the number of chunks of others' parameters by their age in steps."""
         others = [age for ages in self.ages for owner, age in enumerate(ages) if owner != self._rank]

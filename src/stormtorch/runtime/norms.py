@@ -125,6 +125,8 @@ class Norms:
         self.clipping = False
         self.writable: Callable[[Bucket], None] = lambda _bucket: None
         """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
+        self.lacking: Callable[[Sequence[int]], None] = lambda _ranks: None
+        """Called with the ranks of the transport that were gone before they had told their part of a norm."""
 
     def gradient(self, bucket: Bucket, place: int) -> Gradient:
         """Returns a parameter's gradient as a tensor that asks this object for its norm."""
@@ -221,7 +223,10 @@ class Norms:
         all_NP = [torch.zeros(self._parameters, device="cpu") for _ in range(group.size)]
         all_NP[group.rank].copy_(own_P)
         with doing("clip_grad_norm_()"):
-            collectives.all_gather(group, all_NP, all_NP[group.rank]).wait()
+            arrivals = collectives.all_gather(group, all_NP, all_NP[group.rank]).wait()
+        links = [each for arrival in arrivals for each in arrival.links().items()]
+        if gone := [rank for rank, (chunks, arrived) in links if arrived < chunks]:
+            self.lacking(gone)
         together = torch.stack(all_NP).to(device)
         norms_P = together.sum(0) ** (1.0 / order) if finite else together.amax(0)
         if self.refusal is not None:

@@ -94,6 +94,7 @@ class ShardedSession(Session):
         self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole, personal=self.personal)
         self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
         self._norms.writable = self._own_gradients_change
+        self._norms.lacking = self._tell_of_norm
         self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
         self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
@@ -211,6 +212,15 @@ class ShardedSession(Session):
         if self._standby is not None:
             with doing(BACKWARD):
                 self._standby.sent(bucket)
+
+    def _tell_of_norm(self, gone: Sequence[int]) -> None:
+        """Notes that a norm lacks shards: nobody else has the gradients of a rank that died after their averaging."""
+        words = (
+            f"the norm of the gradients of step {self.steps} lacks the shard of rank "
+            f"{', '.join(str(self.label(rank)) for rank in gone)}, which is gone: what is clipped by it is clipped less"
+        )
+        self._row.events.append(words)
+        _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
     def _finish(self) -> None:
         self._gate.open()
@@ -404,7 +414,7 @@ class ShardedSession(Session):
         row.broadcast = self._labelled(self._broadcast.links.fractions())
         row.broadcast_wait_s = self._gate.waited_s
         if self._standby is not None:
-            self._standby.arrived()
+            self._standby.arrived(self._broadcast.came(self._standby.shard))
         self.count_sent(row)
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched

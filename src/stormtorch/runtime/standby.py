@@ -128,7 +128,7 @@ class Standby:
         self._refilling: list[Pending] = []
         self._values: list[torch.Tensor] = []
         self._size: torch.Tensor | None = None
-        self._copies: list[fingerprints.Print] = []
+        self._copies: dict[int, fingerprints.Print] = {}
         self.behind = 0
         """Updates of the owner that did not arrive here, as it died while it sent them."""
         self.differs = False
@@ -138,6 +138,8 @@ class Standby:
         self._every = 1
         self._compare_at = 0
         self._refills = 0
+        self._changes = False
+        """Whether the program was seen to change parameters beside steps, on any rank."""
 
     def begin(self, own: Holding, step: int) -> None:
         """Begins a view, or goes on from loaded values: from now on, changes by the program are noticed.
@@ -372,6 +374,7 @@ class Standby:
             step: Number of the step.
         """
         equal = True
+        self._changes |= refill is not Refill.NOTHING
         if step >= self._compare_at:
             values, state = fingerprints.of_holding(self.holding())
             # Values that the program has changed since are sent in this step.
@@ -391,9 +394,16 @@ class Standby:
             self.mismatches += 1
         return equal
 
-    def arrived(self) -> None:
-        """Notes this rank's copies of the parameters of the shard that it follows, before the program changes them."""
-        self._copies = [fingerprints.of(each) for each in self._followed_copies()]
+    def arrived(self, came: Sequence[bool] = ()) -> None:
+        """Notes this rank's copies of the parameters of the shard that it follows, before the program changes them.
+
+        Args:
+            came: Whether anything has come for each bucket; empty: for all. Where nothing has, as from an owner that
+                has died, the program's latest change is already in the copy.
+        """
+        for place, copies in enumerate(self._followed_copies()):
+            if not came or came[place]:
+                self._copies[place] = fingerprints.of(copies)
 
     def _followed_copies(self) -> list[torch.Tensor]:
         return [
@@ -421,10 +431,14 @@ class Standby:
         self.follow()
         # What this rank's program has done to its own state, the owner's has done as well.
         self.differs |= self._seal.state_changed(own)
-        for masters, copies, before in zip(self._masters, self._followed_copies(), self._copies, strict=True):
+        self._changes |= self._seal.values_changed(self._buckets, own)
+        pairs = zip(self._masters, self._followed_copies(), strict=True)
+        for before, (masters, copies) in zip(self._copies.values(), pairs, strict=True):
+            up_to_date = fingerprints.same([fingerprints.of(masters.to(copies.dtype))], [before])
             if fingerprints.same([fingerprints.of(copies)], [before]):
-                continue
-            if fingerprints.same([fingerprints.of(masters.to(copies.dtype))], [before]):
+                # A copy that is older does not show what the program would have changed of the shard.
+                self.differs |= self._changes and not up_to_date
+            elif up_to_date:
                 _adopt(masters, copies)
             else:
                 self.differs = True

@@ -168,10 +168,9 @@ def move(
             continue
         if owner in there:
             equal += [shard] if there[owner]["own"] == there[standby]["followed"] else []
-        elif there[standby]["behind"]:
-            late.append(shard)
-        elif there[standby]["differs"]:
-            unequal.append(shard)
+        else:
+            late += [shard] if there[standby]["behind"] else []
+            unequal += [shard] if there[standby]["differs"] else []
     moves = plan_moves(before, after, there, equal, freshest)
     mine: dict[bool, list[Record]] = {False: [], True: []}
     for each in moves:

@@ -1,0 +1,186 @@
+"""Runs random jobs whose ranks die, return, join, leave and pause, and recomputes each in one process.
+
+    python tests/helpers/recompute.py --jobs 200 --seed 1      # or: make recompute JOBS=200 SEED=1
+    python tests/helpers/recompute.py --jobs 1 --seed 17       # one of them again
+
+Ranks are processes over real sockets. What befalls them follows from the seed; at which instant, also from the clock.
+Each writes down what it gives and gets, and `recompute_check` computes everything else from that: at zero loss equal
+bit for bit, but where a line of the ledger names what is lost. The last line counts what was compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import warm_start
+from recompute_books import Differs
+from recompute_check import check
+from recompute_program import Schedule, draw
+from recompute_rank import run
+from recompute_recording import PLACES, Board
+
+_WITHIN_S = 120.0
+_AFTER_S = 15.0
+"""How long after others a process may end; one that they have left out meanwhile would wait for them for ever."""
+_MARGIN = 30
+"""Steps from when everything has happened to the end: all ranks must know the last one before they are there."""
+
+
+class Job:
+    """The processes of a job, and what happens to them from outside."""
+
+    def __init__(self, schedule: Schedule, folder: Path) -> None:
+        self.schedule, self.folder = schedule, folder
+        self.board = Board(folder / "board")
+        self.context = multiprocessing.get_context("spawn")
+        self.processes: dict[int, Any] = {}
+        self.incarnations: dict[int, int] = {}
+        self.returns: dict[int, float] = {}
+        self.joined: list[Any] = []
+        self.began = time.monotonic()
+
+    def start(self, rank: int) -> None:
+        """Starts the process of a rank; -1 is one that joins."""
+        number = len(self.joined) if rank < 0 else self.incarnations.get(rank, -1) + 1
+        process = self.context.Process(target=run, args=(self.schedule, str(self.folder), rank, number), daemon=True)
+        process.start()
+        if rank < 0:
+            self.joined.append(process)
+        else:
+            self.processes[rank], self.incarnations[rank] = process, number
+
+    def run(self) -> None:
+        """Runs the job to its end.
+
+        Raises:
+            Differs: It does not end.
+        """
+        for rank in range(self.schedule.ranks):
+            self.start(rank)
+        joins = [each.step for each in self.schedule.events if each.kind == "join"]
+        until = max((each.step for each in self.schedule.events), default=0) + 10
+        resume: dict[int, float] = {}
+        ended = 0.0
+        while any(each.is_alive() for each in (*self.processes.values(), *self.joined)) or self.returns:
+            time.sleep(0.02)
+            now = time.monotonic()
+            steps = max(self.board.read(place)[0] for place in range(PLACES))
+            self._bring_back(now)
+            while joins and steps >= joins[0]:
+                joins.pop(0)
+                self.start(-1)
+            self._resume(resume, now)
+            ended = ended or (now if any(self.board.read(place)[1] == 2 for place in range(PLACES)) else 0.0)
+            if ended and now - ended > _AFTER_S:
+                return
+            if now - self.began > _WITHIN_S:
+                raise Differs(self._hung())
+            if not self.board.end and steps >= until and not joins and not resume and self._all_in(steps):
+                self.board.tell(PLACES, steps + _MARGIN)
+
+    def _bring_back(self, now: float) -> None:
+        for rank, process in list(self.processes.items()):
+            if process.is_alive() or rank in self.returns:
+                continue
+            if process.exitcode == -signal.SIGKILL and self.incarnations[rank] == 0:
+                event = next((each for each in self.schedule.events if each.kind == "die" and each.rank == rank), None)
+                if event is not None and event.seconds and not self.board.end:
+                    self.returns[rank] = now + event.seconds
+        for rank, at in list(self.returns.items()):
+            if now >= at:
+                self.start(rank)
+                del self.returns[rank]
+
+    def _resume(self, resume: dict[int, float], now: float) -> None:
+        for rank, process in self.processes.items():
+            _, state, seconds = self.board.read(rank)
+            if state == 1 and rank not in resume:
+                resume[rank] = now + seconds
+            if rank in resume and now >= resume[rank]:
+                os.kill(process.pid, signal.SIGCONT)
+                if state != 1:
+                    del resume[rank]
+
+    def _all_in(self, steps: int) -> bool:
+        """Whether all processes that live take part in the latest step."""
+        alive = sum(each.is_alive() for each in (*self.processes.values(), *self.joined))
+        near = sum(steps - self.board.read(place)[0] <= 2 and self.board.read(place)[0] > 0 for place in range(PLACES))
+        return near >= alive and not self.returns
+
+    def _hung(self) -> str:
+        states = {place: self.board.read(place)[0] for place in range(PLACES) if self.board.read(place)[0]}
+        alive = [rank for rank, each in self.processes.items() if each.is_alive()]
+        joined = sum(each.is_alive() for each in self.joined)
+        return f"after {_WITHIN_S:.0f} s, ranks {alive} and {joined} that joined have not ended; steps: {states}"
+
+    def kill(self) -> None:
+        """Ends whatever is left."""
+        for each in (*self.processes.values(), *self.joined):
+            if each.is_alive():
+                each.kill()
+            each.join(10.0)
+
+
+def recompute(schedule: Schedule, keep: Path | None = None) -> Counter[str]:
+    """Runs a job and recomputes it. Returns what was compared and what was named.
+
+    Raises:
+        Differs: Something else came out.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="recompute-"))
+    try:
+        job = Job(schedule, folder)
+        try:
+            job.run()
+        finally:
+            job.kill()
+        return check(schedule, folder)
+    finally:
+        if keep is not None:
+            shutil.copytree(folder, keep / str(schedule.seed), dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    """Runs jobs; the exit code says whether all were right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=200, help="number of jobs")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first job; the next ones follow")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help="one, halves, models, scaler, diloco, lossy; default: all"
+    )
+    parser.add_argument("--keep", type=Path, help="folder for what ranks have written down")
+    asked = parser.parse_args()
+    warm_start.use()
+    total: Counter[str] = Counter()
+    wrong: list[int] = []
+    begin = time.monotonic()
+    for seed in range(asked.seed, asked.seed + asked.jobs):
+        schedule = draw(seed, asked.kinds)
+        start = time.monotonic()
+        try:
+            total += (found := recompute(schedule, asked.keep))
+            said = f"right, {found['rounds']} rounds, {found['views']} views"
+        except Differs as error:
+            wrong.append(seed)
+            said = f"WRONG: {error}"
+        with contextlib.suppress(ValueError):
+            print(f"{seed}: {said}, {time.monotonic() - start:.1f} s ({schedule.words()})", flush=True)
+    print(f"{asked.jobs} jobs, {len(wrong)} wrong {wrong}, {time.monotonic() - begin:.0f} s", flush=True)
+    print(", ".join(f"{what} {count}" for what, count in sorted(total.items())))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

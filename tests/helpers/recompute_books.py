@@ -1,0 +1,69 @@
+"""What the processes of a recomputed job have written down."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SILENT_S = 10.0
+"""Longest wait of which nothing needs to be said."""
+_SLACK_S = 3.0
+
+
+class Differs(Exception):
+    """What the job has is not what must come out."""
+
+
+@dataclass
+class Process:
+    """The book of one process."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+
+def read(folder: Path) -> list[Process]:
+    """Reads all books. The last record of one may be cut off, where its process was killed."""
+    found = []
+    for path in sorted(folder.glob("book-*")):
+        records = []
+        with path.open("rb") as file:
+            while True:
+                try:
+                    records.append(pickle.load(file))
+                except (EOFError, pickle.UnpicklingError):
+                    break
+        found.append(Process(path.name.removeprefix("book-"), records))
+    return found
+
+
+def check_end(process: Process) -> None:
+    """Raises an error where a process has neither ended as it should, nor said that others went on without it."""
+    last = process.records[-1] if process.records else None
+    failed = [each for each in process.records if each["kind"] == "failed"]
+    if failed:
+        raise Differs(f"process {process.name} has failed: {failed[0]['words']}")
+    kinds = {each["kind"] for each in process.records}
+    if last is None or kinds & {"end", "died", "left", "leaves"}:
+        return
+    said = [each["words"] for each in process.records if each["kind"] == "log"]
+    if not any("let in" in each or "majority" in each for each in said[-2:]):
+        raise Differs(f"process {process.name} hangs after {last['kind']!r} at step {last.get('steps')}")
+
+
+def check_waits(process: Process) -> None:
+    """Raises an error where a process has waited for more than ten seconds and nothing was said of it."""
+    last = None
+    for record in process.records:
+        if (
+            last is not None
+            and last["kind"] not in ("paused", "log")
+            and record["at"] - last["at"] > SILENT_S + _SLACK_S
+        ):
+            raise Differs(
+                f"process {process.name} waited {record['at'] - last['at']:.1f} s after {last['kind']!r} at step "
+                f"{last.get('steps')}, and said nothing"
+            )
+        last = record

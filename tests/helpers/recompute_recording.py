@@ -1,0 +1,225 @@
+"""The book of a rank whose job is recomputed: what it gives and gets, written down at once, and where it dies."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recompute_program import Event
+from stormtorch.collectives import Group
+from stormtorch.runtime.broadcast import Broadcast
+from stormtorch.runtime.bucket import Bucket
+from stormtorch.runtime.holdings import Holding
+from stormtorch.runtime.reduction import Reduction
+from stormtorch.runtime.sharded import ShardedSession
+
+PLACES = 32
+"""Most ranks of a job."""
+_ROW = struct.Struct("qqd")
+
+
+class Board:
+    """A page that all processes of a job share: each rank's steps and incarnation, and the step at which all end."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(_ROW.size * (PLACES + 1)))
+        with path.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), 0)
+
+    def tell(self, place: int, steps: int, state: int = 0, seconds: float = 0.0) -> None:
+        """Writes a row: of a rank its steps, what it does (1: it is paused, 2: it has ended), and for how long."""
+        _ROW.pack_into(self._page, place * _ROW.size, steps, state, seconds)
+
+    def read(self, place: int) -> tuple[int, int, float]:
+        """Returns a row."""
+        return _ROW.unpack_from(self._page, place * _ROW.size)
+
+    @property
+    def end(self) -> int:
+        """Step at which all end; 0 while nobody knows."""
+        return self.read(PLACES)[0]
+
+
+class Book(logging.Handler):
+    """Writes records to a file, each at once, so that a process that is killed leaves what it has given.
+
+    Args:
+        path: The file.
+        session_events: What befalls this rank.
+    """
+
+    def __init__(self, path: Path, events: list[Event], board: Board) -> None:
+        super().__init__(logging.INFO)
+        self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()
+        self.events = events
+        self.board = board
+        self.rank = -1
+        self.order: list[Any] = []
+        """Sessions, in the order in which they were prepared."""
+        self._masks: dict[int, dict[str, dict[int, Any]]] = {}
+
+    def write(self, kind: str, **what: Any) -> None:
+        with self._lock:
+            self._file.write(pickle.dumps({"kind": kind, "at": time.monotonic(), **what}))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.write("log", words=record.getMessage(), level=record.levelno)
+
+    # --- what befalls this rank ---------------------------------------------------------------------------------------
+
+    def due(self, session: Any, point: str) -> Event | None:
+        """Returns what befalls this rank at a point of the present step, once."""
+        for each in self.events:
+            if each.point == point and session.steps >= each.step and len(session.view.members) >= each.members:
+                return each
+        return None
+
+    def reach(self, session: Any, point: str, place: int = 0) -> None:
+        """Dies here if it is time."""
+        if self.order and session is not self.order[0]:
+            return
+        event = self.due(session, point)
+        if event is not None and event.kind == "die" and place >= event.place * (point in ("bucket", "sending")):
+            self.die(session.steps, point)
+
+    def die(self, steps: int, point: str) -> None:
+        self.write("died", steps=steps, point=point)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # --- what it gives and gets ---------------------------------------------------------------------------------------
+
+    def of(self, session: Any) -> dict[str, Any]:
+        number = int(session.name.rsplit("/", 1)[-1])
+        return {"session": number, "round": session.membership.round, "steps": session.steps}
+
+    def listen(self, session: Any) -> None:
+        """Takes down which chunks arrive in the exchanges of the view that the session has begun."""
+        masks: dict[str, dict[int, Any]] = {"up": {}, "down": {}}
+        self._masks[id(session)] = masks
+        for way, part in (("up", session._reduction), ("down", session._broadcast)):
+            groups, links = part.groups, part.links
+            part.book_session = session
+
+            def add(group: Group, arrival: Any, links: Any = links, way: str = way, groups: Any = groups) -> None:
+                index = next(place for place, each in enumerate(groups) if each is group)
+                masks[way][index] = {
+                    group.ranks.index(rank): arrival.mask(rank)
+                    for rank in arrival.links()
+                    if rank != group.transport.rank
+                }
+                type(links).add(links, group, arrival)
+
+            links.add = add
+
+    def took(self, session: Any, way: str) -> dict[int, Any]:
+        return dict(self._masks[id(session)][way])
+
+    def view(self, session: Any, **what: Any) -> None:
+        """Writes down what this rank has at the beginning of a view."""
+        cut = session._cutting.now
+        standby = session._standby
+        self.write(
+            "view",
+            **self.of(session),
+            number=session.view.number,
+            members=session.view.members,
+            base=session.view.base,
+            slots=[bucket.layout.slots for bucket in session.buckets],
+            elements=[bucket.layout.elements for bucket in session.buckets],
+            spans=[layout.spans for layout in cut.layouts],
+            per_chunk=[wire.per_chunk for wire in session._broadcast.wires],
+            own=_held(session._shards.holding()),
+            followed=None if standby is None else _held(standby.holding()),
+            flats=[bucket.flat.clone() for bucket in session.buckets],
+            **what,
+        )
+
+
+def _held(holding: Holding) -> dict[str, Any]:
+    states = {
+        (bucket, piece.first, piece.count): {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in holding.state_of(bucket, piece).items()
+        }
+        for bucket, layout in enumerate(holding.layouts)
+        for piece in layout.pieces(holding.shard)
+    }
+    return {"shard": holding.shard, "masters": [each.clone() for each in holding.masters], "states": states}
+
+
+def watch(book: Book) -> None:
+    """Has sessions of this process, which begin from now on, write into a book what they give and get."""
+    given_before, sent_before = Reduction.start, Broadcast._published
+    kind: Any = ShardedSession
+    before = {name: getattr(kind, name) for name in ("_round", "_begin_view", "_tell", "gradients_final", "after_step")}
+    before |= {name: getattr(kind, name) for name in ("_passed", "change")}
+
+    def start(self: Any, bucket: Bucket) -> None:
+        session = self.book_session
+        book.write("given", **book.of(session), bucket=bucket.index, grads=bucket.grads.clone())
+        given_before(self, bucket)
+        book.reach(session, "bucket", len(self._begun))
+
+    def published(self: Any, bucket: Bucket, lead: float) -> torch.Tensor:
+        found = sent_before(self, bucket, lead)
+        session = self.book_session
+        own = {"masters": bucket.masters.clone(), "values": found.clone(), "lead": lead}
+        book.write("sent", **book.of(session), bucket=bucket.index, **own)
+        book.reach(session, "sending", len(self._begun))
+        return found
+
+    def round_(self: Any, row: Any) -> bool:
+        if not before["_round"](self, row):
+            return False
+        means = [bucket.own_grads.clone() for bucket in self.buckets]
+        book.write("round", **book.of(self), view=self.view.number, masks=book.took(self, "up"), means=means)
+        book.reach(self, "reduced")
+        return True
+
+    def begin_view(self: Any, followed: Any) -> None:
+        before["_begin_view"](self, followed)
+        book.listen(self)
+
+    def tell(self: Any, cut: Any, after: Any, moved: Any, hello: Any) -> None:
+        before["_tell"](self, cut, after, moved, hello)
+        lacks = {"lost": moved.lost, "late": moved.late, "unequal": moved.unequal}
+        book.view(self, before=cut.members, spans_before=[each.spans for each in cut.layouts], **lacks)
+
+    def final(self: Any, *, within: bool = False) -> None:
+        grads = [bucket.own_grads.clone() for bucket in self.buckets]
+        book.reach(self, "taking")
+        book.write("final", **book.of(self), grads=grads)
+        before["gradients_final"](self, within=within)
+        book.reach(self, "stepping")
+
+    def after_step(self: Any) -> None:
+        masters = [bucket.masters.clone() for bucket in self.buckets]
+        book.write("stepped", **book.of(self), masters=masters)
+        before["after_step"](self)
+
+    def passed(self: Any) -> None:
+        before["_passed"](self)
+        flats = [bucket.flat.clone() for bucket in self.buckets]
+        book.write("arrived", **book.of(self), masks=book.took(self, "down"), flats=flats)
+        book.reach(self, "arrived")
+
+    def change(self: Any) -> bool:
+        held = before["change"](self)
+        book.write("changed", **book.of(self), held=held)
+        return bool(held)
+
+    Reduction.start, Broadcast._published = start, published  # type: ignore[method-assign]
+    kind._round, kind._begin_view, kind._tell, kind.gradients_final = round_, begin_view, tell, final
+    kind.after_step, kind._passed, kind.change = after_step, passed, change

@@ -1,0 +1,94 @@
+"""Jobs whose ranks die at any moment of a step are what one process computes from who gave what."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recompute import recompute
+from recompute_books import Differs
+from recompute_check import check
+from recompute_program import Event, Program, Schedule
+
+# Deaths within a step, one after the other: while gradients are on their way, before the standby has those of the
+# owner, and while parameters are on their way.
+WITHIN_STEPS = (
+    Event("die", 4, 4, "bucket", place=1),
+    Event("die", 1, 7, "taking", members=4),
+    Event("die", 2, 10, "sending", place=1, members=3),
+)
+# Rank 1 dies when its standby has its gradients and nobody its parameters: nobody clamps these after that step.
+EXACTLY = Schedule(
+    1,
+    4,
+    Program(clip=0.05, micro=2, clamp=True),
+    (Event("die", 2, 4, "reduced", seconds=0.2), Event("die", 1, 9, "stepping", members=4)),
+)
+LOSSY = Schedule(2, 5, Program(loss=0.1), WITHIN_STEPS)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks of `EXACTLY` have written down."""
+    folder = tmp_path_factory.mktemp("kept")
+    counts = recompute(EXACTLY, folder)
+    assert (folder / str(EXACTLY.seed) / "book-2-1").exists(), "a rank has come back"
+    assert counts["named: last update lost"] == counts["named: unequal"] == counts["named: norm lacks a shard"] == 1
+    assert counts["rounds"] > 10 and counts["norms"] > 0
+    assert not counts["rounded: mean"] and not counts["rounded: step"]
+    return folder / str(EXACTLY.seed)
+
+
+def test_job_with_a_death_and_a_return_is_recomputed_bit_for_bit(kept: Path) -> None:
+    counts = check(EXACTLY, kept)
+    assert counts["standby"] >= 4 and counts["shard"] >= 4, "shards and standbys were compared"
+
+
+def test_deaths_within_steps_under_loss_leave_the_numbers_that_are_promised() -> None:
+    """Whatever was lost: means are of what arrived, owners' steps are of these means, and copies are what was sent."""
+    counts = recompute(LOSSY)
+    assert counts["views"] == 3
+    assert counts["named: last update lost"] <= 2, "only the two that had their gradients may take an update with them"
+    assert counts["copies"] > 50 and counts["gradient given"] > 50
+
+
+def change(kind: str, name: str) -> Callable[[list[dict[str, Any]]], None]:
+    """Returns what changes the last bits of a number in the fifth record of a kind."""
+
+    def work(records: list[dict[str, Any]]) -> None:
+        values = [each for each in records if each["kind"] == kind][4][name]
+        first = values[0] if isinstance(values, list) else values
+        first[0] = torch.nextafter(first[0], torch.tensor(9.0))
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change("given", "grads"), "gradient given of 0-0 differs"),
+        (change("round", "means"), "mean of 0-0 differs"),
+        (change("stepped", "masters"), "step of 0-0 differs"),
+        (change("arrived", "flats"), "copies of 0-0 differs"),
+    ],
+    ids=["gradient", "mean", "step", "copy"],
+)
+def test_a_single_wrong_number_is_found(
+    kept: Path, tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], said: str
+) -> None:
+    for book in kept.glob("book-*"):
+        records = []
+        with book.open("rb") as file:
+            while True:
+                try:
+                    records.append(pickle.load(file))
+                except EOFError:
+                    break
+        if book.name == "book-0-0":
+            change(records)
+        (tmp_path / book.name).write_bytes(b"".join(pickle.dumps(each) for each in records))
+    with pytest.raises(Differs, match=said):
+        check(EXACTLY, tmp_path)
