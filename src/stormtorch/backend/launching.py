@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from stormtorch.backend import within_step
 from stormtorch.backend.any_source import Receives
 from stormtorch.backend.flight import Flight
 from stormtorch.backend.identity import Identity
@@ -105,7 +106,11 @@ class Launching(Identity):
         return bool(getattr(self.group.transport, "inherited", False))
 
     def check_owner(self, what: str) -> None:
-        """Raises `Closed` in a forked process. Call it before taking a lock, which a thread of the parent may hold."""
+        """Raises an error within the step of a prepared optimizer, and `Closed` in a forked process.
+
+        Call it before taking a lock, which a thread of the parent may hold.
+        """
+        within_step.check(what)
         if self.inherited:
             self.group.transport.check_owner(what)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from stormtorch.backend import within_step
 from stormtorch.runtime.buffers import buffers_of
 from stormtorch.runtime.calls import MODEL_STATE
 from stormtorch.runtime.preparable import check_frozen, warn_of_left_out
@@ -50,6 +52,8 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer is not optimizer_of():
             return None
+        if session.splits_optimizer:
+            within_step.begins(type(optimizer).__name__, sys._getframe(1))
         if not any(callable(each) for each in (*args[1:], kwargs.get("closure"))):
             session.gradients_final()
             return None
@@ -59,9 +63,10 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
                 return given
 
             def closure() -> Any:
-                session.closure_begins()
-                loss = given()
-                session.gradients_final(within=True)
+                with within_step.closure():
+                    session.closure_begins()
+                    loss = given()
+                    session.gradients_final(within=True)
                 return loss
 
             return closure
@@ -71,6 +76,7 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
 
     def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if optimizer is optimizer_of():
+            within_step.ends()
             for bucket in session.buckets:
                 bucket.clear_pruned()
             with doing("optimizer.step()"):

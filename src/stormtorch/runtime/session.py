@@ -58,6 +58,9 @@ class Session(ABC):
         policy: The user's policy.
     """
 
+    splits_optimizer = False
+    """Whether each rank has the optimizer for a part of the parameters alone."""
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
     ) -> None:

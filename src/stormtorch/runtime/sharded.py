@@ -38,6 +38,7 @@ from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
 from stormtorch.runtime.reports import NO_SHARD, Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
+from stormtorch.runtime.separable import check_separable
 from stormtorch.runtime.session import Session
 from stormtorch.runtime.shards import Shards, owns_whole
 from stormtorch.runtime.standby import Refill, Standby, can_follow
@@ -55,12 +56,15 @@ class ShardedSession(Session):
     Args: See `Session`.
     """
 
+    splits_optimizer = True
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: OwnerPolicy
     ) -> None:
         super().__init__(model, optimizer, group, name, policy)
         self.policy = policy
         self._whole = owns_whole(optimizer, policy.ownership)
+        check_separable(optimizer)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=self._whole)
         self._standbys = policy.standby if can_follow(optimizer) else 0
         if self._standbys < policy.standby and group.rank == 0:
