@@ -431,7 +431,7 @@ class SimulatedNetwork:
     def run(self, work: Callable[[SimulatedTransport], T]) -> list[T]:
         """Calls `work(transport)` for every rank, each in a thread, and returns the results by rank.
 
-        If ranks fail, the error of the lowest rank is raised after all have ended.
+        If ranks fail, the error of the lowest rank is raised after all have ended, with notes of the others.
         """
         results: list[Any] = [None] * self.world
         errors: list[BaseException | None] = [None] * self.world
@@ -459,9 +459,12 @@ class SimulatedNetwork:
             thread.join()
         with self._condition:
             self._condition.wait_for(lambda: self._aside == 0)
-        for error in errors:
-            if error is not None:
-                raise error
+        failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        if failed:
+            _, first = failed[0]
+            for rank, error in failed[1:]:
+                first.add_note(f"Rank {rank} failed, too: {error!r}")
+            raise first
         return results
 
     def post(self, rank: int, plan: Plan, exchange: SimulatedExchange) -> None:
