@@ -6,8 +6,10 @@ the owner before it: it gets what the owner has combined, exactly, and makes the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +22,9 @@ from stormtorch.runtime.chunked import Remembered
 from stormtorch.runtime.layout import Layout, recut
 from stormtorch.runtime.moves import Cut, Move, Source, orphans, plan_moves
 from stormtorch.runtime.objects import complete
+
+# Numbers of checkpoints travel as float32, which represents all integers up to this.
+_MOST_ORIGIN = (1 << 24) - 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class Memories:
         """For whom and when functions are called next."""
         self.arrived = 1.0
         """Fraction of what was sent to this rank that has arrived, of the exchange that it accepts next."""
+        self.origin = 0
+        """Number of the checkpoint that these memories come from, until a round is made with them; 0 for none."""
+        self._loaded: dict[str, Any] = {}
 
     @property
     def held(self) -> Held:
@@ -133,6 +141,7 @@ class Memories:
         """Begins all memories anew, with parameters that were loaded, the same on all ranks."""
         if self._now in self._held:
             self.begin(self._rank, self._now, self.held.cut.members)
+            self._restore(self._loaded)  # the optimizer's state may be loaded before the model's
 
     def begin_ranks(self) -> None:
         """Begins this rank's own memory, with the parameters that it has."""
@@ -152,6 +161,59 @@ class Memories:
 
     def _follows(self, cut: Cut) -> bool:
         return cut.standby(0) is not None
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, moment: str) -> dict[str, Any]:
+        """Returns all that this rank holds, for a checkpoint; nothing if it holds nothing.
+
+        Args:
+            moment: When that is, in words that are the same on all ranks then, and hardly ever at another time.
+        """
+        held = self._held.get(self._now)
+        stores = {"rank": self._ranks, **({} if held is None else {"owned": held.owned, "followed": held.followed})}
+        if held is None or not any(store.vectors for each in stores.values() for store in each):
+            return {}
+        place, ranks = held.cut.members.index(self._rank), len(held.cut.members)
+        origin = 1 + zlib.crc32(f"{moment}/{ranks}".encode()) % _MOST_ORIGIN
+        kept = {name: [store.state_dict() for store in each] for name, each in stores.items()}
+        return {"place": place, "ranks": ranks, "origin": origin, **kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Goes on from what `state_dict` returned on the rank of the same place, among as many ranks.
+
+        Returns:
+            Why it begins anew instead, in words; nothing if it goes on.
+        """
+        self._loaded = {}
+        self.begin_again()
+        self.origin = 0
+        place, ranks = self.held.cut.members.index(self._rank), len(self.held.cut.members)
+        if (state.get("place"), state.get("ranks")) != (place, ranks):
+            return f"the checkpoint is that of rank {state.get('place')} of {state.get('ranks')}"
+        if not self._restore(state):
+            return "the checkpoint is that of another model or policy"
+        self._loaded, self.origin = state, int(state["origin"])
+        return ""
+
+    def used(self) -> None:
+        """Called when a round has been made with these memories."""
+        self._loaded, self.origin = {}, 0
+
+    def _restore(self, state: dict[str, Any]) -> bool:
+        if not state:
+            return False
+        pairs: list[tuple[Store, dict[str, torch.Tensor]]] = []
+        for name, stores in (("rank", self._ranks), ("owned", self.held.owned), ("followed", self.held.followed)):
+            if len(stores) != len(state[name]):
+                return False
+            pairs += zip(stores, state[name], strict=True)
+        for store, vectors in pairs:
+            if set(store.vectors) != set(vectors) or any(each.numel() != store.count for each in vectors.values()):
+                return False
+        for store, vectors in pairs:
+            store.load_state_dict({name: each.clone() for name, each in vectors.items()})
+        return True
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
@@ -214,9 +276,9 @@ class Memories:
                     self._take(held, place, move, message, names)
         self._held[view] = held
         self._now = view
-        self._count_anew(group)
+        self.count_anew(group)
 
-    def _count_anew(self, group: Group) -> None:
+    def count_anew(self, group: Group) -> None:
         """Computes the mean of what owners know of all members, as some are gone and others begin anew.
 
         A rank that is gone leaves nothing behind, and its successor does not tell again what owners count already.

@@ -25,13 +25,16 @@ from stormtorch.runtime.drift_samples import apart
 from stormtorch.runtime.holdings import clear_pruned
 from stormtorch.runtime.layout import recut
 from stormtorch.runtime.memories import Call, Memories
-from stormtorch.runtime.reports import Report
+from stormtorch.runtime.reports import Report, ShardReport
 from stormtorch.runtime.rounds import Rounds
 from stormtorch.runtime.scaling import UNKNOWN
 from stormtorch.runtime.session import Session
 from stormtorch.staging.order import Order
 
 _log = logging.getLogger("stormtorch")
+
+# Name of a policy's memories in the state dict of an optimizer.
+_MEMORIES = "stormtorch_memories"
 
 
 class ReplicatedSession(Session):
@@ -162,6 +165,7 @@ class ReplicatedSession(Session):
                 used_P=torch.zeros(len(self.parameters), dtype=torch.bool),
                 wanted_C=nothing,
                 settings=digest,
+                shard=ShardReport(state=self._memories.origin),
                 scale=scale,
             )
 
@@ -179,8 +183,29 @@ class ReplicatedSession(Session):
                 bucket.grads.fill_(torch.nan)  # so that every GradScaler leaves the step out
         rounds.losses.hear(reports, guarded=False, resent=(0, 0))
         averages.losses = [each.value for each in rounds.losses.gradients]
+        if len({self._memories.origin, *(report.shard.state for report in reports.values())}) > 1:
+            # Every rank has seen it: some have loaded what others have not, and owners may count what nobody remembers.
+            self._memories.count_anew(self.round_channel("memories"))
+        self._memories.used()
         row.loss = rounds.losses.broadcast.value
         row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state dict of this rank's optimizer, with what the policy remembers here."""
+        self.wait()
+        memories = self._memories.state_dict(f"{self.name}/{self.round_number}/{self.steps}")
+        return local | {_MEMORIES: memories} if memories else local
+
+    def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict without the policy's memories, with which this rank goes on."""
+        if _MEMORIES in whole:
+            why = self._memories.load_state_dict(whole[_MEMORIES])
+            if why:
+                rank = self.label(self.group.transport.rank)
+                _log.warning("rank %d: what %s remembers begins anew: %s", rank, type(self.policy).__name__, why)
+        return {name: each for name, each in whole.items() if name != _MEMORIES}
 
     def complete_row(self, row: Row, waited_s: float) -> None:
         """Completes the row of a round."""
@@ -242,7 +267,7 @@ class ReplicatedSession(Session):
     def begin_latest(self) -> bool:
         """Goes on with the members of the latest view; newcomers get another rank's model."""
         while (held := self._enter(self.membership.await_view())) is None:
-            pass
+            self._memories.count_anew(self.round_channel("memories"))
         return held
 
     def _enter(self, latest: Any) -> bool | None:

@@ -27,7 +27,8 @@ class ShardReport(NamedTuple):
     values: int = 0
     """Fingerprint of the shard after the last step, in rounds in which standbys compare."""
     state: int = 0
-    """Fingerprint of the optimizer's state of the shard, likewise."""
+    """Fingerprint of the optimizer's state of the shard, likewise; under a `RankPolicy`, the number of the checkpoint
+    that the sender's memories come from."""
 
 
 NO_SHARD = ShardReport()
