@@ -190,7 +190,7 @@ class ReplicatedSession(Session):
         row.loss = rounds.losses.broadcast.value
         row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
 
-    # --- checkpoints ---------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
         """Returns the state dict of this rank's optimizer, with what the policy remembers here."""
