@@ -64,10 +64,6 @@ void Core::adopt(const View& view, Nanos now) {
     }
     there_.assign(config_.world, -1);
     for (const Member who : view.members) there_[who.rank] = who.incarnation;
-    for (const std::uint16_t rank : near_) {
-        // A process that is left out may live, and still read what it was lent.
-        if (shelf_ && there_[rank] < 0) shelf_->strand(rank);
-    }
     view_ = view;
     exchanges_.each([&](Exchange& exchange) {
         drop_absent(exchange);

@@ -47,7 +47,8 @@ void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_pt
         sever(peer, now);
         throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
     }
-    if (shelf_ && peer.passage) shelf_->strand(rank);
+    // Whoever reads a new ring has drained the old one before, as we have.
+    if (shelf_ && peer.passage) shelf_->renew(rank);
     passage->in.set_shut(passages_shut_);
     peer.passage = std::move(passage);
     const auto place = std::lower_bound(near_.begin(), near_.end(), rank);

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -105,10 +104,10 @@ void Shelf::forget(std::uint16_t rank) {
     for (Item& item : items_) std::erase_if(item.loans_, [&](const Item::Loan& loan) { return loan.rank == rank; });
 }
 
-void Shelf::strand(std::uint16_t rank) {
+void Shelf::renew(std::uint16_t rank) {
     for (Item& item : items_) {
         for (Item::Loan& loan : item.loans_) {
-            if (loan.rank == rank) loan.until = std::numeric_limits<std::uint64_t>::max();
+            if (loan.rank == rank) loan.until = 1;
         }
     }
 }

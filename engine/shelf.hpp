@@ -81,8 +81,8 @@ public:
                             const Read& read);
     // A rank that is gone reads nothing any more.
     void forget(std::uint16_t rank);
-    // A rank has another ring from now on, but may still read what it was lent by the old one: that is kept for ever.
-    void strand(std::uint16_t rank);
+    // A rank has another ring from now on. It may still read what it was lent by the old one, until it reads the new one.
+    void renew(std::uint16_t rank);
 
 private:
     [[nodiscard]] bool free_oldest(const Read& read);
