@@ -123,11 +123,12 @@ FaultSettings to_fault_settings(const nb::dict& from) {
     return settings;
 }
 
-Key to_key(const nb::bytes& from) {
-    Key key{};
-    if (from.size() != key.size()) throw std::invalid_argument("a key has 16 bytes");
-    std::memcpy(key.data(), from.data(), key.size());
-    return key;
+// What seals, then what opens.
+LinkKeys to_link_keys(const nb::bytes& from) {
+    LinkKeys keys;
+    if (from.size() != sizeof keys) throw std::invalid_argument("a link has two keys of 16 bytes");
+    std::memcpy(&keys, from.data(), sizeof keys);
+    return keys;
 }
 
 // By rank, or by lane.
@@ -167,14 +168,15 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     if (from.contains("vacant")) config.vacant = nb::cast<std::vector<std::uint16_t>>(from["vacant"]);
     if (from.contains("late")) config.late = nb::cast<bool>(from["late"]);
     // By lane, as lanes count their datagrams apart and no two datagrams of a process may have the same key and number.
+    // The keys of the link to each rank, in one text.
     const auto all_keys = nb::cast<std::vector<std::vector<nb::bytes>>>(from["keys"]);
     if (!all_keys.empty()) {
         const std::vector<nb::bytes>& keys = all_keys.at(lane);
-        if (keys.size() != world) throw std::invalid_argument("one key per rank is needed");
+        if (keys.size() != world) throw std::invalid_argument("two keys per rank are needed");
         config.secrets.sealed = true;
-        // A vacant slot has no key yet.
-        for (const nb::bytes& key : keys) config.secrets.peers.push_back(key.size() == 0 ? Key{} : to_key(key));
-        config.secrets.own = config.secrets.peers.at(rank);
+        // A vacant slot has no keys yet: all that comes in its name is foreign.
+        for (const nb::bytes& link : keys)
+            config.secrets.links.push_back(link.size() == 0 ? LinkKeys{} : to_link_keys(link));
     }
     return config;
 }
@@ -350,10 +352,10 @@ NB_MODULE(_engine, m) {
             [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes, std::uint16_t incarnation,
                const std::vector<nb::bytes>& keys, const PyAddresses& more) {
                 const std::vector<Address> addresses = to_addresses(lanes, {}), further = to_addresses(more, {});
-                std::vector<Key> opening;
-                for (const nb::bytes& key : keys) opening.push_back(to_key(key));
+                std::vector<LinkKeys> by_lane;
+                for (const nb::bytes& link : keys) by_lane.push_back(to_link_keys(link));
                 const nb::gil_scoped_release released;
-                d.readmit(peer, addresses, incarnation, opening, further);
+                d.readmit(peer, addresses, incarnation, by_lane, further);
             },
             nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"), nb::arg("more") = PyAddresses{})
         .def(

@@ -194,7 +194,7 @@ bool Core::gone() const {
     return true;
 }
 
-void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now,
+void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
                    std::size_t paths) {
     if (rank >= config_.world || rank == config_.rank)
         throw std::invalid_argument("a peer must be another rank of the world");
@@ -203,7 +203,7 @@ void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::opt
         throw std::invalid_argument("incarnation " + std::to_string(incarnation) + " of rank " + std::to_string(rank) +
                                     " is not newer than " + std::to_string(seal_.incarnation(rank)));
     }
-    seal_.readmit(rank, incarnation, key);
+    seal_.readmit(rank, incarnation, keys);
     pool_.forget(rank);
     counters_.pool_bytes = pool_.bytes();
     exchanges_.each([&](Exchange& exchange) {

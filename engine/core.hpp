@@ -78,10 +78,10 @@ public:
     [[nodiscard]] bool gone() const;
 
     // A new process has taken the place of a peer: the link to it begins anew, and exchanges under way go on as if the old
-    // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `key` opens what
-    // the new one sends, if datagrams are sealed. Throws std::invalid_argument.
+    // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `keys` are
+    // those of the link to the new one, if datagrams are sealed. Throws std::invalid_argument.
     // `paths`: interfaces that the new process has; 0 if as many as we.
-    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<Key>& key, Nanos now,
+    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
                  std::size_t paths = 0);
 
     // Calls `work(views)` with the views of this endpoint and acts on what it changed.

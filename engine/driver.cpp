@@ -219,14 +219,14 @@ void Driver::end_by(End&& end) {
 }
 
 void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                     const std::optional<Key>& key) {
+                     const std::optional<LinkKeys>& keys) {
     const Lock lock(door_);
     check_open();
     if (addresses.empty()) throw std::invalid_argument("a process has at least one address");
     attempt([&] {
         const std::size_t paths = common_paths(addresses);
         keep_paths(peer);
-        core_->readmit(peer, incarnation, key, clock_now(), paths);
+        core_->readmit(peer, incarnation, keys, clock_now(), paths);
         for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
         recall_paths(peer);
         near_.erase(peer);

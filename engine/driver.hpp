@@ -86,12 +86,13 @@ public:
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
-    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation, const std::optional<Key>& key) {
-        readmit(peer, std::vector{address}, incarnation, key);
+    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation,
+                 const std::optional<LinkKeys>& keys) {
+        readmit(peer, std::vector{address}, incarnation, keys);
     }
     // A new process has taken the place of a peer, and is reached at these addresses, by path.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                 const std::optional<Key>& key);
+                 const std::optional<LinkKeys>& keys);
     // The peer may be reached at this address: see Routes. Throws std::runtime_error when closed.
     void offer(std::uint16_t peer, const Address& address);
     // Keeps ports open in a router that translates our address: see Routes.

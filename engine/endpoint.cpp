@@ -251,7 +251,7 @@ std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq
 }
 
 void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                       const std::vector<Key>& keys, const std::vector<Address>& more) {
+                       const std::vector<LinkKeys>& keys, const std::vector<Address>& more) {
     if (addresses.size() < lanes_.size() || (!keys.empty() && keys.size() < lanes_.size()))
         throw std::invalid_argument("the process has fewer lanes than the " + std::to_string(lanes_.size()) +
                                     " of the job");

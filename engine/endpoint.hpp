@@ -57,7 +57,7 @@ public:
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // `addresses` and `keys`: by lane; no keys where datagrams are not sealed. `more`: addresses on further paths.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
-                 const std::vector<Key>& keys, const std::vector<Address>& more = {});
+                 const std::vector<LinkKeys>& keys, const std::vector<Address>& more = {});
     // One offer per lane.
     [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer, std::size_t neighbours);
     void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);

@@ -54,15 +54,15 @@ struct Aead::Contexts {
     };
 
     Library library;
-    Context sealing;
-    // One context per peer, up to this many: datagrams of many peers come interleaved.
-    std::array<Context, 256> opening;
+    // One context per peer, up to this many: datagrams to and from many peers are interleaved.
+    using PerPeer = std::array<Context, 256>;
+    PerPeer sealing, opening;
 
     explicit Contexts(const Library& opened) : library(opened) {}
     Contexts(const Contexts&) = delete;
     Contexts& operator=(const Contexts&) = delete;
     ~Contexts() {
-        forget(sealing);
+        for (Context& context : sealing) forget(context);
         for (Context& context : opening) forget(context);
     }
 
@@ -72,8 +72,8 @@ struct Aead::Contexts {
     }
 
     // The slot follows from where the key lies, which is no secret, and never decides whether the key is right.
-    Context& slot(const Key& key) {
-        return opening[reinterpret_cast<std::uintptr_t>(key.data()) / sizeof(Key) % opening.size()];
+    static Context& slot(PerPeer& contexts, const Key& key) {
+        return contexts[reinterpret_cast<std::uintptr_t>(key.data()) / sizeof(LinkKeys) % contexts.size()];
     }
 
     // A context that expects data under this key and nonce, or null.
@@ -141,7 +141,7 @@ bool Aead::encrypt(const Key& key, std::span<const std::byte, 12> nonce, Bytes a
                    std::span<std::byte> out) {
     if (!fits_int(associated) || !fits_int(plain) || out.size() < plain.size() + tag_bytes) return false;
     const Contexts& with = *contexts_;
-    void* context = with.start(contexts_->sealing, key, nonce, true);
+    void* context = with.start(Contexts::slot(contexts_->sealing, key), key, nonce, true);
     return with.succeeded(context != nullptr && with.feed(context, associated, nullptr) &&
                           with.feed(context, plain, out.data()) && with.finish(context) &&
                           with.control(context, control_get_tag, out.data() + plain.size()));
@@ -155,7 +155,7 @@ bool Aead::decrypt(const Key& key, std::span<const std::byte, 12> nonce, Bytes a
     std::array<std::byte, tag_bytes> tag;  // a copy: libcrypto takes it as mutable
     std::memcpy(tag.data(), sealed.data() + cipher.size(), tag_bytes);
     const Contexts& with = *contexts_;
-    void* context = with.start(contexts_->slot(key), key, nonce, false);
+    void* context = with.start(Contexts::slot(contexts_->opening, key), key, nonce, false);
     return with.succeeded(context != nullptr && with.feed(context, associated, nullptr) &&
                           with.feed(context, cipher, out.data()) &&
                           with.control(context, control_set_tag, tag.data()) && with.finish(context));
@@ -171,9 +171,9 @@ void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check)
     std::memcpy(header.data() + check_offset, &check, sizeof check);
 }
 
-// Every process has its own key, but its packet numbers to a target begin anew when another process takes the target's place.
-// The target's incarnation in the nonce keeps them apart, and the source names the path, as each path has numbers of its own.
-// 48 bits of numbers last for years.
+// Every link between two processes has its own keys. The source names the path, as each path has numbers of its own. Target
+// and its incarnation say again what the key says, so that not even equal keys would repeat a nonce. 48 bits of numbers last
+// for years.
 std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
                                      std::uint16_t target_incarnation) {
     std::array<std::byte, 12> nonce;
@@ -190,13 +190,10 @@ std::uint16_t source_in(std::span<const std::byte, header_bytes> header) {
     return source;
 }
 
-void wipe(Key& key) { explicit_bzero(key.data(), key.size()); }
-
 }  // namespace
 
 Seal::Seal(Secrets secrets, std::uint16_t rank, std::uint16_t world)
     : secrets_(std::move(secrets)), rank_(rank), world_(world) {
-    wipe(secrets.own);  // moving an array copies it
     if (!secrets_.sealed) return;
     std::string why;
     aead_ = Aead::open(why);
@@ -205,16 +202,15 @@ Seal::Seal(Secrets secrets, std::uint16_t rank, std::uint16_t world)
 }
 
 Seal::~Seal() {
-    wipe(secrets_.own);
-    for (Key& key : secrets_.peers) wipe(key);
+    for (LinkKeys& keys : secrets_.links) explicit_bzero(&keys, sizeof keys);
 }
 
-void Seal::readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key) {
-    if (key.has_value() != encrypts())
-        throw std::invalid_argument("a peer is readmitted with a key where datagrams are sealed, and only there");
+void Seal::readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<LinkKeys>& keys) {
+    if (keys.has_value() != encrypts())
+        throw std::invalid_argument("a peer is readmitted with keys where datagrams are sealed, and only there");
     if (secrets_.incarnations.size() <= peer) secrets_.incarnations.resize(std::size_t{peer} + 1);
     secrets_.incarnations[peer] = incarnation;
-    if (key) secrets_.peers.at(peer) = *key;
+    if (keys) secrets_.links.at(peer) = *keys;
 }
 
 void Seal::protect(std::span<std::byte, header_bytes> header, std::uint16_t peer, std::uint32_t payload_check) const {
@@ -226,10 +222,10 @@ void Seal::protect(std::span<std::byte, header_bytes> header, std::uint16_t peer
 void Seal::encrypt(std::span<std::byte, header_bytes> header, Bytes payload, std::uint16_t peer, std::uint64_t number,
                    std::span<std::byte> out) {
     if (aead_ == nullptr) throw std::logic_error("Seal::encrypt needs a job key; without one use Seal::protect");
+    const Key& key = secrets_.links.at(peer).sealing;
     header[flags_offset] |= std::byte{flag_sealed};
     write_check(header, 0);
-    if (!aead_->encrypt(secrets_.own, make_nonce(peer, source_in(header), number, incarnation(peer)), header, payload,
-                        out))
+    if (!aead_->encrypt(key, make_nonce(peer, source_in(header), number, incarnation(peer)), header, payload, out))
         throw std::runtime_error("rank " + std::to_string(rank_) + ": libcrypto did not encrypt " +
                                  std::to_string(payload.size()) + " bytes for peer " + std::to_string(peer) + " into " +
                                  std::to_string(out.size()));
@@ -250,11 +246,12 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
         return check == header.check ? std::optional(body) : std::nullopt;
     }
     const std::uint16_t sender = rank_of(header.source);
-    if (sender >= secrets_.peers.size()) return std::nullopt;
+    if (sender >= secrets_.links.size()) return std::nullopt;
     // The header as it came is the associated data: a check that is not zero fails like any other change.
     const auto plain = body.first(body.size() - tag_bytes);
-    const bool genuine = aead_->decrypt(
-        secrets_.peers[sender], make_nonce(rank_, header.source, number, incarnation(rank_)), written, body, plain);
+    const bool genuine =
+        aead_->decrypt(secrets_.links[sender].opening, make_nonce(rank_, header.source, number, incarnation(rank_)),
+                       written, body, plain);
     return genuine ? std::optional(plain) : std::nullopt;
 }
 

@@ -3,7 +3,9 @@
 // Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's cookie;
 // the other half stands in the header. A stranger off the path must guess both halves: 64 bits. Between processes of one
 // machine, data is moved from memory to memory and not checked, as the kernel does not check it either; headers are.
-// With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows.
+// With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows. Each
+// direction of each link has a key of its own, to which both ends have added a random number: whatever an end is told
+// about the other, what it seals is sealed anew, and what it opens was sealed for it.
 // Either way the check covers the incarnations of both ends: a process accepts no datagram that was sent to, or by, an
 // earlier process of the same rank.
 #pragma once
@@ -50,13 +52,17 @@ private:
     std::unique_ptr<Contexts> contexts_;
 };
 
+struct LinkKeys {
+    Key sealing{};  // seals what this endpoint sends to the peer
+    Key opening{};  // opens what the peer sends to it
+};
+
 // The secrets of a job as one endpoint holds them.
 struct Secrets {
     std::uint64_t cookie{};
     bool checks_data{true};  // false: chunks cannot be damaged on their way
     bool sealed{};
-    Key own{};               // seals what this endpoint sends
-    std::vector<Key> peers;  // opens what peer i sends; empty when not sealed
+    std::vector<LinkKeys> links;  // by rank; empty when not sealed
     // By rank, with our own: how many processes of that rank came before this one. Empty if every process is the first.
     std::vector<std::uint16_t> incarnations{};
 };
@@ -100,8 +106,8 @@ public:
     [[nodiscard]] std::uint16_t incarnation(std::uint16_t rank) const {
         return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : std::uint16_t{0};
     }
-    // A new process has taken the place of a peer. `key` opens what it sends; empty if nothing is sealed.
-    void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<Key>& key);
+    // A new process has taken the place of a peer. `keys` are those of the link to it; empty if nothing is sealed.
+    void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<LinkKeys>& keys);
 
 private:
     [[nodiscard]] std::uint16_t rank_of(std::uint16_t source) const {

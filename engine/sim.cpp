@@ -22,11 +22,17 @@ Sim::Sim(const SimConfig& config) : config_(config), timers_(config.core.world) 
 
 Sim::~Sim() = default;
 
+void Sim::seal_as(Secrets& secrets, std::uint16_t rank) {
+    if (!secrets.sealed) return;
+    const Key own = secrets.links.at(rank).opening;
+    for (LinkKeys& link : secrets.links) link.sealing = own;
+}
+
 std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
     CoreConfig own = config_.core;
     own.rank = rank;
     if (!own.peer_paths.empty()) own.paths = own.peer_paths.at(rank);
-    if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
+    seal_as(own.secrets, rank);
     // A vacant slot has a core too, so that a process can come into it; it knows of nobody.
     own.late = std::erase(own.vacant, rank) > 0 || incarnations_[rank] > 0;
     return std::make_unique<Core>(std::move(own), now_);
@@ -50,9 +56,10 @@ void Sim::restart(std::uint16_t rank, std::uint16_t incarnation) {
 }
 
 void Sim::readmit(std::uint16_t rank, std::uint16_t peer) {
-    const Secrets& secrets = config_.core.secrets;
+    Secrets secrets = config_.core.secrets;
+    seal_as(secrets, rank);
     core(rank).readmit(peer, incarnations_.at(peer),
-                       secrets.sealed ? std::optional(secrets.peers.at(peer)) : std::nullopt, now_);
+                       secrets.sealed ? std::optional(secrets.links.at(peer)) : std::nullopt, now_);
     pump(rank);
 }
 

@@ -66,6 +66,8 @@ public:
     void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
     // What one rank sends to another is lost, until the link is lit again. The way back is another link.
     void set_link(std::uint16_t from, std::uint16_t to, bool dark);
+    // One config stands for all ranks: each seals what it sends by the key with which all others open it.
+    static void seal_as(Secrets& secrets, std::uint16_t rank);
     // A rank's process dies, and another takes its place that knows nothing. Nobody hears it before it is readmitted.
     void restart(std::uint16_t rank, std::uint16_t incarnation);
     // One rank accepts the process that another has now.

@@ -18,10 +18,11 @@ void require(bool holds) {
 }
 
 std::unique_ptr<Seal> make_seal(bool sealed) {
-    Secrets secrets{.cookie = 0x5eed'c0de'1234'5678ULL, .sealed = sealed, .own = {}, .peers = {}};
+    Secrets secrets{.cookie = 0x5eed'c0de'1234'5678ULL, .sealed = sealed, .links = {}};
     if (sealed) {
-        secrets.own.fill(std::byte{7});
-        secrets.peers.assign(4, secrets.own);
+        Key key;
+        key.fill(std::byte{7});
+        secrets.links.assign(4, {.sealing = key, .opening = key});
     }
     std::string why;
     if (sealed && !Aead::open(why)) return nullptr;

@@ -226,8 +226,7 @@ private:
     // A member of the job gone mad: any fields, any payload, under the right cookie and check.
     void forge(Program& program, std::uint16_t source) {
         const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
-        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
-                        source);
+        const Seal seal({.cookie = cookie, .sealed = false, .links = {}, .incarnations = incarnations_}, source);
         Header header{.kind = static_cast<Kind>(1 + program.byte() % 10),
                       .flags = static_cast<std::uint8_t>(program.byte() & (known_flags & ~flag_sealed)),
                       .source = static_cast<std::uint16_t>(source + (paths_ > 1 ? program.byte() % 4 * world_ : 0)),
@@ -283,8 +282,7 @@ private:
         lie(header, payload, target);
     }
     void lie(const Header& header, const std::vector<std::byte>& payload, std::uint16_t target) {
-        const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}, .incarnations = incarnations_},
-                        header.source);
+        const Seal seal({.cookie = cookie, .sealed = false, .links = {}, .incarnations = incarnations_}, header.source);
         std::vector<std::byte> bytes(header_bytes + payload.size());
         const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
         write_header(header, wire);

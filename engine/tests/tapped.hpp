@@ -8,6 +8,7 @@
 
 #include "batch.hpp"
 #include "jobs.hpp"
+#include "sim.hpp"
 
 namespace storm::check {
 
@@ -27,7 +28,7 @@ public:
         for (std::uint16_t rank = 0; rank < config.world; ++rank) {
             CoreConfig own = config;
             own.rank = rank;
-            if (own.secrets.sealed) own.secrets.own = own.secrets.peers.at(rank);
+            Sim::seal_as(own.secrets, rank);
             hosts_.push_back({.core = std::make_unique<Core>(own, now_), .socket = {}, .timer = never});
         }
     }
@@ -58,11 +59,11 @@ public:
     // Another process takes a rank's place; nothing of the old one is left but what is on the wire.
     void restart(std::uint16_t rank, CoreConfig config) {
         config.rank = rank;
-        if (config.secrets.sealed) config.secrets.own = config.secrets.peers.at(rank);
+        Sim::seal_as(config.secrets, rank);
         hosts_.at(rank) = {.core = std::make_unique<Core>(config, now_), .socket = {}, .timer = never};
     }
-    void readmit(std::uint16_t rank, std::uint16_t peer, std::uint16_t incarnation, std::optional<Key> key = {}) {
-        core(rank).readmit(peer, incarnation, key, now_);
+    void readmit(std::uint16_t rank, std::uint16_t peer, std::uint16_t incarnation, std::optional<LinkKeys> keys = {}) {
+        core(rank).readmit(peer, incarnation, keys, now_);
         pump(rank);
     }
     // Hands a rank these very bytes, as if they came from its socket.

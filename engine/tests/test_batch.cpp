@@ -14,7 +14,7 @@ Secrets secrets_of(bool sealed) {
     Secrets secrets;
     secrets.cookie = 0x5eed'c0de'1234'5678ULL;
     secrets.sealed = sealed;
-    if (sealed) secrets.peers.resize(2);
+    if (sealed) secrets.links.resize(2);
     return secrets;
 }
 

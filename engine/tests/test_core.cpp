@@ -153,8 +153,7 @@ TEST(sealed_exchange_is_exact_in_a_storm) {
     if (!Aead::open(why)) return;
     SimConfig config = storm_of(3, 9);
     config.core.secrets.sealed = true;
-    config.core.secrets.own.fill(std::byte{7});
-    config.core.secrets.peers.assign(3, config.core.secrets.own);  // a Sim has one config for all ranks
+    config.core.secrets.links.resize(3);
     Sim sim(config);
     Watch watch(sim, 3);
     AllToAll job(3, 9, odd_size);

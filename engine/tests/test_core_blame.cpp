@@ -57,7 +57,7 @@ void check_blame(const Outcome& outcome, std::uint16_t culprit, Status cause) {
 }
 
 Buffer forged(Header header, std::span<const std::byte> payload = {}) {
-    const Seal seal({.cookie = cookie, .sealed = false, .own = {}, .peers = {}}, header.source);
+    const Seal seal({.cookie = cookie, .sealed = false, .links = {}}, header.source);
     header.cookie = seal.visible_cookie();
     Buffer bytes(header_bytes + payload.size());
     const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);

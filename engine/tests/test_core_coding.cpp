@@ -96,8 +96,7 @@ TEST(all_reduce_in_place_is_coded_and_exact_although_results_overwrite_what_was_
             config.delay = 8 * millisecond;
             config.bytes_per_s = 12.5e6;  // results come back long before the last chunks of a stretch leave
             config.core.secrets.sealed = sealed;
-            config.core.secrets.own.fill(std::byte{7});
-            config.core.secrets.peers.assign(3, config.core.secrets.own);
+            config.core.secrets.links.resize(3);
             Sim sim(config);
             Watch watch(sim, 3);
             std::uint64_t recovered = 0;

@@ -19,9 +19,7 @@ CoreConfig core_config(std::uint16_t world, std::size_t datagram_bytes = 1472) {
 CoreConfig sealed(CoreConfig config) {
     config.secrets.sealed = true;
     for (std::uint16_t rank = 0; rank < config.world; ++rank) {
-        Key key{};
-        key.fill(static_cast<std::byte>(rank + 1));
-        config.secrets.peers.push_back(key);
+        config.secrets.links.emplace_back().opening.fill(static_cast<std::byte>(rank + 1));
     }
     return config;
 }

@@ -23,8 +23,7 @@ SimConfig two_paths(bool sealed = false, std::uint16_t world = 2) {
     if (sealed) {
         config.core.secrets.sealed = true;
         for (std::uint16_t rank = 0; rank < world; ++rank) {
-            Key& key = config.core.secrets.peers.emplace_back();
-            key.fill(static_cast<std::byte>(rank + 1));
+            config.core.secrets.links.emplace_back().opening.fill(static_cast<std::byte>(rank + 1));
         }
     }
     return config;
@@ -253,7 +252,7 @@ TEST(datagram_of_a_path_that_does_not_exist_is_foreign) {
         CoreConfig more = config.core;
         more.rank = 1;
         more.paths = 4;
-        if (sealed) more.secrets.own = more.secrets.peers[1];
+        Sim::seal_as(more.secrets, 1);
         Core stranger(more, sim.now());  // knows all secrets, but has more paths
         Batch batch;
         std::array<int, 4> sent{};
@@ -277,7 +276,7 @@ TEST(datagram_of_a_path_that_does_not_exist_is_foreign) {
 TEST(same_number_on_two_paths_is_sealed_by_different_nonces) {
     const SimConfig config = two_paths(true);
     Secrets secrets = config.core.secrets;
-    secrets.own = secrets.peers[0];
+    Sim::seal_as(secrets, 0);
     Seal seal(secrets, 0, 2);
     const Buffer payload(64);
     std::vector<Buffer> sealed;

@@ -34,7 +34,8 @@ struct Mortal {
         core.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
         core.secrets.sealed = sealed;
         core.secrets.incarnations = incarnations;
-        for (std::uint16_t rank = 0; sealed && rank < world; ++rank) core.secrets.peers.push_back(key_of(rank));
+        for (std::uint16_t rank = 0; sealed && rank < world; ++rank)
+            core.secrets.links.push_back({.opening = key_of(rank)});
         core.silence = second;
         return core;
     }
@@ -46,7 +47,8 @@ struct Mortal {
         watch.forget(rank);
     }
     void readmit(std::uint16_t at, std::uint16_t peer) {
-        net.readmit(at, peer, incarnations[peer], sealed ? std::optional(key_of(peer)) : std::nullopt);
+        net.readmit(at, peer, incarnations[peer],
+                    sealed ? std::optional(LinkKeys{key_of(at), key_of(peer)}) : std::nullopt);
     }
     void readmit_everywhere(std::uint16_t peer) {
         for (std::uint16_t rank = 0; rank < world; ++rank) {
@@ -81,9 +83,10 @@ struct Mortal {
     std::vector<Datagram> said;  // all that was delivered
 };
 
-bool refused(Mortal& job, std::uint16_t at, std::uint16_t peer, std::uint16_t incarnation, std::optional<Key> key) {
+bool refused(Mortal& job, std::uint16_t at, std::uint16_t peer, std::uint16_t incarnation,
+             std::optional<LinkKeys> keys) {
     try {
-        job.net.readmit(at, peer, incarnation, key);
+        job.net.readmit(at, peer, incarnation, keys);
     } catch (const std::invalid_argument&) {
         return true;
     }
@@ -345,7 +348,7 @@ TEST(misused_readmission_is_refused_and_changes_nothing) {
     CHECK(refused(job, 0, 0, 1, {}));
     CHECK(refused(job, 0, 3, 1, {}));
     CHECK(refused(job, 0, 1, 0, {}));
-    CHECK(refused(job, 0, 1, 1, Key{}));
+    CHECK(refused(job, 0, 1, 1, LinkKeys{}));
     CHECK(refused(secret, 0, 1, 1, {}));
     job.check_whole(2);
     secret.check_whole(2);

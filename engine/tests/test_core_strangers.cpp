@@ -18,7 +18,7 @@ CoreConfig core_config(std::uint16_t world) {
 
 // A datagram as a member of the job makes it, with any fields at all.
 Buffer forged(Header header, std::span<const std::byte> payload, std::uint64_t its_cookie = cookie) {
-    const Seal seal({.cookie = its_cookie, .sealed = false, .own = {}, .peers = {}}, header.source);
+    const Seal seal({.cookie = its_cookie, .sealed = false, .links = {}}, header.source);
     header.cookie = seal.visible_cookie();
     Buffer bytes(header_bytes + payload.size());
     const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
@@ -99,8 +99,7 @@ std::vector<CoreConfig> both_kinds() {
     if (Aead::open(why)) {
         configs.push_back(core_config(3));
         configs.back().secrets.sealed = true;
-        configs.back().secrets.own.fill(std::byte{9});
-        configs.back().secrets.peers.assign(3, configs.back().secrets.own);
+        configs.back().secrets.links.resize(3);
     }
     return configs;
 }

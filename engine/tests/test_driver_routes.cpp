@@ -9,6 +9,7 @@
 #include "driver.hpp"
 #include "jobs.hpp"
 #include "routes.hpp"
+#include "sim.hpp"
 #include "team.hpp"
 
 using namespace storm;
@@ -97,8 +98,8 @@ struct Home {
         config.receive_buffer = team[rank]->socket().receive_buffer();
         if (sealed) {
             config.secrets.sealed = true;
-            config.secrets.peers = {Key{std::byte{1}}, Key{std::byte{2}}};
-            config.secrets.own = config.secrets.peers[rank];
+            config.secrets.links = {{.opening = {std::byte{1}}}, {.opening = {std::byte{2}}}};
+            Sim::seal_as(config.secrets, rank);
         }
         team[rank]->start(config, std::move(addresses));
     }

@@ -176,15 +176,20 @@ constexpr std::uint64_t cookie = 0x0123456789abcdefULL;
 constexpr std::uint16_t sender = 1, receiver = 2;
 constexpr std::uint64_t number = 0x500000007ULL;
 
+// The key of a direction. The processes at its ends count: each has added a number of its own.
+Key key_of(std::uint16_t source, std::uint16_t target, std::uint16_t source_process = 0,
+           std::uint16_t target_process = 0) {
+    Key key;
+    key.fill(static_cast<std::byte>(0x40 + 4 * source + target));
+    key[0] = static_cast<std::byte>(source_process);
+    key[1] = static_cast<std::byte>(target_process);
+    return key;
+}
+
 Secrets secrets_of(std::uint16_t rank, bool sealed) {
-    Secrets secrets{.cookie = cookie, .sealed = sealed, .own = {}, .peers = {}};
+    Secrets secrets{.cookie = cookie, .sealed = sealed, .links = {}};
     if (!sealed) return secrets;
-    for (unsigned i = 0; i < 4; ++i) {
-        Key key;
-        key.fill(static_cast<std::byte>(0x40 + i));
-        secrets.peers.push_back(key);
-    }
-    secrets.own = secrets.peers[rank];
+    for (std::uint16_t peer = 0; peer < 4; ++peer) secrets.links.push_back({key_of(rank, peer), key_of(peer, rank)});
     return secrets;
 }
 
@@ -261,8 +266,8 @@ TEST(encrypt_writes_the_documented_nonce_and_associated_data) {
     const auto nonce = fixed<12>("020001000700000005000000");
     const auto bytes = std::span(datagram);
     Buffer opened(payload.size());
-    CHECK(open_aead()->decrypt(secrets_of(sender, true).own, nonce, bytes.first(header_bytes),
-                               bytes.subspan(header_bytes), opened));
+    CHECK(open_aead()->decrypt(key_of(sender, receiver), nonce, bytes.first(header_bytes), bytes.subspan(header_bytes),
+                               opened));
     CHECK(opened == payload);
     CHECK(std::search(datagram.begin(), datagram.end(), payload.begin(), payload.begin() + 8) == datagram.end());
 }
@@ -274,9 +279,10 @@ TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
         all.incarnations = {0, 0, 0, 0};
         all.incarnations[sender] = of_sender;
         all.incarnations[receiver] = of_receiver;
-        // A new process has a new nonce and so a new key.
-        if (sealed) all.peers[sender].fill(static_cast<std::byte>(0x80 + of_sender));
-        if (sealed && rank == sender) all.own = all.peers[sender];
+        if (!sealed) return all;
+        const Key key = key_of(sender, receiver, of_sender, of_receiver);
+        if (rank == sender) all.links[receiver].sealing = key;
+        if (rank == receiver) all.links[sender].opening = key;
         return all;
     };
     const Buffer payload = random_bytes(45, 6);
@@ -306,12 +312,11 @@ TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
 }
 
 TEST(seal_follows_a_peer_to_its_next_process) {
-    Key fresh;
-    fresh.fill(std::byte{0x77});
+    const LinkKeys fresh{key_of(receiver, sender, 0, 3), key_of(sender, receiver, 3, 0)};
     for (const bool sealed : {false, true}) {
         Secrets next = secrets_of(sender, sealed);
         next.incarnations = {0, 3, 0, 0};
-        next.own = fresh;
+        if (sealed) next.links[receiver].sealing = fresh.opening;
         Seal sending(next, sender), opening(secrets_of(receiver, sealed), receiver);
         const Buffer payload = random_bytes(45, 7), old = make_datagram(sealed, payload);
         Buffer datagram(old.size());
@@ -431,7 +436,7 @@ TEST(a_right_check_or_tag_does_not_excuse_a_wrong_flag_number_or_length) {
     header.flags = 0;
     write_header(header, std::span(unflagged).first<header_bytes>());
     const auto body = std::span(unflagged).subspan(header_bytes);
-    CHECK(open_aead()->encrypt(secrets_of(sender, true).own, fixed<12>("020001000700000005000000"),
+    CHECK(open_aead()->encrypt(key_of(sender, receiver), fixed<12>("020001000700000005000000"),
                                std::span(unflagged).first(header_bytes), body.first(24), body));
     CHECK(!receive(sealed, unflagged).has_value());
 
@@ -454,7 +459,7 @@ TEST(a_sealed_datagram_of_another_source_target_or_number_is_rejected) {
         CHECK(!accepts(secrets_of(receiver, true), receiver, claimed));
     }
     Secrets fewer = secrets_of(receiver, true);
-    fewer.peers.resize(sender);
+    fewer.links.resize(sender);
     CHECK(!accepts(fewer, receiver, good));
 }
 

@@ -12,6 +12,7 @@ from stormtorch.errors import PeerFailed, RanksMissing
 _log = logging.getLogger("stormtorch")
 _WARN_AFTER_S = 10.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
+_MOST_NOTE = 2000
 _LOOK_EVERY_S = 0.5
 """Time between two looks at each rank alone, to name the missing ones and to find notes of those that cannot join."""
 
@@ -92,7 +93,7 @@ class Attendance:
 
     def _look_for_a_note(self, peer: int) -> None:
         if self._store.check([self._note(peer)]):
-            why = self._store.get(self._note(peer)).decode()
+            why = self._store.get(self._note(peer))[:_MOST_NOTE].decode(errors="replace")
             error = PeerFailed(f"rank {self._rank}: connecting: rank {peer} could not join the job: {why}")
             error.culprit = peer
             raise error

@@ -4,10 +4,12 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
+import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import get_origin
 
 from torch.distributed.distributed_c10d import Store
@@ -15,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from stormtorch.transport.lanes import lanes_for
 from stormtorch.transport.options import MOST_LANES, MOST_PATHS
 
+_log = logging.getLogger("stormtorch")
 # Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
 _DATAGRAMS_PER_CREDIT = 4
 _SMALLEST_DATAGRAM = 1472
@@ -24,8 +27,13 @@ _TRIP_BYTES = 16 << 10
 MOST_INCARNATIONS = 0xFFFF
 """Highest number of a process: 16 bits of every check and nonce."""
 _MOST_SLOTS = 256  # of a view
+# Processes in a row that may have taken a number and died before they published a card.
+_MOST_IN_VAIN = 1024
+_MOST_NUMBER = 1 << 40  # of bytes, cores or Mbit/s: more is nonsense
 MOST_BYTES = 400
 """Most bytes of a packed card."""
+ADVICE = "Start each rank once, with a fresh store or another `prefix`"
+"""What to do about a store that holds something else than the ranks have written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +196,11 @@ def unpack(packed: bytes) -> Card:
     ipaddress.ip_address(card.host.partition("%")[0])
     _check_paths(card.paths)
     lanes = len(card.lanes) < MOST_LANES and all(type(port) is int and 0 < port <= 0xFFFF for port in card.lanes)
+    numbers = (card.receive_buffer, card.eager_bytes, card.spare_ranks, card.cores, card.line_mbit)
+    if not 0 < card.datagram_bytes <= 0xFFFF or not all(0 <= each <= _MOST_NUMBER for each in numbers):
+        raise ValueError(f"these bytes are no card: a size is out of range in {card}")
+    if not re.fullmatch("[0-9a-f]{32}", card.nonce):
+        raise ValueError(f"these bytes are no card: nonce is {card.nonce!r:.40}")
     ports = lanes and 0 < card.port <= 0xFFFF and 0 <= card.reception <= 0xFFFF and 0 <= card.low <= 0xFFFF
     if not ports or not 0 <= card.incarnation <= MOST_INCARNATIONS:
         raise ValueError(f"these bytes are no card: port, reception or incarnation is out of range in {card}")
@@ -207,7 +220,7 @@ def _check_paths(paths: Sequence[object]) -> None:
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
     """Publishes a card. Cards never change: each process of a rank has a place of its own."""
-    store.set(_place(prefix, rank, card.incarnation), json.dumps(asdict(card)))
+    store.set(_place(prefix, rank, card.incarnation), pack(card).decode())
 
 
 def places(prefix: str, world: int) -> dict[int, str]:
@@ -217,40 +230,49 @@ def places(prefix: str, world: int) -> dict[int, str]:
 
 def first(store: Store, prefix: str, rank: int) -> Card:
     """Reads the card of a rank's first process; blocks until there is one."""
-    return Card(**json.loads(store.get(_place(prefix, rank, 0))))
+    return _read(store, _place(prefix, rank, 0), rank, 0)
 
 
 def first_if_there(store: Store, prefix: str, rank: int) -> Card | None:
     """Reads the card of a rank's first process, if there is one. Never blocks."""
     place = _place(prefix, rank, 0)
-    return Card(**json.loads(store.get(place))) if store.check([place]) else None
+    return _read(store, place, rank, 0) if store.check([place]) else None
 
 
 def known(store: Store, prefix: str, world: int) -> dict[int, Card]:
-    """Reads the newest card of each rank that has published one. Never blocks."""
+    """Reads the newest card of each rank that has published one; leaves out what is none. Never blocks."""
     cards: dict[int, Card] = {}
     for rank in range(world):
-        card = first_if_there(store, prefix, rank)
-        if card is not None:
-            cards[rank] = newest(store, prefix, rank, 0) or card
+        try:
+            card = first_if_there(store, prefix, rank)
+            if card is not None:
+                cards[rank] = newest(store, prefix, rank, 0) or card
+        except ValueError as error:
+            _log.warning("%s", error)
     return cards
 
 
 def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
     """Reads the newest card of a rank with an incarnation above `above`, if there is one. Never blocks."""
     counter = f"{prefix}/incarnations/{rank}"
-    latest = int(store.get(counter)) if store.check([counter]) else 0
+    try:
+        latest = int(store.get(counter)) if store.check([counter]) else 0
+    except ValueError:
+        raise ValueError(f"the store holds something else than a number at {counter}. {ADVICE}") from None
     # A process may have died between taking its number and publishing its card.
-    for incarnation in range(latest, above, -1):
+    latest = min(latest, MOST_INCARNATIONS)
+    for incarnation in range(latest, max(above, latest - _MOST_IN_VAIN), -1):
         place = _place(prefix, rank, incarnation)
         if store.check([place]):
-            return Card(**json.loads(store.get(place)))
+            return _read(store, place, rank, incarnation)
     return None
 
 
 def next_incarnation(store: Store, prefix: str, rank: int) -> int:
     """Takes a number for a new process of a rank; no other process ever gets it."""
     incarnation = store.add(f"{prefix}/incarnations/{rank}", 1)
+    if incarnation < 1:
+        raise ValueError(f"the store gives rank {rank} the number {incarnation} for a later process. {ADVICE}")
     if incarnation > MOST_INCARNATIONS:
         raise ValueError(f"rank {rank} has returned {MOST_INCARNATIONS} times, which is the most: start a new job")
     return incarnation
@@ -270,14 +292,50 @@ def fingerprint(key: bytes | None, cookie: bytes) -> str:
     return "" if key is None else hmac.new(key, b"fingerprint" + cookie, hashlib.sha256).hexdigest()
 
 
-def derive_key(key: bytes | None, cookie: bytes, rank: int, card: Card, lane: int = 0) -> bytes:
-    """Derives a key for each sender, process and lane, so that packet numbers may start at one; empty without a key."""
-    if key is None:
-        return b""
-    text = b"sender" + cookie + struct.pack("<H", rank) + card.nonce.encode()
-    if lane:
-        text += b"lane" + struct.pack("<H", lane)
-    return hmac.new(key, text, hashlib.sha256).digest()[:16]
+class LinkKeys:
+    """Derives the keys of the links between this process and its peers.
+
+    The nonces of both ends are in every key, and this process never reads its own from a store. So whatever cards it is
+    shown, packet numbers may start at one, and nothing is authentic that was sealed for another process.
+
+    Args:
+        key: The job's key; None if it has none.
+        cookie: The job's cookie.
+        rank: This rank.
+        card: The card that this process made.
+    """
+
+    def __init__(self, key: bytes | None, cookie: bytes, rank: int, card: Card) -> None:
+        self._key, self._cookie, self._rank, self._card = key, cookie, rank, card
+
+    def __call__(self, peer: int, card: Card, lane: int) -> bytes:
+        """Returns what seals datagrams to a peer and what opens those from it, 16 bytes each; nothing without a key."""
+        if self._key is None:
+            return b""
+        own, other = _end(self._rank, self._card), _end(peer, card)
+        return self._derive(lane, own + other) + self._derive(lane, other + own)
+
+    def _derive(self, lane: int, ends: bytes) -> bytes:
+        assert self._key is not None
+        text = b"link" + self._cookie + struct.pack("<H", lane) + ends
+        return hmac.new(self._key, text, hashlib.sha256).digest()[:16]
+
+
+def _end(rank: int, card: Card) -> bytes:
+    return struct.pack("<HH", rank, card.incarnation) + bytes.fromhex(card.nonce)
+
+
+def _read(store: Store, place: str, rank: int, incarnation: int) -> Card:
+    """Reads a card. Whoever reaches the store may write anything there."""
+    try:
+        card = unpack(bytes(store.get(place)))
+        if card.incarnation != incarnation:
+            raise ValueError(f"these bytes are the card of process {card.incarnation}")
+    except ValueError as error:
+        raise ValueError(
+            f"the store holds something else than the card of rank {rank} at {place}: {error}. {ADVICE}"
+        ) from None
+    return card
 
 
 def _place(prefix: str, rank: int, incarnation: int) -> str:

@@ -30,6 +30,7 @@ _log = logging.getLogger("stormtorch")
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
+_MOST_RANKS = 0xFFFF
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
 _UNHEARD_S = 30.0
 
@@ -129,8 +130,8 @@ class _Newcomer:
                 name=str(learned["name"]),
             )
             int(job.cookie, 16)
-            if not 1 <= job.agreement.lanes <= MOST_LANES:
-                raise ValueError(f"{job.agreement.lanes} lanes")
+            if not 1 <= job.agreement.lanes <= MOST_LANES or not 1 <= job.world <= _MOST_RANKS:
+                raise ValueError(f"{job.agreement.lanes} lanes, {job.world} ranks")
             members = {int(each) for each in learned["members"]}
         except (KeyError, TypeError, ValueError) as error:
             raise NotAdmitted(f"the rank at {self._named()} told nonsense about its job: {error!r}") from error

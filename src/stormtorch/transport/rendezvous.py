@@ -5,6 +5,7 @@ import functools
 import ipaddress
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.transport.attendance import Attendance
 from stormtorch.transport.cards import (
+    ADVICE,
     Card,
     Job,
     agree,
@@ -106,26 +108,55 @@ def _meet(
     with attendance.or_note():
         endpoint, card = bind(options)
         listener, card = receive_newcomers(card, options, not_yet)
-    if rank == 0 and not (meanwhile and store.check([f"{prefix}/cookie"])):
+    try:
         # A rank 0 that died here may have left a cookie to which the others keep.
-        store.set(f"{prefix}/start", json.dumps({"world": world, "version": version("stormtorch")}))
-        store.set(f"{prefix}/cookie", secrets.token_hex(8))
-    attendance.wait({0: f"{prefix}/cookie"})
-    with attendance.or_note():
-        _check_start(store, prefix, rank, world)
-    cookie = store.get(f"{prefix}/cookie")
-    card = replace(card, fingerprint=fingerprint(options.key, cookie))
-    publish(store, prefix, rank, card)
-    attendance.wait(places(prefix, world))
-    cards = [first(store, prefix, peer) for peer in range(world)]
-    _check_keys(rank, card, cards)
-    if rank == 0 and options.key is None and any(_meets_strangers(each) for each in cards):
-        _warn_of_strangers()
-    job = Job(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world)
-    transport = start(endpoint, listener, store, rank, dict(enumerate(cards)), job, options)
+        founded = meanwhile is not None and store.check([f"{prefix}/cookie"])
+        job, cards = _agree_in_store(store, rank, world, options, prefix, attendance, card, founded)
+        transport = start(endpoint, listener, store, rank, cards, job, options)
+    except BaseException:
+        if listener is not None:
+            listener.close()  # nobody is to be told that this rank is still meeting the others
+        raise
     if transport.whereabouts is not None:
         _find_ways(transport, attendance)
     return transport
+
+
+def _agree_in_store(
+    store: Store,
+    rank: int,
+    world: int,
+    options: Options,
+    prefix: str,
+    attendance: Attendance,
+    card: Card,
+    founded: bool,
+) -> tuple[Job, dict[int, Card]]:
+    """Publishes this rank's card, and returns what the ranks have in common, and their cards.
+
+    `founded`: a rank 0 has drawn the cookie already.
+    """
+    drawn = None
+    if rank == 0 and not founded:
+        store.set(f"{prefix}/start", json.dumps({"world": world, "version": version("stormtorch")}))
+        drawn = secrets.token_hex(8)
+        store.set(f"{prefix}/cookie", drawn)
+    attendance.wait({0: f"{prefix}/cookie"})
+    with attendance.or_note():
+        _check_start(store, prefix, rank, world)
+        cookie = _read_cookie(store, prefix)
+        if drawn is not None and drawn.encode() != cookie:
+            raise ValueError(f"rank {rank}: the store shows another cookie than this process has written. {ADVICE}")
+    card = replace(card, fingerprint=fingerprint(options.key, cookie))
+    publish(store, prefix, rank, card)
+    attendance.wait(places(prefix, world))
+    with attendance.or_note():
+        cards = [first(store, prefix, peer) for peer in range(world)]
+        _check_cards(rank, card, cards)
+    cards[rank] = card  # keys follow from it, and no store may choose them
+    if rank == 0 and options.key is None and any(_meets_strangers(each) for each in cards):
+        _warn_of_strangers()
+    return Job(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world), dict(enumerate(cards))
 
 
 def _find_ways(transport: UdpTransport, attendance: Attendance) -> None:
@@ -158,7 +189,7 @@ def rejoin(
     """
     options = options or Options()
     _check_rank(rank, world)
-    cookie = store.get(f"{prefix}/cookie")
+    cookie = _read_cookie(store, prefix)
     founders = [first(store, prefix, peer) for peer in range(world)]
     agreement = agree(founders)
     endpoint, card = bind(options, agreement)
@@ -210,18 +241,41 @@ def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
     """Raises a ValueError if rank 0 was started for another number of ranks, or runs another version of stormtorch."""
     if not store.check([f"{prefix}/start"]):  # written before the cookie, which is there
         raise ValueError(f"rank 0 runs an older version of stormtorch than rank {rank}: install the same on all hosts")
-    start = json.loads(store.get(f"{prefix}/start"))
-    if start["world"] != world:
+    try:
+        start = json.loads(store.get(f"{prefix}/start"))
+        started, theirs = int(start["world"]), str(start["version"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"the store holds something else than rank 0 writes at {prefix}/start. {ADVICE}") from None
+    if started != world:
         raise ValueError(
-            f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {start['world']}: give all ranks "
+            f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {started}: give all ranks "
             "the same world size"
         )
     own = version("stormtorch")
-    if start["version"] != own:
+    if theirs != own:
         raise ValueError(
-            f"rank {rank} runs stormtorch {own}, but rank 0 runs {start['version']}: install the same version on all "
-            "hosts"
+            f"rank {rank} runs stormtorch {own}, but rank 0 runs {theirs:.20}: install the same version on all hosts"
         )
+
+
+def _read_cookie(store: Store, prefix: str) -> bytes:
+    cookie = bytes(store.get(f"{prefix}/cookie"))
+    if not re.fullmatch(rb"[0-9a-f]{16}", cookie):
+        raise ValueError(f"the store holds something else than a cookie at {prefix}/cookie: {cookie[:40]!r}. {ADVICE}")
+    return cookie
+
+
+def _check_cards(rank: int, card: Card, cards: Sequence[Card]) -> None:
+    """Raises a ValueError if a store shows other cards than the ranks have written."""
+    if cards[rank] != card:
+        raise ValueError(f"rank {rank}: the store shows another card than this process has written. {ADVICE}")
+    _check_keys(rank, card, cards)
+    ranks: dict[str, int] = {}
+    for peer, other in enumerate(cards):
+        if ranks.setdefault(other.nonce, peer) != peer:
+            raise ValueError(
+                f"rank {rank}: the store shows the same card for ranks {ranks[other.nonce]} and {peer}. {ADVICE}"
+            )
 
 
 def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
@@ -229,7 +283,7 @@ def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
         if other.fingerprint != card.fingerprint:
             raise ValueError(
                 f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank, in Options or "
-                f"in {KEY_VARIABLE}"
+                f"in {KEY_VARIABLE}. If it is, the store shows entries of another job. {ADVICE}"
             )
 
 

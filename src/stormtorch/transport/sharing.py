@@ -43,8 +43,8 @@ class Shares(Protocol):
     rank: int
     endpoint: _engine.Endpoint
     cards: dict[int, Card]
-    key_of: Callable[[int, Card, int], bytes]
-    """Returns the key of a process for a lane, empty if the job has none."""
+    keys_of: Callable[[int, Card, int], bytes]
+    """Returns the keys of the link to a process in a lane: what seals, then what opens; empty if the job has none."""
     closed: bool
 
 
@@ -155,12 +155,13 @@ class Sharing:
                 raise ValueError("a process of another user answers in its name")
             own = transport.cards[self._rank]
             hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
-            hello["proof"] = _proof(transport, self._rank, own, card)
+            given, wanted = _proofs(transport, peer, card)
+            hello["proof"] = given
             _send(
                 connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport))
             )
             answer, descriptors = _receive(connection)
-            if not hmac.compare_digest(answer, b"yes " + _proof(transport, peer, card, own).encode()):
+            if not hmac.compare_digest(answer, b"yes " + wanted.encode()):
                 _close(descriptors)
                 raise ValueError(answer.decode(errors="replace") or "it closed the connection")
             _take(transport, peer, descriptors)
@@ -184,8 +185,8 @@ class Sharing:
                     connection.send(b"this process does not know the other as a rank of its job, or not yet")
                     raise
                 _take(transport, peer, descriptors)
-                own, other = transport.cards[self._rank], transport.cards[peer]
-                answer = b"yes " + _proof(transport, self._rank, own, other).encode()
+                given, _ = _proofs(transport, peer, transport.cards[peer])
+                answer = b"yes " + given.encode()
                 _send(connection, answer, transport.endpoint.offer_passage(peer, _neighbours(transport)))
                 if connection.recv(16) == b"use":
                     transport.endpoint.use_passage(peer, incarnation)
@@ -196,7 +197,8 @@ class Sharing:
         own = transport.cards[self._rank]
         if hello["nonce"] != card.nonce or hello["to"] != own.nonce or peer >= self._rank:
             raise ValueError("this is another process")
-        if not hmac.compare_digest(str(hello["proof"]), _proof(transport, peer, card, own)):
+        _, wanted = _proofs(transport, peer, card)
+        if not hmac.compare_digest(str(hello["proof"]).encode(), wanted.encode()):
             raise ValueError("it does not have the job's key")
         return peer, card.incarnation
 
@@ -230,10 +232,16 @@ def _name(card: Card) -> str:
     return f"\0stormtorch-{card.nonce}"
 
 
-def _proof(transport: Shares, rank: int, of: Card, to: Card) -> str:
-    """What only a process that has the job's key can tell another; the same for all if there is none."""
-    key = transport.key_of(rank, of, 0)
-    return hmac.new(key, f"share {of.nonce} {to.nonce}".encode(), hashlib.sha256).hexdigest()
+def _proofs(transport: Shares, peer: int, card: Card) -> tuple[str, str]:
+    """What this process tells a peer, and what it must hear, to show that both have the job's key.
+
+    Without a key, anybody who knows the cards can tell it.
+    """
+    own = transport.cards[transport.rank]
+    keys = transport.keys_of(peer, card, 0)
+    pairs = ((keys[:16], own, card), (keys[16:], card, own))
+    given, wanted = (hmac.new(key, f"share {a.nonce} {b.nonce}".encode(), hashlib.sha256) for key, a, b in pairs)
+    return given.hexdigest(), wanted.hexdigest()
 
 
 def _user(connection: socket.socket) -> int:

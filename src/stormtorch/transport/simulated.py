@@ -282,7 +282,7 @@ def core_settings(world: int, options: Options, *, unlimited: bool, seed: int) -
         "cookie": seed,
         "incarnations": [],
         "checks_data": True,
-        "keys": [] if key is None else [[key[:14] + rank.to_bytes(2, "little") for rank in range(world)]],
+        "keys": [] if key is None else [[2 * (key[:14] + rank.to_bytes(2, "little")) for rank in range(world)]],
     }
 
 

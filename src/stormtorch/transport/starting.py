@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
 from stormtorch.transport.addresses import line_mbit, local_address
-from stormtorch.transport.cards import Agreement, Card, Job, derive_key
+from stormtorch.transport.cards import Agreement, Card, Job, LinkKeys
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.lanes import own_cores, sockets_to_open
@@ -121,11 +121,13 @@ def start(
         listener: Open port for newcomers; None receives none.
         store: Store of the job, or one of this process alone.
         rank: This rank.
-        cards: The newest card of each rank that has one, this rank's own included.
+        cards: The newest card of each rank that has one. This rank's own is the one that this process made, whatever
+            the store says.
         job: What all ranks have in common.
         options: Settings of this process.
     """
     agreement, key, own = job.agreement, options.key, cards[rank]
+    keys_of = LinkKeys(key, job.cookie, rank, own)
     mode, bytes_per_s = options.rate_mode(loopback=own.loopback)
     slots, lanes = range(job.capacity), range(agreement.lanes + agreement.low)
     addresses = {slot: card.ports(agreement.lanes, low=agreement.low) for slot, card in cards.items()}
@@ -149,7 +151,7 @@ def start(
             "keys": []
             if key is None
             else [
-                [derive_key(key, job.cookie, slot, cards[slot], lane) if slot in cards else b"" for slot in slots]
+                [keys_of(slot, cards[slot], lane) if slot in cards and slot != rank else b"" for slot in slots]
                 for lane in lanes
             ],
         },
@@ -169,7 +171,7 @@ def start(
         store=store,
         prefix=job.prefix,
         cards=cards,
-        key_of=lambda peer, card, lane: derive_key(key, job.cookie, peer, card, lane),
+        keys_of=keys_of,
     )
     transport.name = job.name
     keep_views(transport)

@@ -156,7 +156,7 @@ class UdpTransport(EndpointMembership):
         store: Store,
         prefix: str,
         cards: Mapping[int, Card],
-        key_of: Callable[[int, Card, int], bytes],
+        keys_of: Callable[[int, Card, int], bytes],
     ) -> None:
         self.endpoint = endpoint
         self.rank = rank
@@ -191,7 +191,7 @@ class UdpTransport(EndpointMembership):
         self._reception: Receives | None = None
         self._sharing: Sharing | None = None
         self._lock = threading.RLock()
-        self.key_of = key_of
+        self.keys_of = keys_of
         self._linger_s = linger_s
         # A process forked from this one has a copy of all this, but neither its threads nor a place in the job.
         self._owner = os.getpid()
@@ -355,7 +355,7 @@ class UdpTransport(EndpointMembership):
         self.check_owner(f"readmitting rank {peer}")
         with self._lock:
             try:
-                keys = [self.key_of(peer, card, lane) for lane in range(self.lanes)]
+                keys = [self.keys_of(peer, card, lane) for lane in range(self.lanes)]
                 self.endpoint.readmit(
                     peer, self.ports_of(card), card.incarnation, [key for key in keys if key], card.more_paths()
                 )
@@ -403,7 +403,7 @@ class UdpTransport(EndpointMembership):
         be at the same numbers.
         """
         self.endpoint, self.closed = other.endpoint, False
-        self.cards, self.key_of = other.cards, other.key_of
+        self.cards, self.keys_of = other.cards, other.keys_of
         self._plans, self._orphans = other._plans, []
         keep_views(self)
         if other.whereabouts is not None:

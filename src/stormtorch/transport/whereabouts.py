@@ -153,7 +153,8 @@ class Whereabouts:
                 seen[observer] = {
                     int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in told.items()
                 }
-            except (ValueError, TypeError, AttributeError) as error:  # whoever reaches the store may write anything
+            # Whoever reaches the store may write anything.
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 _log.warning("rank %d: what rank %d tells in the store is nonsense: %s", self._rank, observer, error)
         return seen
 
