@@ -181,6 +181,26 @@ def test_a_host_that_does_not_come_to_the_end_or_to_another_is_found() -> None:
     assert name in violated(run_of(*whole()[:2], end(life(2), digest="other")))
 
 
+def test_a_host_that_ends_with_another_loss_scale_is_found() -> None:
+    lives = whole()
+    lives[1].scale = 1024.0
+    assert violated(run_of(*lives)) == {"all hosts end at the same step, with the same bits"}
+
+
+def test_a_standby_that_is_not_equal_to_its_owner_is_found() -> None:
+    lives = whole()
+    for each in lives:
+        before = (each.host - 1) % HOSTS
+        each.add(
+            {"t": 50.0, "end": STEPS, "val_loss": 2.0, "digest": "d100"}
+            | {"shards": {str(each.host): [each.host, 7], str(before): [before, 7]}}
+        )
+    assert violated(run_of(*lives)) == set()
+    lives[2].shards[1] = [1, 8]
+    (problem,) = invariants.different_standbys(run_of(*lives))
+    assert problem == "h2 follows h1 with other state"
+
+
 def test_a_loss_that_is_too_high_is_found_and_a_lower_one_is_not() -> None:
     name = "the loss is within 2% of the undisturbed run's"
     for loss, found in ((2.039, set()), (2.05, {name}), (1.5, set()), (float("nan"), {name})):

@@ -1,5 +1,6 @@
 """The training script of chaos: when it ends, what it says of views, and bits that it tells apart."""
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from stormtorch.runtime.membership import View
+from stormtorch.studies.chaos.program import Program
 from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, view_of
+from training import adamw, regression, vectors
+from views import EXACTLY, Member, with_members
 
 pytestmark = pytest.mark.pure
 
@@ -36,6 +40,24 @@ def test_digest_tells_one_bit_apart() -> None:
     with torch.no_grad():
         model.bias[0] = torch.nextafter(model.bias[0], torch.tensor(9.0))
     assert digest_of(model) != before
+
+
+def test_program_is_repeated_by_standbys_and_ends_with_one_loss_scale() -> None:
+    """Of ranks that begin with different scales, over a step by closure and changes by `.data`."""
+
+    def work(member: Member) -> tuple[dict[int, list[int]], float | None, list[str]]:
+        program = Program(member.model, member.optimizer, EXACTLY, again=member.rank == 1)
+        while (number := member.session.steps) < 12:
+            batch = vectors(member.rank, number)
+            program.step(number, number == 11, functools.partial(regression, member.model, batch))
+        return member.session.shard_prints(), program.scale(), member.events()
+
+    found = with_members(work, world=3, make=adamw)
+    for rank, (shards, scale, events) in enumerate(found):
+        assert scale == 512.0  # the least, halved as all have left out one step
+        assert not any("different from it" in each for each in events), events
+        before = (rank - 1) % 3
+        assert shards[before] == found[before][0][before]
 
 
 def test_log_has_a_time_on_every_line_and_takes_warnings(tmp_path: Path) -> None:

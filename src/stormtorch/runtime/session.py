@@ -158,6 +158,13 @@ class Session(ABC):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
 
+    def shard_prints(self) -> dict[int, list[int]]:
+        """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each.
+
+        They are of values and state after the last step, if the program has changed nothing since.
+        """
+        return {}
+
     @abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context within which backward exchanges nothing."""

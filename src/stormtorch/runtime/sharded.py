@@ -18,7 +18,7 @@ from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import REPAIRED
-from stormtorch.runtime import objects
+from stormtorch.runtime import fingerprints, objects
 from stormtorch.runtime.broadcast import Broadcast
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import buffers_of
@@ -546,6 +546,17 @@ class ShardedSession(Session):
         for words in told:
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
+
+    @torch.no_grad()
+    def shard_prints(self) -> dict[int, list[int]]:
+        """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each."""
+        self._gate.open()
+        members, found = self.view.members, {}
+        if self._standby is not None:
+            self._standby.follow()
+            found[members[self._standby.shard]] = list(fingerprints.of_holding(self._standby.holding()))
+        found[self.group.transport.rank] = list(fingerprints.of_holding(self._shards.holding()))
+        return found
 
     # --- for the user -----------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ def check_run(run: Run) -> list[Check]:
         "exact parameters have the same bits everywhere": different_digests(history),
         "steps only rise": falling_steps(history),
         "all hosts end at the same step, with the same bits": different_ends(run),
+        "standbys are equal to their owners at the end": different_standbys(run),
     }
     if run.undisturbed is not None:
         found[f"the loss is within {MOST_ABOVE:.0%} of the undisturbed run's"] = lost_learning(run)
@@ -215,11 +216,31 @@ def different_ends(run: Run) -> list[str]:
             error = lives[-1].error if lives else None
             problems.append(f"h{host} did not come to the end" + (f": {error}" if error else ""))
         else:
-            ends[host] = (lives[-1].ended_at, lives[-1].digests.get(lives[-1].ended_at))
+            ends[host] = (lives[-1].ended_at, lives[-1].digests.get(lives[-1].ended_at), lives[-1].scale)
     if len(set(ends.values())) > 1:
         problems.append(
-            "; ".join(f"h{host} ended at step {step} with {digest}" for host, (step, digest) in ends.items())
+            "; ".join(
+                f"h{host} ended at step {step} with {digest}" + ("" if scale is None else f" and loss scale {scale:g}")
+                for host, (step, digest, scale) in ends.items()
+            )
         )
+    return problems
+
+
+def different_standbys(run: Run) -> list[str]:
+    """Hosts whose standby of a shard had other values, or another state of the optimizer, than its owner."""
+    ends = [life for host in range(run.hosts) for life in run.history.of_host(host)[-1:] if life.ended_at is not None]
+    owners = {(life.ended_at, life.rank): life for life in ends}
+    problems = []
+    for life in ends:
+        for rank, followed in life.shards.items():
+            owner = owners.get((life.ended_at, rank))
+            if owner is None or rank == life.rank:
+                continue
+            own = owner.shards.get(rank, [])
+            what = [name for name, one, other in zip(("values", "state"), own, followed, strict=False) if one != other]
+            if what:
+                problems.append(f"{life.name} follows {owner.name} with other {' and '.join(what)}")
     return problems
 
 

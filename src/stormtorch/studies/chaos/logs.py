@@ -8,7 +8,8 @@ Every line has a time, `t`, of the clock that all hosts of a lab share, and one 
 {"refused": "...", "step": 820}                                    why it got no exact parameters
 {"warning": "..."}
 {"left": 900}                                                      it has left by wish, at this step
-{"end": 1200, "val_loss": 1.9, "digest": "77ab..."}
+{"end": 1200, "val_loss": 1.9, "digest": "77ab...", "scale": 1024.0, "shards": {"2": [815, 77], "1": [4, 92]}}
+        the end: its loss scale, and fingerprints by owner of its own shard and of the one that it follows
 {"error": "..."}
 """
 
@@ -62,6 +63,10 @@ class Life:
     ended_at: int | None = None
     """Last step of the training, if it came so far."""
     val_loss: float | None = None
+    scale: float | None = None
+    """Loss scale at the end."""
+    shards: dict[int, list[int]] = field(default_factory=dict)
+    """Fingerprints, by owner, of its own shard and of the one that it follows at the end."""
     error: str | None = None
     """Error that ended the process."""
 
@@ -97,7 +102,8 @@ class Life:
             self.error = line["error"]
         elif "end" in line:
             self.ended_at, self.val_loss = line["end"], line["val_loss"]
-            self.digests[line["end"]] = line["digest"]
+            self.digests[line["end"]], self.scale = line["digest"], line.get("scale")
+            self.shards = {int(owner): each for owner, each in line.get("shards", {}).items()}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ to end; every process writes a log, see logs.py.
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -28,9 +29,9 @@ from stormtorch.collectives.joining import join
 from stormtorch.errors import StormError
 from stormtorch.lab.wires import DEVICE, address
 from stormtorch.policies.presets import make_policy
-from stormtorch.runtime.norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.studies.chaos.logs import log_path
+from stormtorch.studies.chaos.program import Program
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
 from stormtorch.transport.options import Options
@@ -95,25 +96,23 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
     session: Any = optimizer.session  # type: ignore[attr-defined]  # given by prepare
     rank = group.transport.rank
     log.write(begin=session.steps, host=given.host, rank=rank, pid=os.getpid())
-    stop = Stop(given.folder / STOP)
+    program, stop = Program(model, optimizer, policy, again=again), Stop(given.folder / STOP)
     while session.steps < stop.at():
         begin = time.monotonic()
         step = session.steps
         for parameters in optimizer.param_groups:
             parameters["lr"] = stop.rate(step, given.lr)
-        loss = task.loss(model, task.batch(given.seed, step, rank, given.hosts))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        log.write(step=session.steps, loss=round(float(loss.detach()), 4), **view_of(session))
+        batch = task.batch(given.seed, step, rank, given.hosts)
+        loss = program.step(step, step + 1 == stop.at(), functools.partial(task.loss, model, batch))
+        log.write(step=session.steps, loss=round(loss, 4), **view_of(session))
         if session.steps % given.digest_every == 0:
             _compare(model, session, log)
         if not stop.decays(session.steps):
             time.sleep(max(begin + given.pace_s - time.monotonic(), 0.0))
+    shards = session.shard_prints()  # before `exact`, which gives standbys what owners have
     with exact(model):
         digest, (val_loss, _) = digest_of(model), task.evaluate(model)
-        log.write(end=session.steps, val_loss=val_loss, digest=digest)
+        log.write(end=session.steps, val_loss=val_loss, digest=digest, scale=program.scale(), shards=shards)
     group.transport.close()
 
 
