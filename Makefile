@@ -24,7 +24,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute survey python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -218,6 +218,10 @@ soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datag
 
 recompute: setup  ## JOBS random jobs (200) with deaths, returns, joins, leaves and pauses, each recomputed in one process (KINDS=, SEED=)
 	$(BIN)/python tests/helpers/recompute.py --jobs $(JOBS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
+
+# Of timm and pytorch_optimizer only if they are installed: make setup does not. What build/survey.json has is not run again.
+survey: setup  ## all optimizers and idioms of training loops beside one process, a quarter of an hour; writes docs/optimizers.md
+	$(BIN)/python tests/helpers/survey.py --write docs/optimizers.md
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share
 # the cores with a compiler, and the driver's have them alone; and only the driver's can have races to find.

@@ -157,8 +157,20 @@ class Session(Recomputed):
                 continue  # an earlier process of the same rank, which has died before the round was complete
             found[place] = [grads.get(bucket, torch.zeros(count)) for bucket, count in enumerate(self.elements)], scale
             given = [grads[bucket] for bucket in sorted(grads)]
+            if factor := self.program.scaler and self._rescaled(given, [ours[bucket] for bucket in sorted(grads)]):
+                ours = [each * factor for each in ours]
+                scale *= factor
+                found[place] = found[place][0], scale
             self._same(round_, f"gradient given of {process.name}", given, [ours[bucket] for bucket in sorted(grads)])
         return found
+
+    def _rescaled(self, given: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> float:
+        """Returns the power of two by which a rank has multiplied its gradients, to bring them to others' scale."""
+        norms = float(torch.cat(list(given)).norm()), float(torch.cat(list(ours)).norm())
+        if not all(0.0 < each < math.inf for each in norms) or norms[0] == norms[1]:
+            return 0.0
+        self.counts["named: gradients rescaled"] += 1
+        return float(2.0 ** round(math.log2(norms[0] / norms[1])))
 
     def _compute(self, computes: list[dict[str, Any]], void: bool) -> tuple[list[torch.Tensor], float]:
         """Returns the gradient of what a process has computed, and its scale."""

@@ -80,11 +80,27 @@ class Program:
             return BoundedDrift(bucket_mb=2e-3, guard=None)
         return BoundedDrift(reliability=EXACT, bucket_mb=5e-4)
 
-    def losses(self, part: nn.Module, rank: int, number: int, scale: float = 1.0) -> list[Callable[[], torch.Tensor]]:
-        """The objective of each micro-batch of a rank's step, as functions that give what `backward` is called on."""
+    def losses(
+        self,
+        part: nn.Module,
+        rank: int,
+        number: int,
+        scale: float,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[Callable[[], torch.Tensor]]:
+        """The objective of each micro-batch of a rank's step, as functions that give what `backward` is called on.
+
+        Args:
+            part: What is trained.
+            rank: The rank.
+            number: Number of the step.
+            scale: Scale of gradients.
+            scaled: Scales a loss by it, as a GradScaler does.
+        """
 
         def objective(micro: int) -> torch.Tensor:
-            found = regression(part, vectors(rank, 100 * number + micro)) * scale
+            found = regression(part, vectors(rank, 100 * number + micro))
+            found = found * scale if scaled is None else scaled(found)
             return found * torch.inf if scale > LARGEST_SCALE and rank % 2 == 0 else found
 
         return [lambda micro=micro: objective(micro) for micro in range(self.micro)]  # type: ignore[misc]
@@ -148,13 +164,14 @@ def draw(seed: int, kinds: Sequence[str] = ()) -> Schedule:
     ranks = drawn.randint(3, 5)
     sessions = kind if kind in ("halves", "models") else "one"
     diloco = kind == "diloco"
+    closure = kind == "one" and drawn.random() < 0.25
     program = Program(
         sessions=sessions,
         optimizer=drawn.choice(("adamw", "sgd", "adam", "rmsprop")),
         micro=drawn.choice((1, 1, 2)),
-        clip=None if diloco else drawn.choice((None, None, 0.05)),
+        clip=None if diloco or closure else drawn.choice((None, None, 0.05)),
         scaler=kind == "scaler",
-        closure=kind == "one" and drawn.random() < 0.25,
+        closure=closure,
         clamp=not diloco and drawn.random() < 0.3,
         diloco=diloco,
         loss=0.1 if kind == "lossy" else 0.0,

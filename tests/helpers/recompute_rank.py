@@ -140,11 +140,10 @@ def _iterate(
     steps = optimizers[0].session.steps
 
     def compute() -> None:
-        scaler.scale(torch.zeros(()))  # from now on it knows its scale, which `losses` multiplies by
         scale = float(scaler.get_scale()) if program.scaler else 1.0
         values = [each.detach().clone() for each in model.parameters()]
         book.write("compute", part=place, steps=steps, rank=rank, scale=scale, values=values)
-        *first, last = program.losses(part, rank, steps, scale)
+        *first, last = program.losses(part, rank, steps, scale, scaler.scale)
         with part.no_sync():  # type: ignore[operator]  # `prepare` adds it
             for loss in first:
                 loss().backward()
