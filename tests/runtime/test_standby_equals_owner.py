@@ -78,6 +78,22 @@ class Noisy(torch.optim.SGD):
         super().step()
 
 
+class Shrinking(torch.optim.SGD):
+    """SGD that shrinks parameters when its base class has stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as users write it
+        super().step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.mul_(0.95)
+
+
+def shrinking(model: nn.Module) -> Optimizer:
+    torch.optim.SGD([torch.zeros(1)])  # from now on, torch calls hooks in the step of the base class, too
+    return Shrinking(model.parameters(), lr=0.05, momentum=0.9)
+
+
 def noisy(model: nn.Module) -> Optimizer:
     return Noisy(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -183,6 +199,7 @@ PROGRAMS = {
     "clip pieces in a pre hook": Program(begin=clip_pieces_in_pre_hook),
     "number of steps as an attribute": Program(make=counting),
     "decay in p.grad, by closure": Program(make=counting, closure=True),
+    "step of a base class": Program(make=shrinking),
     "state.clear()": Program(make=sgd, after=clear_state),
 }
 

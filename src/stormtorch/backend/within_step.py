@@ -40,6 +40,13 @@ def ends() -> None:
     _step.frame = None
 
 
+def on_stack(sought: FrameType, frame: FrameType | None) -> bool:
+    """Returns whether a call is still under way, as seen from one that it may have led to."""
+    while frame is not None and frame is not sought:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextlib.contextmanager
 def closure() -> Iterator[None]:
     """Enters a context in which the step calls its closure, a part of the program: it may call what it likes."""
@@ -70,10 +77,7 @@ def check(what: str) -> None:
         raise CalledWithinStep("a trial is under way", what)
     if _step.frame is None:
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not _step.frame:
-        frame = frame.f_back
-    if frame is None:
+    if not on_stack(_step.frame, sys._getframe(1)):
         _step.frame = None
         return
     raise CalledWithinStep(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,11 +34,37 @@ def take_over(session: Session) -> None:
     _offer_no_sync(session.model)
 
 
+class _Outermost:
+    """Tells a call of `step` from those within it, where an optimizer calls the step of its base class.
+
+    torch calls hooks in both if there has been an optimizer of the base class.
+    """
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+
+    def begins(self, frame: FrameType) -> bool:
+        """Notes the call of a step. Returns False if it is made within another."""
+        if self._frame is not None and within_step.on_stack(self._frame, frame):
+            return False
+        self._frame = frame
+        return True
+
+    def now(self, frame: FrameType) -> bool:
+        """Returns whether a call is the outermost one."""
+        return frame is self._frame
+
+    def ends(self) -> None:
+        """Notes that it ends."""
+        self._frame = None
+
+
 def _hook_optimizer(session: Session, kept: Kept) -> None:
     optimizer_of = weakref.ref(session.optimizer)
+    outermost = _Outermost()
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer is optimizer_of():
+        if optimizer is optimizer_of() and outermost.begins(sys._getframe(1)):
             check_frozen(session.frozen)
             kept.check()
             _look_for_left_out(session)
@@ -50,7 +77,7 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
     def last(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizer is not optimizer_of():
+        if optimizer is not optimizer_of() or not outermost.now(sys._getframe(1)):
             return None
         if session.splits_optimizer:
             within_step.begins(type(optimizer).__name__, sys._getframe(1))
@@ -75,7 +102,8 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
         return (args[0], *map(within, args[1:])), with_closure
 
     def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if optimizer is optimizer_of():
+        if optimizer is optimizer_of() and outermost.now(sys._getframe(1)):
+            outermost.ends()
             within_step.ends()
             for bucket in session.buckets:
                 bucket.clear_pruned()

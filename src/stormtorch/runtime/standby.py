@@ -323,6 +323,9 @@ class Standby:
         kept = dict(optimizer.__dict__)
         groups = [{**each, "params": params} for each, params in zip(taken.settings, self._groups, strict=True)]
         optimizer.__dict__.update(taken.attributes, param_groups=groups, state=self._state)
+        # They belong to the optimizer's own parameters, and the step of a base class would call them.
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        optimizer.__dict__.update(_optimizer_step_pre_hooks=hooks, _optimizer_step_post_hooks=hooks)
         self._randomness.begin(taken.seed)
         try:
             plain_step(optimizer)()
