@@ -8,6 +8,7 @@ whose network really loses them:
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -58,7 +59,8 @@ with stormtorch.faults(loss=arguments.loss, seed=1):
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 if dist.get_rank() == 0:
     if arguments.checkpoint:
-        torch.save(state, arguments.checkpoint)
+        torch.save(state, arguments.checkpoint + ".new")
+        os.replace(arguments.checkpoint + ".new", arguments.checkpoint)  # never half of one in its place
     summary = optimizer.ledger.summary()
     print(f"{summary['steps']} steps, {summary['arrived']:.1%} of the chunks arrived", flush=True)
 dist.destroy_process_group()

@@ -27,15 +27,24 @@ def own_folder(base: str, name: str) -> Path:
 
 
 def write_new(folder: Path, name: str, text: str) -> Path:
-    """Writes a file that only this user can read, and never into one that is there already; returns its path."""
+    """Writes a file that only this user can read, and never into one that is there already; returns its path.
+
+    Raises:
+        OSError: It cannot be written. What a full disk took of it is removed, as half a file would be in the way of
+            whoever reads all files of the folder.
+    """
     path = folder / name
     try:
         descriptor = _create(path)
     except FileExistsError:
         path = folder / f"{path.stem}-{secrets.token_hex(4)}{path.suffix}"
         descriptor = _create(path)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from full_disk import files_up_to
 from stormtorch.backend.flight import DIRECTORY_VARIABLE, Flight
 from stormtorch.errors import PeerSilent
 
@@ -85,3 +86,15 @@ def test_the_name_of_a_group_leads_out_of_no_folder(tmp_path: Path, monkeypatch:
     folder = tmp_path / "a"
     folder.mkdir()
     assert record_of(folder, monkeypatch, tmp_path, name="../../b").parent == folder
+
+
+def test_half_a_record_on_a_full_disk_is_removed_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would keep `stormtorch postmortem` from reading those of the other ranks."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    group: Any = SimpleNamespace(transport=None, name="world", rank=0, ranks=(0, 1))
+    with files_up_to(100):
+        Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
+    assert list(tmp_path.iterdir()) == []
+    assert "could not write the flight record storm-flight-world-rank0" in caplog.text

@@ -36,6 +36,7 @@ _MEETS = re.compile(r"init_process_group\(|env://")
 
 _START = """
 import json
+import os
 from dataclasses import dataclass
 
 import torch

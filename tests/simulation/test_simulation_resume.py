@@ -1,5 +1,7 @@
 """Simulations that are interrupted: whoever goes on from a state comes to the same bits as whoever was left alone."""
 
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from commands import ENVIRONMENT, STORMTORCH
+from full_disk import files_up_to
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, simulate
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
@@ -200,6 +203,50 @@ def test_numbers_of_numpy_do_not_keep_a_state_from_being_read(tmp_path: Path) ->
     with pytest.raises(KeyboardInterrupt):
         Run(BoundedDrift())(**given, checkpoint=tmp_path / "x", advance=stop_after(5, KeyboardInterrupt))
     assert Run(BoundedDrift())(**given, checkpoint=tmp_path / "x").curve == expected.curve
+
+
+@pytest.mark.pure
+def test_a_full_disk_keeps_the_last_whole_state_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed, full = Run(BoundedDrift()), Run(BoundedDrift())
+    expected, state = undisturbed(), tmp_path / "x"
+    with pytest.raises(KeyboardInterrupt):
+        full(checkpoint=state, advance=stop_after(2, KeyboardInterrupt))
+    before = state.read_bytes()
+    # Each of the next steps would save, and so would Ctrl-C.
+    with files_up_to(len(before) // 2), pytest.raises(KeyboardInterrupt):
+        full(checkpoint=state, checkpoint_every_s=0.0, advance=stop_after(6, KeyboardInterrupt))
+    assert state.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [state]
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert said and all(each.startswith(f"cannot write checkpoint {state}: ") for each in said)
+    assert all(each.endswith("; the one before it stays") for each in said)
+    told: list[int] = []
+    found = full(checkpoint=state, advance=lambda spot: told.append(spot.step))
+    assert told[0] == 3
+    assert_same(full, found, undisturbed, expected)
+
+
+@pytest.mark.pure
+def test_results_that_a_full_disk_does_not_take_are_still_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, steps, folder = run_simulations(SMALL), tmp_path / "steps.jsonl", tmp_path / "run"
+    run_simulations(SMALL, checkpoints=folder, ledger=steps)
+    settings = folder / "settings.json"
+    room = 2 * settings.stat().st_size
+    assert room < min(each.stat().st_size for each in (steps, *folder.glob("*-0.json")))
+    for each in folder.glob("*-0.json"):
+        each.unlink()
+    with files_up_to(room):
+        found = run_simulations(SMALL, checkpoints=folder, ledger=steps)
+    assert [each.curve for each in found.results] == [each.curve for each in expected.results]
+    assert list(folder.iterdir()) == [settings]
+    assert all(json.loads(line) for line in steps.read_text().splitlines())  # no half a row
+    said = "\n".join(each.getMessage() for each in caplog.records)
+    assert "cannot write to" in said and "it lacks all rows of lead, seed 0" in said
+    assert "lead-0.json" in said and "the same command would compute it again" in said
 
 
 class Hostile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import threading
@@ -22,12 +23,15 @@ from stormtorch.simulation.outcome import Simulated
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.workers import Workers
 
+_log = logging.getLogger("stormtorch")
+
 
 class Checkpoint:
     """The checkpoint file of one simulation, or of one process's part of it.
 
     Within its context, Ctrl-C waits for the end of the step, as no process can continue from the middle of one. A
-    second Ctrl-C does not wait, and leaves the last checkpoint as it is.
+    second Ctrl-C does not wait, and leaves the last checkpoint as it is. So does a disk that is full: the simulation
+    goes on, says so, and tries again when the next checkpoint is due.
 
     Args:
         path: The file. Each of several processes appends its rank to the name.
@@ -109,9 +113,20 @@ class Checkpoint:
         }
         state = pytree.tree_map(_plain, state)
         state["found"]["ledger"] = found.ledger.state_dict()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path) as beside:
-            torch.save(state, beside)
+        beside, problem = _beside(self._path), None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _write(state, beside)
+        except OSError as error:
+            problem = error
+        # States of different steps would be of no use: all processes replace theirs, or none.
+        if not self._processes.agree(int(problem is not None)):
+            os.replace(beside, self._path)
+            return
+        beside.unlink(missing_ok=True)
+        if problem is not None:
+            kept = "the one before it stays" if self._path.exists() else "there is none yet"
+            _log.warning("cannot write checkpoint %s: %s; %s", self._path, problem.strerror or problem, kept)
 
     def _load(self, training: Workers, found: Simulated) -> int:
         path = self._path
@@ -137,9 +152,36 @@ class Checkpoint:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a second file to write, which then replaces the first: if writing stops midway, the first one remains."""
-    beside = path.with_name(path.name + ".new")
-    yield beside
+    beside = _beside(path)
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())  # some file systems tell only now that there is no room
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     os.replace(beside, path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    """Writes a file that is on the disk when this returns.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk, of which torch itself says that a position is unexpected.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _plain(value: Any) -> Any:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import BadSetting
 from stormtorch.policies.ledger import Ledger
+from stormtorch.results.line_file import LineFile
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.processes import Processes
 from stormtorch.studies.results import SimResult
+
+_log = logging.getLogger("stormtorch")
 
 # Settings that may change from one run to the next: which trainings are asked for, and how fast they are computed.
 _FREE = ("policies", "policy_settings", "seeds", "first_seed", "how", "at_once", "fuse")
@@ -18,6 +22,8 @@ _FREE = ("policies", "policy_settings", "seeds", "first_seed", "how", "at_once",
 
 class Finished:
     """Results by key: a policy and a seed. Only the first process reads and writes; all get what it found.
+
+    A full disk costs what could not be written there, and is warned of: trainings go on.
 
     Args:
         folder: Folder of the results; None keeps nothing.
@@ -61,21 +67,32 @@ class Finished:
         return found
 
     def keep(self, key: str, result: SimResult, ledger: Ledger) -> None:
-        """Writes a result that was just computed."""
+        """Writes a result that was just computed, as far as there is room."""
         if not self._first:
             return
         # Large with many workers, so only where it is wanted.
         rows = None if self._ledger is None else ledger.to_json()
         self._write(result, rows)
-        if self._folder is not None:
-            with replacing(self._folder / f"{key}.json") as beside:
+        if self._folder is None:
+            return
+        path = self._folder / f"{key}.json"
+        try:
+            with replacing(path) as beside:
                 beside.write_text(json.dumps({"result": result.to_json(), "ledger": rows}), encoding="utf-8")
+        except OSError as error:
+            _log.warning("cannot write %s: %s; the same command would compute it again", path, error.strerror or error)
 
     def _write(self, result: SimResult, rows: list[dict[str, Any]] | None) -> None:
         if self._ledger is not None and rows is not None:
             whose = {"policy": result.policy, "seed": result.seed}
-            with self._ledger.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(whose | row) + "\n" for row in rows)
+            file = LineFile(self._ledger)
+            error = file.add("".join(json.dumps(whose | row) + "\n" for row in rows).encode())
+            file.close()
+            if error is not None:
+                _log.warning(
+                    "cannot write to %s: %s; it lacks all rows of %s, seed %d",
+                    *(self._ledger, error, result.policy, result.seed),
+                )
 
 
 def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
