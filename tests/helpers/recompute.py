@@ -2,16 +2,19 @@
 
     python tests/helpers/recompute.py --jobs 200 --seed 1      # or: make recompute JOBS=200 SEED=1
     python tests/helpers/recompute.py --jobs 1 --seed 17       # one of them again
+    python tests/helpers/recompute.py --jobs 0                 # the table of all that build/recompute.json has
 
 Ranks are processes over real sockets. What befalls them follows from the seed; at which instant, also from the clock.
 Each writes down what it gives and gets, and `recompute_check` computes everything else from that: at zero loss equal
-bit for bit, but where a line of the ledger names what is lost. The last line counts what was compared.
+bit for bit, but where a line of the ledger names what is lost. The last lines count what was compared, by kind of job,
+over all portions of a run that `--json` has.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -29,6 +32,7 @@ from recompute_check import check
 from recompute_program import Schedule, draw
 from recompute_rank import run
 from recompute_recording import PLACES, Board
+from recompute_table import Row, kind_of, table
 
 _WITHIN_S = 120.0
 _AFTER_S = 15.0
@@ -160,25 +164,31 @@ def main() -> int:
     parser.add_argument(
         "--kinds", nargs="*", default=[], help="one, halves, models, scaler, diloco, lossy; default: all"
     )
+    parser.add_argument("--json", type=Path, default=Path("build/recompute.json"), help="where results are added")
     parser.add_argument("--keep", type=Path, help="folder for what ranks have written down")
     asked = parser.parse_args()
     warm_start.use()
-    total: Counter[str] = Counter()
+    rows: list[Row] = json.loads(asked.json.read_text()) if asked.json.exists() else []
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
     wrong: list[int] = []
     begin = time.monotonic()
     for seed in range(asked.seed, asked.seed + asked.jobs):
         schedule = draw(seed, asked.kinds)
         start = time.monotonic()
+        found: Counter[str] = Counter()
         try:
-            total += (found := recompute(schedule, asked.keep))
+            found = recompute(schedule, asked.keep)
             said = f"right, {found['rounds']} rounds, {found['views']} views"
         except Differs as error:
             wrong.append(seed)
             said = f"WRONG: {error}"
+        rows = [each for each in rows if (each["seed"], each["kinds"]) != (seed, asked.kinds)]
+        rows.append({"seed": seed, "kinds": asked.kinds, "kind": kind_of(schedule), "said": said, "counts": found})
+        asked.json.write_text(json.dumps(rows, indent=None))
         with contextlib.suppress(ValueError):
             print(f"{seed}: {said}, {time.monotonic() - start:.1f} s ({schedule.words()})", flush=True)
-    print(f"{asked.jobs} jobs, {len(wrong)} wrong {wrong}, {time.monotonic() - begin:.0f} s", flush=True)
-    print(", ".join(f"{what} {count}" for what, count in sorted(total.items())))
+    print(f"{asked.jobs} jobs, {len(wrong)} wrong {wrong}, {time.monotonic() - begin:.0f} s\n", flush=True)
+    print(table(rows))
     return 1 if wrong else 0
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from recompute_books import Differs, Process, check_end, check_waits, read
+from recompute_apart import ModelsApart
+from recompute_books import Differs, Process, check_end, longest_wait, read
 from recompute_program import Schedule
 from recompute_state import Recomputed
 
@@ -31,10 +32,11 @@ def check(schedule: Schedule, folder: Path) -> Counter[str]:
     processes = read(folder)
     counts: Counter[str] = Counter()
     for process in processes:
-        check_waits(process)
+        counts["wait, ms"] = max(counts["wait, ms"], round(1000 * longest_wait(process)))
         check_end(process)
+    kind = ModelsApart if schedule.program.diloco else Session
     for number in range(len(schedule.program.trained(schedule.program.model()))):
-        Session(schedule.program, number, processes, counts).run()
+        kind(schedule.program, number, processes, counts).run()
     ends = [(each.name, record) for each in processes for record in each.records if record["kind"] == "end"]
     if not ends:
         raise Differs("no process has reached the end")
@@ -151,7 +153,7 @@ class Session(Recomputed):
                     latest, used_void = list(computes), void
             if not grads:
                 continue
-            ours, scale = self._compute(latest, used_void)
+            ours, scale = self.compute(latest, used_void)
             place = members.index(rank)
             if place in found and process.name not in here:
                 continue  # an earlier process of the same rank, which has died before the round was complete
@@ -171,21 +173,6 @@ class Session(Recomputed):
             return 0.0
         self.counts["named: gradients rescaled"] += 1
         return float(2.0 ** round(math.log2(norms[0] / norms[1])))
-
-    def _compute(self, computes: list[dict[str, Any]], void: bool) -> tuple[list[torch.Tensor], float]:
-        """Returns the gradient of what a process has computed, and its scale."""
-        if void or not computes:
-            return [torch.zeros(count) for count in self.elements], 0.0
-        parameters = list(self.model.parameters())
-        record = computes[-1]
-        with torch.no_grad():
-            for each, given in zip(parameters, record["values"], strict=True):
-                each.copy_(given)
-        self.model.zero_grad()
-        part = self.program.parts(self.model)[record["part"]]
-        for loss in self.program.losses(part, record["rank"], record["steps"], record["scale"]):
-            loss().backward()
-        return self._flat([each.grad for each in parameters]), float(record["scale"])
 
     def _scale(self, round_: int, given: dict[int, tuple[list[torch.Tensor], float]]) -> float:
         """Returns the scale of all gradients of a round."""

@@ -160,7 +160,7 @@ def draw(seed: int, kinds: Sequence[str] = ()) -> Schedule:
         kinds: Kinds of program from which to draw; empty is all of them.
     """
     drawn = random.Random(seed)
-    kind = drawn.choice(tuple(kinds) or ("one", "one", "one", "halves", "models", "scaler", "lossy"))
+    kind = drawn.choice(tuple(kinds) or ("one", "one", "one", "halves", "models", "scaler", "diloco", "lossy"))
     ranks = drawn.randint(3, 5)
     sessions = kind if kind in ("halves", "models") else "one"
     diloco = kind == "diloco"
@@ -199,7 +199,11 @@ def _events(drawn: random.Random, ranks: int, program: Program) -> list[Event]:
         returns = drawn.choice((0.0, 0.2, 1.0)) if kind == "die" else 0.0
         if not returns and len(alive) <= 2:
             continue
-        point = drawn.choice(("rest", "any") if program.diloco else POINTS) if kind == "die" else "rest"
+        point = (
+            drawn.choice(("rest", "bucket", "arrived", "any") if program.diloco else POINTS)
+            if kind == "die"
+            else "rest"
+        )
         events.append(Event(kind, rank, step, point, drawn.randint(0, 2), returns, members))
         if not returns:
             alive.discard(rank)

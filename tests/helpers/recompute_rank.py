@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it, but its types do not
 
+import recompute_recording_apart as apart
 import stormtorch
 from recompute_program import SILENCE_S, Program, Schedule
 from recompute_recording import Board, Book, watch
@@ -40,6 +41,8 @@ def run(schedule: Schedule, folder: str, rank: int, incarnation: int) -> None:
     book = Book(where / f"book-{rank}-{incarnation}", mine, board)
     logging.getLogger("stormtorch").addHandler(book)
     watch(book)
+    apart.watch(book)
+    book.write("starts")
     bad: Any = faults(loss=schedule.program.loss, seed=schedule.seed) if schedule.program.loss else None
     with bad or contextlib.nullcontext():
         try:
@@ -82,7 +85,7 @@ def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, book: B
         book.order.append(optimizer.session)  # type: ignore[attr-defined]  # `prepare` adds it
     for optimizer in sessions:
         if optimizer.session.view.number == 1:
-            book.view(optimizer.session)
+            apart.view(book, optimizer.session, held=True) if program.diloco else book.view(optimizer.session)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=program.scaler)
     first = sessions[0].session
     while not board.end or first.steps < board.end:

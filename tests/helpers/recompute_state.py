@@ -44,7 +44,6 @@ class Recomputed:
         # Of each process: its records of this session, and those of no session.
         self.views: dict[int, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
         self.rounds: dict[int, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-        self.given: dict[int, dict[int, list[torch.Tensor]]] = defaultdict(dict)
         self.told: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
         self.ranks: dict[str, int] = {}
         for process in processes:
@@ -129,6 +128,21 @@ class Recomputed:
             for slot in slots
             if (begin := max(first, slot.first)) < (end := min(first + count, slot.first + slot.count))
         ]
+
+    def compute(self, computes: list[dict[str, Any]], void: bool) -> tuple[list[torch.Tensor], float]:
+        """Returns the gradient of what a process has computed, and its scale."""
+        if void or not computes:
+            return [torch.zeros(count) for count in self.elements], 0.0
+        parameters = list(self.model.parameters())
+        record = computes[-1]
+        with torch.no_grad():
+            for each, given in zip(parameters, record["values"], strict=True):
+                each.copy_(given)
+        self.model.zero_grad()
+        part = self.program.parts(self.model)[record["part"]]
+        for loss in self.program.losses(part, record["rank"], record["steps"], record["scale"]):
+            loss().backward()
+        return self._flat([each.grad for each in parameters]), float(record["scale"])
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 

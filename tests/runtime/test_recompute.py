@@ -92,3 +92,12 @@ def test_a_single_wrong_number_is_found(
         (tmp_path / book.name).write_bytes(b"".join(pickle.dumps(each) for each in records))
     with pytest.raises(Differs, match=said):
         check(EXACTLY, tmp_path)
+
+
+def test_models_that_are_averaged_rarely_and_their_anchors_are_recomputed() -> None:
+    """A rank dies while parameters of an outer step are on their way, and another begins from a member's model."""
+    events = (Event("die", 1, 4, "bucket", place=1), Event("die", 2, 11, "rest", seconds=0.2, members=3))
+    counts = recompute(Schedule(3, 4, Program(diloco=True, optimizer="adam", micro=2), events))
+    assert counts["outer step"] > 20 and counts["anchors"] > 20 and counts["model"] > 50
+    assert counts["models handed over"] == 1
+    assert not counts["rounded: outer step"] and not counts["rounded: model"]
