@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import select
 import socket
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but its types do not
 
 from stormtorch import Options, connect
+from stormtorch._engine import crc32c_at
 from stormtorch.transport.cards import Card, pack, unpack
 from stormtorch.transport.udp import UdpTransport
 
 HEADER_BYTES = 32
-_FLAGS, _SOURCE, _NUMBER = slice(1, 2), slice(2, 4), slice(12, 16)
+_FLAGS, _SOURCE, _CHECK, _COOKIE, _NUMBER = slice(1, 2), slice(2, 4), slice(4, 8), slice(8, 12), slice(12, 16)
+_SEALED = 8
 
 Lie = Callable[[str, bytes], bytes | None]
 """Returns what is shown under a key instead of what was written there; None shows nothing."""
@@ -74,6 +77,11 @@ class Datagram(NamedTuple):
     def name(self) -> tuple[int, int, bytes]:
         """What may be there once only: who to whom, and the packet number."""
         return self.source, self.target, self.data[_NUMBER]
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it holds a chunk."""
+        return self.data[0] & 15 == 1
 
     @property
     def payload(self) -> bytes:
@@ -214,3 +222,18 @@ def changed(packed: bytes, **changes: Any) -> bytes:
     for name, value in changes.items():
         values[names.index(name)] = value
     return json.dumps(values).encode()
+
+
+def forge(datagram: bytes, cookie: bytes, *, payload: bytes) -> bytes:
+    """A datagram with another content, and the check of who knows the cookie but no key."""
+    secret = int(cookie, 16)
+    header = bytearray(datagram[:HEADER_BYTES])
+    header[_FLAGS] = bytes([header[1] & ~_SEALED])
+    header[_CHECK] = bytes(4)
+    header[_COOKIE] = (secret & 0xFFFFFFFF).to_bytes(4, "little")
+    check = secret >> 32
+    for part in (payload, bytes(header)):
+        held = ctypes.create_string_buffer(part, len(part))
+        check = crc32c_at(ctypes.addressof(held), len(part), check)
+    header[_CHECK] = check.to_bytes(4, "little")
+    return bytes(header) + payload

@@ -1,4 +1,4 @@
-"""Every line of the table of docs/security.md is tried: what each attacker can do, without a key and with one."""
+"""What each attacker of docs/security.md can do, without a key and with one. test_adversaries.py has the table."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,26 +59,6 @@ def undisturbed(world: int) -> list[torch.Tensor]:
 
 def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert all(same_bits(one, other) for one, other in zip(results, expected, strict=True))
-
-
-def bodies(page: str) -> list[str]:
-    """First columns of the table about who can do what."""
-    table = page.partition("## Who can do what\n")[2].split("\n\n")[0]
-    return [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-
-
-def test_the_table_names_those_attackers_who_are_tried_here() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-    assert bodies(page) == [
-        "can send packets to a rank, sees none",
-        "sees the packets of a job",
-        "replays packets, of this job or of an earlier one",
-        "can drop or delay packets",
-        "reaches the store",
-        "reaches the TCP port of a rank",
-        "is a rank of the job, or has its key",
-        "names another address for a rank",
-    ]
 
 
 # --- can send packets to a rank, sees none ---------------------------------------------------------------------------
@@ -287,11 +266,12 @@ def test_who_drops_and_delays_packets_costs_time_and_no_bit(options: Options) ->
         assert_equal(results, expected)
 
 
-def test_a_rank_whose_packets_are_all_dropped_counts_as_gone() -> None:
+@BOTH
+def test_a_rank_whose_packets_are_all_dropped_counts_as_gone(options: Options) -> None:
     with Wire(3) as wire:
         wire.tap = lambda datagram: None if 2 in datagram[:2] else datagram.data
         began = time.monotonic()
-        said = on_ranks(3, summed, replace(SEALED, silence_s=1.0), wire=wire)
+        said = on_ranks(3, summed, replace(options, silence_s=1.0), wire=wire)
     assert time.monotonic() - began < 20.0
     for rank in (0, 1):
         assert isinstance(said[rank], PeerSilent | PeerFailed | PeerLeft) and said[rank].culprit == 2, said[rank]
