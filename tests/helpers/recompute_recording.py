@@ -198,7 +198,7 @@ def watch(book: Book) -> None:
         book.view(self, before=cut.members, spans_before=[each.spans for each in cut.layouts], **lacks)
 
     def final(self: Any, *, within: bool = False) -> None:
-        grads = [bucket.own_grads.clone() for bucket in self.buckets]
+        grads = [bucket.step_grads.clone() for bucket in self.buckets]
         book.reach(self, "taking")
         book.write("final", **book.of(self), grads=grads)
         before["gradients_final"](self, within=within)

@@ -144,6 +144,15 @@ def zero_rows(each: Any) -> None:
     each.grad[: len(each) // 2].zero_()
 
 
+def set_rows(each: Any) -> None:
+    each.grad[: len(each) // 2] = 0.0
+
+
+def halve_and_clip(c: Loop, number: int) -> None:
+    each_grad(set_grad)(c, number)
+    clip_grad_norm_(c.model.parameters(), 0.05)
+
+
 def centre(each: Any) -> None:
     if each.dim() > 1:
         each.grad.sub_(each.grad.mean(dim=1, keepdim=True))
@@ -156,13 +165,17 @@ between("clip_grad_value_", lambda c, _: clip_grad_value_(c.model.parameters(), 
 between("norm by hand, torch.linalg.vector_norm", scale_by_hand)
 between("norm by hand, p.grad.norm()", lambda c, _: scale_by_hand(c, _, lambda grad: grad.norm()))
 between("norm by hand, (p.grad ** 2).sum()", lambda c, _: scale_by_hand(c, _, lambda grad: (grad**2).sum().sqrt()))
-between("p.grad.mul_(0.5)", each_grad(lambda each: each.grad.mul_(0.5)))
-between("p.grad *= 0.5", each_grad(lambda each: each.grad.__imul__(0.5)))
-between("p.grad.data.mul_(0.5)", each_grad(lambda each: each.grad.data.mul_(0.5)))
-between("p.grad = p.grad * 0.5", each_grad(set_grad))
-between("p.grad.data = ...", each_grad(set_data))
+# By momentum, as Adam's updates are the same at every scale of gradients.
+between("p.grad.mul_(0.5)", each_grad(lambda each: each.grad.mul_(0.5)), make=momentum)
+between("p.grad *= 0.5", each_grad(lambda each: each.grad.__imul__(0.5)), make=momentum)
+between("p.grad.data.mul_(0.5)", each_grad(lambda each: each.grad.data.mul_(0.5)), make=momentum)
+between("p.grad = p.grad * 0.5", each_grad(set_grad), make=momentum)
+between("p.grad.data = ...", each_grad(set_data), make=momentum)
+between("p.grad = p.grad * 0.5, then clipping", halve_and_clip, make=momentum)
 between("p.grad = None for some", drop_first)
-between("p.grad[...].zero_()", each_grad(zero_rows))
+between("p.grad = None for some, momentum", drop_first, make=momentum)
+between("p.grad[...].zero_()", each_grad(zero_rows), make=momentum)
+between("p.grad[...] = 0", each_grad(set_rows), make=momentum)
 between("weight decay into p.grad", each_grad(lambda each: each.grad.add_(each.detach(), alpha=0.1)))
 between("gradient centralisation", each_grad(centre))
 between("sign of the gradient", each_grad(lambda each: each.grad.sign_()))

@@ -123,10 +123,21 @@ def test_misuse_is_an_error_that_names_the_setting() -> None:
                     each.grad.mul_(0.5)
         optimizer.step()
 
+    def replaced(model: Vector, optimizer: Any) -> None:
+        model(torch.ones(COUNT)).backward()
+        assert model.numbers.grad is not None
+        model.numbers.grad = model.numbers.grad * 0.5
+        optimizer.step()
+
+    def removed(model: Vector, optimizer: Any) -> None:
+        model(torch.ones(COUNT)).backward()
+        model.numbers.grad = None
+        optimizer.step()
+
     def closure(model: Vector, optimizer: Any) -> None:
         optimizer.step(lambda: 0.0)
 
-    cases: list[Callable[[Vector, Any], None]] = [torchs_own, twice, scaled, closure]
+    cases: list[Callable[[Vector, Any], None]] = [torchs_own, twice, scaled, replaced, removed, closure]
 
     def work(transport: Transport) -> list[str]:
         told = []

@@ -47,6 +47,7 @@ class Bucket:
         self._lay_out()
         self.finite: bool | None = None
         """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
+        self._shares_gradients = False
         self._own(torch.empty(0))
         self.previous: torch.Tensor | None = None
         """Owned parameters before the last step, where `remember` was called."""
@@ -65,6 +66,14 @@ class Bucket:
         # In memory of its own: if a rank dies, the others repeat the exchange from the gradients that they have.
         self.own_grads = torch.zeros_like(self.masters)
         self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
+        shares = self._shares_gradients and wide
+        self.step_grads = self.shard(self.grads, self.rank) if shares else self.own_grads
+        """Averaged gradients of this rank's shard that the optimizer uses."""
+
+    def share_gradients(self) -> None:
+        """Has the optimizer use the memory in which the program sees gradients, once they are shown there."""
+        self._shares_gradients = True
+        self.recut(self.layout, self.rank, torch.empty(0) if self.masters is self.own else self.masters)
 
     def recut(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
         """Gives this rank another shard. Parameters and their gradients stay where they are.
@@ -145,8 +154,8 @@ class Bucket:
                 home.copy_(parameter)
                 parameter.data = home
 
-    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> None:
-        """Puts a gradient back into the bucket if its memory was replaced.
+    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> bool:
+        """Puts a gradient back into the bucket if its memory was replaced. Returns whether it was.
 
         Args:
             place: Place of the parameter in the bucket.
@@ -155,13 +164,14 @@ class Bucket:
         """
         with torch._C.DisableTorchFunctionSubclass():
             if view.data_ptr() == self._homes[place] or not self.layout.slots[place].count:
-                return
+                return False
             with torch.no_grad():
                 slot = self.layout.slots[place]
                 home = self.grads[slot.first : slot.first + slot.count].view(view.shape)
                 if keep:
                     home.copy_(view)
                 view.data = home
+                return True
 
     def collect(self, views: Sequence[torch.Tensor]) -> list[bool]:
         """Puts all parameters' gradients into the bucket, zeros where one has none. Tells whether each has one.
@@ -297,6 +307,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
         self.grads = self.host_grads = self.own_grads = self.host_own_grads = self.grads.new_empty(0)
+        self.step_grads = self.own_grads
         self.grad_views = []
 
     # --- steps beside a running backward ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.norms import Norms
+from stormtorch.runtime.shown import Shown
 from stormtorch.transport.waiting import BACKWARD, doing
 
 
@@ -53,7 +54,7 @@ class GradientCollector:
         self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
         self._views: list[list[torch.Tensor]] = []
         for bucket in buckets:
-            views = list(bucket.grad_views)
+            views = [each.data for each in bucket.grad_views]  # no views to torch, so that detach_() works
             if norms is not None:
                 views = [norms.gradient(bucket, place) for place in range(len(views))]
             self._views.append(views)
@@ -61,6 +62,12 @@ class GradientCollector:
                 before, after = self._hooks(bucket.index, place)
                 parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
                 parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+        self.shown = Shown(buckets, self._views)
+        """What the program sees of averaged gradients, where this rank has those of its shard alone."""
+        if norms is not None:
+            norms.settle, norms.again, norms.averaged = self.settle, self.shown.again, lambda: self.reduced
+            self.shown.foreign = norms.set_otherwise
 
     @property
     def syncing(self) -> bool:
@@ -154,8 +161,7 @@ class GradientCollector:
             self._buckets[index].own_grads.add_(carried)
         self._carried.clear()
         if self._sharded:
-            for bucket in self._buckets:
-                bucket.show_own_gradients()
+            self.shown.show()
         self.reduced = True
 
     def _launch(self, bucket: Bucket) -> None:
@@ -169,10 +175,11 @@ class GradientCollector:
         self.reduced = False
         if not self._sharded:
             return  # every rank has the whole mean, and exchanging it again does not change it
+        self.shown.settle(replace=True)
         for bucket in self._buckets:
             if all(parameter.grad is None for parameter in bucket.parameters):
                 continue
-            carried = bucket.own_grads.clone()
+            carried = bucket.step_grads.clone()
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:
                     for piece in bucket.pieces():
@@ -183,6 +190,22 @@ class GradientCollector:
             bucket.grads.zero_()
 
     # --- for the user -----------------------------------------------------------------------------------------------
+
+    def settle(self, *, replace: bool = True) -> bool:
+        """Takes what the program has made of averaged gradients. Returns whether it has changed any by itself."""
+        return self.reduced and self.shown.settle(replace=replace)
+
+    def present(self, before: Sequence[bool]) -> list[bool]:
+        """Returns whether each parameter has a gradient now.
+
+        Args:
+            before: Whether each had one when backward had ended.
+        """
+        found = list(before)
+        for bucket in self._buckets:
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                found[slot.parameter] = parameter.grad is not None
+        return found
 
     def used(self) -> dict[int, bool]:
         """Whether each parameter, by number, has a gradient on this rank."""

@@ -62,7 +62,17 @@ def watch_scalers() -> None:
                 _note(weakref.ref(self), now.detach().clone(), scaled)
         return scaled
 
+    plain_unscale = torch.amp.GradScaler.unscale_
+
+    @functools.wraps(plain_unscale)
+    def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        session = vars(optimizer).get("session")
+        if session is not None:
+            session.settle_gradients()  # it changes those of the optimizer, and the program may have changed its own
+        plain_unscale(self, optimizer)
+
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
 
 
 def _note(scaler: weakref.ref[torch.amp.GradScaler], scale: torch.Tensor, scaled: Any) -> None:

@@ -146,6 +146,9 @@ class Session(ABC):
         """
         return
 
+    def settle_gradients(self) -> None:  # noqa: B027  # only owners have gradients besides
+        """Takes what the program has made of its gradients since backward, if the optimizer has others."""
+
     def closure_begins(self) -> None:
         """Called when the optimizer calls its closure."""
         return

@@ -66,6 +66,8 @@ class ShardedSession(Session):
         self._whole = owns_whole(optimizer, policy.ownership)
         check_separable(optimizer)
         self.buckets = buckets = self.make_buckets(policy.bucket_mb, whole=self._whole)
+        for bucket in buckets if policy.deadline is None else ():
+            bucket.share_gradients()
         self._standbys = policy.standby if can_follow(optimizer) else 0
         if self._standbys < policy.standby and group.rank == 0:
             _log.warning(
@@ -368,10 +370,18 @@ class ShardedSession(Session):
         """Takes the gradients for the standby, as the optimizer is about to use them."""
         if within:
             self._ready_step()  # anew, as another view may have begun
+        self.settle_gradients()
         if self._standby is not None:
             self._standby.take(self._used, self._seeds, self._refill, self._shards.holding())
             if not within:
                 self._standby.send()
+
+    def settle_gradients(self) -> None:
+        """Takes what the program has made of its gradients since backward, for the optimizer."""
+        if self._gradients.reduced:
+            self._gradients.settle()
+            before, self._used = self._used, self._gradients.present(self._used)
+            self._shards.settle_gradients(before, self._used)
 
     def closure_begins(self) -> None:
         """Lets the program compute gradients within the optimizer's step, with its own random numbers."""

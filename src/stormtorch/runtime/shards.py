@@ -160,12 +160,30 @@ class Shards:
                 stand_in.grad = None
                 continue
             if stand_in.grad is None:
-                stand_in.grad = bucket.within_own(piece, bucket.own_grads).view(stand_in.shape)
-            given = stand_in.grad
+                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
+            given = bucket.within_own(piece, bucket.own_grads)
         if given is None and not self._stepping:
             given = self._spare.grad = torch.zeros_like(self._spare)
         if given is not None and not finite:
             given.view(-1)[0] = torch.nan
+
+    @torch.no_grad()
+    def settle_gradients(self, before: Sequence[bool], used: Sequence[bool]) -> None:
+        """Takes what the program has made of its gradients, and of those of stand-ins.
+
+        Args:
+            before: Whether each parameter had a gradient when backward had ended.
+            used: Whether it has one now.
+        """
+        for bucket, piece, stand_in in self.pieces:
+            home = bucket.within_own(piece, bucket.step_grads)
+            if before[piece.parameter] and not used[piece.parameter]:
+                stand_in.grad = None
+            elif used[piece.parameter] and not before[piece.parameter]:
+                stand_in.grad = home.view(stand_in.shape)
+            elif stand_in.grad is not None and stand_in.grad.data_ptr() != home.data_ptr():
+                home.copy_(stand_in.grad.reshape(-1))
+                stand_in.grad = home.view(stand_in.shape)
 
     def begin_step(self) -> None:
         """Called before the optimizer looks for gradients."""

@@ -188,9 +188,9 @@ class Standby:
     def _take_gradients(self, bucket: Bucket) -> tuple[torch.Tensor, Sequence[Any]]:
         # The optimizer may write into its gradients: copy them first.
         if not bucket.on_gpu:
-            return bucket.taken(bucket.own_grads), ()
+            return bucket.taken(bucket.step_grads), ()
         message = self._messages[bucket.index]
-        moments = bucket.fetch(message, bucket.own_grads)
+        moments = bucket.fetch(message, bucket.step_grads)
         for moment in moments:
             # The optimizer waits for the copy; the program does not.
             torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))

@@ -206,10 +206,11 @@ class TimedSession(ShardedSession):
                 self._shards.begin_step()
                 self._acting += 1
             return
-        if self._versions_given != [bucket.own_grads._version for bucket in self.buckets]:
+        changed = self._versions_given != [bucket.own_grads._version for bucket in self.buckets]
+        if changed or self._gradients.settle() or self._gradients.present(self._used) != self._used:
             raise StormError(
-                "averaged gradients were changed between backward() and step(), as a GradScaler does: under "
-                "a deadline, the step of a late rank is made without its program; set deadline=None"
+                "averaged gradients were changed or removed between backward() and step(), as a GradScaler does: "
+                "under a deadline, the step of a late rank is made without its program; set deadline=None"
             )
         self._ready_step()
 
@@ -217,6 +218,9 @@ class TimedSession(ShardedSession):
         """Takes the gradients for the standby, unless the deputy has made this step."""
         if not self._skips:
             super().gradients_final(within=within)
+
+    def settle_gradients(self) -> None:
+        """Does nothing: what a program changes was refused, and a deputy's gradients are not the program's."""
 
     @torch.no_grad()
     def after_step(self) -> None:
