@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from reference import reduced, same_bits, values
 from stormtorch import Options, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import PeerFailed, RanksMissing
-from stormtorch.transport import attendance, rendezvous, starting
+from stormtorch.transport import addresses, attendance, rendezvous, starting
 from stormtorch.transport.addresses import local_address
 from stormtorch.transport.udp import UdpTransport
 
@@ -71,6 +72,41 @@ def test_an_interface_is_found_by_its_name_or_is_an_address_itself() -> None:
     assert local_address("fe80::1%lo") == "fe80::1%lo"
     with pytest.raises(ValueError, match=r"interface 'nosuch0' does not exist or has no address; .*\blo\b"):
         local_address("nosuch0")
+
+
+def test_an_address_for_all_networks_comes_before_one_of_a_single_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lists the addresses of an interface in any order."""
+    rows = [
+        "fe800000000000000000000000000003 02 40 20 80    other0",
+        "fe800000000000000000000000000001 02 40 20 80     only0",
+        "fe800000000000000000000000000003 02 40 20 80     wide0",
+        "fd000005000000000000000000000009 02 40 00 20     wide0",
+        "fd000005000000000000000000000003 02 40 00 80     wide0",
+    ]
+    table = tmp_path / "if_inet6"
+    monkeypatch.setattr(addresses, "_TABLE", str(table))
+    for order in (rows, rows[::-1]):
+        table.write_text("\n".join(order))
+        assert local_address("wide0") == "fd00:5::3"
+        assert local_address("only0") == "fe80::1%only0"
+
+
+def test_a_link_local_address_is_on_this_machines_interface_whatever_the_peer_calls_its_own() -> None:
+    assert addresses.from_here("fe80::2%enp3s0", "fe80::1%eth0") == "fe80::2%eth0"
+    assert addresses.from_here("fd00::2", "fe80::1%eth0") == "fd00::2"
+    assert addresses.from_here("fe80::2%eth0", "fd00::1") == "fe80::2%eth0"
+    assert addresses.from_here("198.18.0.2", "198.18.0.1") == "198.18.0.2"
+
+
+def test_ranks_of_ipv4_and_of_ipv6_are_told_so_at_once() -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"rank 0 is at 127\.0\.0\.1 and rank 1 is at ::1: no datagram goes from IPv4"):
+        local_world(3, summed, options=[replace(OPTIONS, interface=each) for each in ("lo", "::1", "lo")])
+    assert time.monotonic() - began < 10.0
 
 
 def test_without_an_interface_the_route_to_the_rendezvous_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,14 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Mapping
 
 Address = tuple[str, int]
 """Host and port."""
 _SIOCGIFADDR = 0x8915
+_TABLE = "/proc/net/if_inet6"
+# In it: the scope of one link, and flags (deprecated, tentative, found twice).
+_LINK, _DOUBTFUL = "20", 0x20 | 0x40 | 0x08
 
 
 def addresses(text: str) -> list[Address]:
@@ -61,17 +65,46 @@ def _address_towards(master: str) -> str:
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel only looks up the route
-        return str(probe.getsockname()[0])
+        host, *_, scope = probe.getsockname()
+        # Python leaves out the interface, without which nobody can send from or to a link-local address.
+        return f"{host}%{socket.if_indextoname(scope)}" if family == socket.AF_INET6 and scope else str(host)
 
 
 def _ipv6_of(interface: str) -> str | None:
     try:
-        with open("/proc/net/if_inet6") as table:
+        with open(_TABLE) as table:
             rows = [line.split() for line in table]
     except OSError:
         return None
-    for digits, _, _, scope, _, name in rows:
-        if name == interface:
-            address = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-            return f"{address}%{name}" if scope == "20" else address
-    return None
+    # The kernel lists them in no order. One that it still tries, or keeps for old connections only, comes last.
+    found = [
+        (scope == _LINK, int(flags, 16) & _DOUBTFUL, digits)
+        for digits, _, _, scope, flags, name in rows
+        if name == interface
+    ]
+    if not found:
+        return None
+    link_local, _, digits = min(found)
+    address = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return f"{address}%{interface}" if link_local else address
+
+
+def from_here(host: str, own: str) -> str:
+    """A peer's numeric address, for a process at `own`: a link-local one is on the interface of this machine, whose
+    name may be another than on the peer's.
+    """
+    (name, _, theirs), (_, _, ours) = host.partition("%"), own.partition("%")
+    return f"{name}%{ours}" if theirs and ours else host
+
+
+def check_families(hosts: Mapping[int, str]) -> None:
+    """Raises a ValueError if some ranks have IPv4 addresses, and others IPv6 ones."""
+    six = [rank for rank, host in sorted(hosts.items()) if ":" in host]
+    if not 0 < len(six) < len(hosts):
+        return
+    four = [rank for rank in sorted(hosts) if rank not in six]
+    examples = [f"rank {ranks[0]} is at {hosts[ranks[0]]}" for ranks in (four, six)]
+    raise ValueError(
+        f"{' and '.join(examples)}: no datagram goes from IPv4 to IPv6. Give all ranks addresses "
+        "of one kind, as `interface` in Options or as STORM_SOCKET_IFNAME; an interface that has both is used by IPv4"
+    )

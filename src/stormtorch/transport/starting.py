@@ -10,7 +10,7 @@ from importlib.metadata import version
 from torch.distributed.distributed_c10d import Store
 
 import stormtorch._engine as _engine
-from stormtorch.transport.addresses import line_mbit, local_address
+from stormtorch.transport.addresses import check_families, from_here, line_mbit, local_address
 from stormtorch.transport.cards import Agreement, Card, Job, LinkKeys
 from stormtorch.transport.frames import Answer, Listener
 from stormtorch.transport.keeper import keep_views
@@ -127,10 +127,14 @@ def start(
         options: Settings of this process.
     """
     agreement, key, own = job.agreement, options.key, cards[rank]
+    check_families({slot: card.host for slot, card in cards.items()})
     keys_of = LinkKeys(key, job.cookie, rank, own)
     mode, bytes_per_s = options.rate_mode(loopback=own.loopback)
     slots, lanes = range(job.capacity), range(agreement.lanes + agreement.low)
-    addresses = {slot: card.ports(agreement.lanes, low=agreement.low) for slot, card in cards.items()}
+    addresses = {
+        slot: [(from_here(host, own.host), port) for host, port in card.ports(agreement.lanes, low=agreement.low)]
+        for slot, card in cards.items()
+    }
     endpoint.start(
         rank,
         [[addresses[slot][lane] if slot in cards else ("", 0) for slot in slots] for lane in lanes],

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
 from stormtorch.reliability import Priority
+from stormtorch.transport.addresses import from_here
 from stormtorch.transport.cards import Card, unpack
 from stormtorch.transport.channels import Channels
 from stormtorch.transport.exchange import Arrival, Plan, conclude
@@ -372,7 +373,9 @@ class UdpTransport(EndpointMembership):
 
     def ports_of(self, card: Card) -> list[tuple[str, int]]:
         """Addresses of a process by lane, as many as this rank has."""
-        return card.ports(self.lanes - self.endpoint.low, low=self.endpoint.low)
+        own = self.cards[self.rank].host
+        ports = card.ports(self.lanes - self.endpoint.low, low=self.endpoint.low)
+        return [(from_here(host, own), port) for host, port in ports]
 
     def fits(self, card: Card) -> bool:
         """Whether a process has all the lanes of this job."""
