@@ -1,4 +1,4 @@
-"""A network of IPv6 alone: hosts that have no IPv4 address train, also where each has an address of its link besides."""
+"""A network of IPv6 alone: hosts without IPv4 addresses train, also where each has an address of its link besides."""
 
 import os
 import sys
