@@ -80,8 +80,10 @@ def watch(book: Book) -> None:
         found = update_before(self, memory, per_chunk, combined)
         bucket = getattr(now, "bucket", None)
         if bucket is not None:
-            up, ranks = now.round.up[0], now.round.group.ranks
-            masks = {ranks.index(rank): up.mask(rank) for rank in up.links() if rank != book.rank}
+            ranks = now.round.group.ranks
+            masks = {
+                ranks.index(rank): up.mask(rank) for up in now.round.up for rank in up.links() if rank != book.rank
+            }
             row = about(self, now.call.round)
             book.write("updated", **row, bucket=bucket.index, masks=masks, mean=mean, answer=found.clone())
         return found

@@ -1,7 +1,8 @@
 """Any optimizer works on shards as it does on a whole model, or is refused with a reason."""
 
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from training import (
 pytestmark = pytest.mark.pure
 
 STEPS = 6
+Kind = TypeVar("Kind")
 
 
 class Lion(Optimizer):
@@ -47,6 +49,25 @@ class Lion(Optimizer):
                 state["momentum"].lerp_(parameter.grad, 1.0 - other)
 
 
+class Named(Protocol):
+    """What an optimizer promises beside stepping."""
+
+    def name(self) -> str: ...
+
+
+class Abstract(ABC, torch.optim.AdamW):
+    """As all of pytorch_optimizer are: bases without attributes come before `Optimizer`."""
+
+
+class OfKind(Generic[Kind], torch.optim.AdamW):
+    pass
+
+
+class WithName(Named, torch.optim.AdamW):
+    def name(self) -> str:
+        return "one"
+
+
 BY_ELEMENTS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -56,6 +77,9 @@ BY_ELEMENTS: dict[str, Callable[[Any], Optimizer]] = {
     "adam foreach": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=True),
     "adam fused": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw, with ABC before it": lambda params: Abstract(params, lr=0.01),
+    "adamw, with Generic before it": lambda params: OfKind[int](params, lr=0.01),
+    "adamw, with Protocol before it": lambda params: WithName(params, lr=0.01),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "adamw tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),

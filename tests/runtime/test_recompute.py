@@ -101,3 +101,9 @@ def test_models_that_are_averaged_rarely_and_their_anchors_are_recomputed() -> N
     assert counts["outer step"] > 20 and counts["anchors"] > 20 and counts["model"] > 50
     assert counts["models handed over"] == 1
     assert not counts["rounded: outer step"] and not counts["rounded: model"]
+
+
+def test_rank_that_returns_waits_for_the_next_view_where_another_dies_meanwhile() -> None:
+    events = (Event("die", 2, 7, seconds=0.2), Event("die", 1, 9, seconds=0.2))
+    counts = recompute(Schedule(4, 3, Program(diloco=True, optimizer="rmsprop"), events))
+    assert counts["models handed over"] >= 2

@@ -56,10 +56,20 @@ class Prepared:
 def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
     """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
     kind = type(optimizer)
-    optimizer.__class__ = type(
-        kind.__name__, (Prepared, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+    meta = type("Derived", (_Derived, type(kind)), {})
+    optimizer.__class__ = meta(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     optimizer.__dict__["session"] = session
+
+
+class _Derived(type):
+    """Mixes `Prepared` into classes by the order of methods alone.
+
+    As a base of its own it would come before those without attributes, such as `ABC` and `Generic`, that a class has
+    before `Optimizer`; then Python takes the layouts of objects of both classes for different ones.
+    """
+
+    def mro(cls) -> list[type]:
+        return [cls, Prepared, *super().mro()[1:]]
 
 
 def keep_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:

@@ -267,7 +267,7 @@ class ReplicatedSession(Session):
     def begin_latest(self) -> bool:
         """Goes on with the members of the latest view; newcomers get another rank's model."""
         while (held := self._enter(self.membership.await_view())) is None:
-            self._memories.count_anew(self.round_channel("memories"))
+            pass
         return held
 
     def _enter(self, latest: Any) -> bool | None:
