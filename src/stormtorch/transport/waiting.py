@@ -26,7 +26,11 @@ INTERRUPT_SLICE_S = 0.03
 UNCLEAR_S = 0.3
 """Time for which an interrupted exchange waits for peers that have not been heard to take part in it."""
 ANNOUNCE_AFTER_S = 10.0
-"""Time of waiting while nothing moves after which a rank logs a warning."""
+"""Time of waiting in one call after which a rank logs a warning."""
+SLOW_AGAIN_S = 60.0
+"""Time after which it may say so again where data moves, as on a line that is always slow."""
+SLOW_TRIP_S = 0.5
+"""Round trip from which on a wait is put down to the network."""
 BACKWARD = "backward()"
 # Fraction of that time after which a rank writes into the store what it waits in: before any rank reads it, so that
 # ranks that began to wait at the same time know of each other.
@@ -40,6 +44,8 @@ class _Doing(threading.local):
     what: str | None = None
     elsewhere = False
     aside = False
+    waited_s = 0.0
+    """Time of the waits that have ended in this call."""
 
 
 _doing = _Doing()
@@ -57,7 +63,7 @@ def doing(what: str, *, elsewhere: bool = False) -> Iterator[None]:
     """
     before = _doing.what, _doing.elsewhere
     if _doing.what is None:
-        _doing.what, _doing.elsewhere = what, elsewhere
+        _doing.what, _doing.elsewhere, _doing.waited_s = what, elsewhere, 0.0
     try:
         yield
     finally:
@@ -109,6 +115,8 @@ class Servers:
         self._servers: list[weakref.ref[Server]] = []
         self.parting = False
         """Whether this rank is about to leave."""
+        self.next_slow_s = 0.0
+        """When the rank may say again that it waits although data moves, as `time.monotonic` counts."""
 
     def offer(self, server: Server) -> None:
         """Adds a server, as long as it lives."""
@@ -180,7 +188,7 @@ class Patience:
     def __init__(self, transport: Any, peers: Collection[int]) -> None:
         self._transport = transport
         self._peers = peers
-        self._quiet_since = time.monotonic()
+        self._since = self._quiet_since = time.monotonic()
         self._moved = self._bytes()
         self._written = False
         self._next_s = ANNOUNCE_AFTER_S
@@ -201,23 +209,29 @@ class Patience:
         if moved - self._moved > _NOTHING_BYTES + _NOTHING_BYTES_PER_RANK * self._transport.world:
             self._quiet_since = time.monotonic()
         self._moved = moved
-        quiet_s = time.monotonic() - self._quiet_since
-        if quiet_s >= _WRITE_AFTER * ANNOUNCE_AFTER_S and not self._written:
+        now_s = time.monotonic()
+        quiet_s, waited_s = now_s - self._quiet_since, _doing.waited_s + now_s - self._since
+        if waited_s >= _WRITE_AFTER * ANNOUNCE_AFTER_S and not self._written:
             self._written = True
             self._write(what)
         if quiet_s >= self._next_s:
             self._next_s = max(3 * self._next_s, 3 * ANNOUNCE_AFTER_S)
-            silent = self._silent()
-            if silent:
-                _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, quiet_s, what, silent)
-                return
-            _log.warning(
-                "rank %d has waited %.0f s in %s: %s. All ranks must make this call: has one taken another branch?",
-                *(self._transport.rank, quiet_s, what, self._others()),
-            )
+            self._say(quiet_s, what)
+        elif waited_s >= ANNOUNCE_AFTER_S and now_s >= self._transport.servers.next_slow_s:
+            self._say(waited_s, what, moves=quiet_s < _WRITE_AFTER * ANNOUNCE_AFTER_S)
+
+    def _say(self, waited_s: float, what: str, *, moves: bool = False) -> None:
+        self._transport.servers.next_slow_s = time.monotonic() + SLOW_AGAIN_S
+        told = "" if moves else self._silent()
+        if not told:
+            branch = "" if moves else ". All ranks must make this call: has one taken another branch?"
+            told = self._others() + (self._slow_link() or branch)
+        where = f"{what}, while data moves" if moves else what
+        _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, waited_s, where, told)
 
     def end(self) -> None:
         """Ends the wait, and removes what was written into the store."""
+        _doing.waited_s += time.monotonic() - self._since
         if self._shown:
             self._transport.waits = None
         if self._written:
@@ -233,6 +247,18 @@ class Patience:
         longest = max(heard[peer] for peer in silent)
         majority = "" if standing["quorum"] else ", so that it hears no majority of the ranks and must wait for it"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {longest:.0f} s{majority}"
+
+    def _slow_link(self) -> str:
+        """Says which link is so slow that it explains the wait; empty if none is."""
+        peers = sorted(self._peers)
+        links = [(*link[:3], peer) for peer, link in zip(peers, self._transport.links(peers), strict=True)]
+        round_trip_s, loss, bytes_per_s, peer = max(links, default=(0.0, 0.0, 0.0, 0))
+        if round_trip_s < SLOW_TRIP_S:
+            return ""
+        return (
+            f". The network is slow: a round trip to rank {peer} takes {round_trip_s:.1f} s, {100 * loss:.0f} % of what "
+            f"comes from it are lost, and {bytes_per_s * 8e-6:.1f} Mbit/s go there. Is a queue on the way full?"
+        )
 
     def _bytes(self) -> int:
         health = self._transport.health()
