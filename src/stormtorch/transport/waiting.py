@@ -256,8 +256,8 @@ class Patience:
         if round_trip_s < SLOW_TRIP_S:
             return ""
         return (
-            f". The network is slow: a round trip to rank {peer} takes {round_trip_s:.1f} s, {100 * loss:.0f} % of what "
-            f"comes from it are lost, and {bytes_per_s * 8e-6:.1f} Mbit/s go there. Is a queue on the way full?"
+            f". The network is slow: a round trip to rank {peer} takes {round_trip_s:.1f} s, {100 * loss:.0f} % of "
+            f"what comes from it are lost, and {bytes_per_s * 8e-6:.1f} Mbit/s go there. Is a queue on the way full?"
         )
 
     def _bytes(self) -> int:
