@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it, but its types do not
 
 import stormtorch
-from stormtorch import BoundedDrift, Options
+from stormtorch import BoundedDrift, Options, Policy
 from stormtorch.collectives import Group
 
 
@@ -28,12 +28,13 @@ class How:
     steps: int = 40
     compute_s: float = 0.02
     silence_s: float = 2.0
-    policy: dict[str, Any] = field(default_factory=dict)
+    policy: Policy = field(default_factory=lambda: BoundedDrift(bucket_mb=0.05))
     options: dict[str, Any] = field(default_factory=dict)
-    rejoin: bool = False
     begin: Callable[[Rank], None] | None = None
     """Called before anything else, in the process of the rank."""
     prepared: Callable[[Rank], None] | None = None
+    before: Callable[[Rank, int], None] | None = None
+    """Called before each step with its number."""
     within: Callable[[Rank, int], None] | None = None
     """Called in each step with its number, between forward and backward."""
     after: Callable[[Rank, int], None] | None = None
@@ -69,8 +70,7 @@ class Rank:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(20, 1000), nn.Tanh(), nn.Linear(1000, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-        policy = BoundedDrift(bucket_mb=0.05, **how.policy)
-        stormtorch.prepare(self.model, self.optimizer, policy=policy, group=Group(self.transport))
+        stormtorch.prepare(self.model, self.optimizer, policy=how.policy, group=Group(self.transport))
         self.tell(begins_at=self.session.steps)
         if how.prepared:
             how.prepared(self)
@@ -84,6 +84,8 @@ class Rank:
         self.transport.close()
 
     def step(self, number: int) -> None:
+        if self.how.before:
+            self.how.before(self, number)
         generator = torch.Generator().manual_seed(1000 * number + self.rank)
         inputs = torch.randn(32, 20, generator=generator)
         loss = nn.functional.cross_entropy(self.model(inputs), inputs[:, :3].argmax(1))

@@ -15,6 +15,8 @@ from torch import nn
 import stormtorch
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Policy, exact, prepare, prune
 from stormtorch.collectives import Group, hierarchy
+from stormtorch.errors import Interrupted
+from stormtorch.runtime import pruning
 from stormtorch.runtime.pruning import _largest
 from stormtorch.transport.exchange import Transport
 from stormtorch.transport.simulated import SimulatedNetwork
@@ -33,6 +35,10 @@ POLICIES: dict[str, Policy] = {
 }
 DYING = stormtorch.Options(datagram_bytes=1472, silence_s=2.0)
 Work = Callable[[Any, Any, Any], Any]
+
+
+class Gone(Exception):
+    """Ends the program of a rank that is dead to the others."""
 
 
 class Spreading(torch.optim.Optimizer):
@@ -276,6 +282,38 @@ def test_those_who_live_go_on_pruned_when_a_rank_dies(policy: Policy) -> None:
     assert len(found) == 3
     for zeros, afterwards in found:
         assert torch.equal(zeros, afterwards) and bool(zeros.any())
+
+
+def test_a_rank_that_a_death_keeps_from_pruning_clears_its_state_when_it_gets_the_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim, late = 1, 3
+    agreed = pruning._agreed
+
+    def broken(sessions: Any, *others: Any) -> Any:
+        masks, transport = agreed(sessions, *others), sessions[0].group.transport
+        if transport.rank == victim:
+            transport.network.set_dark(victim, True)
+            raise Gone
+        if transport.rank == late and sessions[0].view.number == 1:
+            raise Interrupted  # what the victim told has not come here
+        return masks
+
+    def work(transport: Any, model: Any, optimizer: Any) -> bool | None:
+        train(model, optimizer, transport.rank, range(HALF))
+        try:
+            prune(model, keep=0.5)
+        except Gone:
+            return None
+        train(model, optimizer, transport.rank, range(HALF, HALF + 1))
+        zeros = zeros_of(model)
+        state = optimizer.state_dict()["state"]
+        momentum = torch.cat([state[each]["momentum_buffer"].flatten() for each in sorted(state)])
+        assert optimizer.session.view.members == (0, 2, 3)
+        return bool(zeros.any()) and not bool(momentum[zeros].any())
+
+    monkeypatch.setattr(pruning, "_agreed", broken)
+    assert on_ranks(DRIFT, work, options=DYING) == [True, None, True, True]
 
 
 @pytest.mark.parametrize("policy", [DRIFT, ModelAveraging()], ids=["drift", "models"])

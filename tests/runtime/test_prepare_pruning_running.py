@@ -1,5 +1,10 @@
 """A process that joins a training whose model was pruned: it gets the masks, too."""
 
+import os
+import signal
+import zlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +12,8 @@ import torch
 from test_prepare_pruning import model_of, train, zeros_of
 from torch import nn
 
+from machine_job import Job
+from machine_rank import How, Rank
 from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Policy, prepare, prune
 from stormtorch.collectives import Group
@@ -35,3 +42,42 @@ def test_a_process_that_joins_prunes_what_the_others_have_pruned(policy: Policy)
     assert float(found[0].float().mean()) > 0.5
     for zeros in found:
         assert torch.equal(zeros, found[0])
+
+
+AT, STEPS = 6, 16
+
+
+def prune_at(rank: Rank, step: int) -> None:
+    if step == AT:
+        prune(rank.model, keep=0.5)
+
+
+def prune_and_die(rank: Rank, step: int) -> None:
+    prune_at(rank, step)
+    if step == AT:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_masks(rank: Rank, step: int) -> None:
+    if step == STEPS - 1:
+        rank.tell(masks=[zlib.crc32(each.kept.numpy().tobytes()) for each in rank.session.buckets])
+
+
+@pytest.mark.parametrize(
+    "policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()], ids=lambda policy: type(policy).__name__
+)
+def test_a_rank_that_returns_at_the_very_step_of_the_pruning_waits_for_nobody(policy: Policy, tmp_path: Path) -> None:
+    """Its program prunes at that step as those of the others do, which have done so before it came."""
+    how = How(steps=STEPS, silence_s=30.0, policy=policy, before=prune_at, after=tell_masks)
+    with Job(tmp_path, how, {2: replace(how, before=prune_and_die)}) as job:
+        assert job.ranks[2].end() == -signal.SIGKILL
+        job.ranks[2] = job.start(2, how)
+        assert [each.end() for each in job.ranks] == [0, 0, 0]
+        for each in job.ranks:
+            assert each.told("masks") == job.ranks[0].told("masks") != []
+            if isinstance(policy, GradientAveraging):  # nothing brings replicas together, which is said
+                assert "differs from the others from now on" in str(each.told("events"))
+            else:
+                assert each.told("values") == job.ranks[0].told("values")
+            assert each.told("members") == [[0, 1, 2]]
+        assert job.ranks[2].told("begins_at") in ([AT], [AT + 1])

@@ -24,7 +24,8 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
 
     What is pruned stays zero, in the optimizer's state too, and does not travel any more: gradients and parameters of
     later steps take as many bytes less. All ranks call it between two steps, with the same arguments. Called again
-    with a smaller `keep`, it prunes more.
+    with a smaller `keep`, it prunes more. A process that comes right after the others have pruned has what they have:
+    its own call at that step waits for nobody.
 
     The largest are those of largest magnitude in the parameters that `exact` gives, over all of them together. Under
     `GradientAveraging`, which has no common values, the lowest rank's count.
@@ -62,8 +63,9 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
     chosen = None if parameters is None else {id(each) for each in parameters}
     before = [session.prunings for session in sessions]
     with doing("prune()"):
+        ahead = any([session.pruned_already() for session in sessions])
         # If a rank is gone meanwhile, some have pruned and others have not: the next view gives these the masks.
-        while any(session.prunings == count for session, count in zip(sessions, before, strict=True)):
+        while not ahead and any(session.prunings == count for session, count in zip(sessions, before, strict=True)):
             try:
                 masks = _agreed(sessions, _masks(sessions, chosen, keep), keep)
                 for session, each in zip(sessions, masks, strict=True):

@@ -233,7 +233,7 @@ class ReplicatedSession(Session):
                 for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
                     state = self.optimizer.state.get(parameter, {})
                     clear_pruned(state, bucket.kept.narrow(0, slot.first, slot.count))
-        self.prunings += 1
+        self.count_pruning()
         self._begin_view()
 
     # --- ranks that come and go --------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class ReplicatedSession(Session):
             membership.enter(latest, self.steps_of_rounds())
             if newcomers:
                 self._hand_over(members.index(root), new=group.transport.rank in newcomers)
-            self.learn_masks(told)
+            self.learn_masks(told, new=not holds)
             memories.move(
                 self.channel("memories", interruptible=True),
                 latest.number,
@@ -322,6 +322,11 @@ class ReplicatedSession(Session):
         memories.settle()
         self.forget_channels()
         words = self.told_of(before, members, newcomers)
+        if newcomers and self.policy.sends == "gradients":
+            words += (
+                ", and differs from the others from now on: it lacks their optimizer state and perhaps an update, and "
+                f"{type(self.policy).__name__} brings no replicas together"
+            )
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
         self.taken({rank: each["carried"] for rank, each in told.items()})

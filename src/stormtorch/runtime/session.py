@@ -109,6 +109,10 @@ class Session(ABC):
         self.buckets: list[Bucket] = []
         self.prunings = 0
         """How often parameters have been pruned; a rank with fewer gets its masks when a view begins."""
+        self._pruned_at = (0, 0)
+        """Step before which parameters were pruned last, and how often they were before it."""
+        self._pruned_ahead = (0, 0)
+        """The same, of calls that other ranks had made when this process came: its program makes them once more."""
         self.scaling = LossScale()
         """The loss scale of the gradients, where ranks exchange gradients."""
         self.looked = False
@@ -418,7 +422,7 @@ class Session(ABC):
     def given(self) -> dict[str, str]:
         """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
         # As text: torch does not unpack bytes from data that it must not trust.
-        own = {_PRUNINGS: str(self.prunings)} if self.prunings else {}
+        own = {_PRUNINGS: " ".join(map(str, (self.prunings, *self._pruned_at)))} if self.prunings else {}
         if scale := self.scaling.told():
             own[_SCALE] = scale
         return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
@@ -446,19 +450,24 @@ class Session(ABC):
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
         return bool(words)
 
-    def learn_masks(self, told: Mapping[int, Mapping[str, Any]]) -> None:
+    def learn_masks(self, told: Mapping[int, Mapping[str, Any]], *, new: bool) -> bool:
         """Gives members that have come since, or were away, the masks of what is pruned. All members take part.
 
         Args:
             told: What each rank has told in the beginning of the view, which this rank has entered.
+            new: Whether this rank comes from elsewhere, so that its program is at the beginning of the step.
+
+        Returns:
+            Whether this rank got masks.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
         """
         members = self.view.members
-        counts = [int(told[rank]["carried"].get(_PRUNINGS, 0)) for rank in members]
+        said = [tuple(map(int, told[rank]["carried"].get(_PRUNINGS, "0 0 0").split())) for rank in members]
+        counts = [count for count, *_ in said]
         if min(counts) == max(counts):
-            return
+            return False
         group = self.channel("masks", interruptible=True)
         for bucket in self.buckets:
             kept = torch.ones(bucket.layout.elements, dtype=torch.uint8, device="cpu")
@@ -467,7 +476,26 @@ class Session(ABC):
             self.hand(group, kept, counts.index(max(counts)))
             if self.prunings < max(counts) and not bool(kept.all()):
                 bucket.prune(kept.bool())
-        self.prunings = max(counts)
+        learns = self.prunings < max(counts)
+        self.prunings, *pruned_at = max(said)
+        self._pruned_at = pruned_at[0], pruned_at[1]
+        if new:
+            self._pruned_ahead = self._pruned_at
+        return learns
+
+    def count_pruning(self) -> None:
+        """Notes that parameters have been pruned once more."""
+        step, times = self._pruned_at
+        self._pruned_at = self.steps, times + 1 if step == self.steps else 1
+        self.prunings += 1
+
+    def pruned_already(self) -> bool:
+        """Whether the others have made this call of `prune` before this process came, which then has their masks."""
+        step, times = self._pruned_ahead
+        if step != self.steps or times == 0:
+            return False
+        self._pruned_ahead = step, times - 1
+        return True
 
     @abstractmethod
     def prune(self, masks: Sequence[torch.Tensor]) -> None:

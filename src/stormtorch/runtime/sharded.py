@@ -468,7 +468,7 @@ class ShardedSession(Session):
         for holding in (held.own, held.followed):
             if holding is not None:
                 holding.clear_pruned(self.buckets)
-        self.prunings += 1
+        self.count_pruning()
         self._held.clear()
         self._begin_view(held.followed)
 
@@ -502,9 +502,12 @@ class ShardedSession(Session):
             if held is None:
                 self.take_scale(hello.told[hello.giver(members)])
             self.machines = hello.machines
-            self.learn_masks(hello.told)
+            learns = self.learn_masks(hello.told, new=held is None)
             self._recut(after, moved.masters)
             self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
+            for holding in (self._shards.holding(), moved.followed) if learns else ():
+                if holding is not None:
+                    holding.clear_pruned(self.buckets)
             self._begin_view(moved.followed)
             self._held[latest.number] = self._holds()
             self._share_all(hello, members)
