@@ -34,6 +34,12 @@ inline void define_view(nb::module_& m) {
         .def_ro("number", &View::number)
         .def_prop_ro("members", [](const View& v) { return to_pairs(v.members); })
         .def_prop_ro("joined", [](const View& v) { return to_pairs(v.joined); })
+        .def_prop_ro("blank",
+                     [](const View& v) {
+                         std::vector<std::uint16_t> all;
+                         for (const std::uint16_t rank : v.blank) all.push_back(rank);
+                         return all;
+                     })
         .def_prop_ro("leaving", [](const View& v) { return to_pairs(v.leaving); })
         .def_prop_ro("starts", [](const View& v) {
             std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>> all;

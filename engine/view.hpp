@@ -36,7 +36,8 @@ struct View {
     std::uint32_t number{};
     std::vector<Member> members{};  // by rising rank
     std::vector<Member>
-        joined{};  // those of the members who were not in the view before: they hold nothing of its state
+        joined{};   // those of the members who were not in the view before: they hold nothing of its state
+    Ranks blank{};  // of the members: those that hold nothing, because they joined with it or since
     std::vector<Member> leaving{};  // no members: they hand over what they own, and go
     std::vector<Start> starts{};    // by rising session
 

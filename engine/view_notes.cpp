@@ -48,6 +48,7 @@ public:
             if (who.incarnation != 0) number(who.incarnation);
         }
         ranks(joined);
+        ranks(view.blank);
         members(view.leaving);
         number(static_cast<std::uint8_t>(view.starts.size()));
         for (const Start& start : view.starts) {
@@ -140,6 +141,8 @@ public:
         for (const Member who : view.members) {
             if (joined.has(who.rank)) view.joined.push_back(who);
         }
+        view.blank = ranks();
+        require(all.contains(view.blank) && view.blank.contains(joined));
         view.leaving = members(most_leaving);
         for (std::size_t i = 0; i < view.leaving.size(); ++i) {
             require(i == 0 || view.leaving[i - 1].rank < view.leaving[i].rank);

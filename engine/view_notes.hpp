@@ -13,7 +13,7 @@
 namespace storm {
 
 // Bounds that keep every note within `most_note_bytes`, with 256 ranks that all have been restarted.
-inline constexpr std::size_t most_note_bytes = 1100;
+inline constexpr std::size_t most_note_bytes = 1140;
 inline constexpr std::size_t most_sessions = 24, most_leaving = 16, most_asks = 16, most_card_bytes = 400;
 
 // Who proposes, for the how manieth time. No two proposals have the same.

@@ -199,6 +199,7 @@ void Views::try_vote(Nanos now) {
         std::sort(own.value.leaving.begin(), own.value.leaving.end());
         // Those who hold nothing must not begin anew without those who hold something: they wait for them.
         if (!latest_.starts.empty() && (own.holders & among).empty()) return abandon(now);
+        own.value.blank = own.value.ranks() - (own.holders & choice.stay);
         own.value.starts = own.starts(among);
         // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.
         own.value.number = quorum ? latest_.number + 1 : (latest_.number | 0xffffU) + 1;

@@ -12,6 +12,7 @@ View largest_view() {
     View view{.number = 0xffff'fffe};
     for (std::uint16_t rank = 0; rank < 256 - most_leaving; ++rank) view.members.push_back({rank, 0xffff});
     view.joined = view.members;
+    view.blank = view.ranks();
     for (std::uint16_t rank = 256 - most_leaving; rank < 256; ++rank) view.leaving.push_back({rank, 9});
     for (std::uint32_t session = 0; session < most_sessions; ++session) view.starts.push_back({session, ~0ULL, 7});
     return view;

@@ -143,7 +143,7 @@ class Session(Recomputed):
                 if kind == "iteration":
                     computes, void = [], False
                 elif kind == "compute" and (self.program.sessions != "models" or record["part"] == self.number):
-                    computes = [record]
+                    computes, void = [record], False
                 elif record.get("session") != self.number:
                     continue
                 elif kind == "changed" and not record["held"]:

@@ -31,7 +31,7 @@ class GradientSession(ReplicatedSession):
         self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
-        self._exchanging = False
+        self._exchanging = self._unstepped = False
         if self.membership.newcomer:
             self.change()
 
@@ -44,6 +44,8 @@ class GradientSession(ReplicatedSession):
         self.begin(bucket)
 
     def _finish(self) -> None:
+        if self.left_out():
+            return
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or a return, may have left some.
         self._row = Row(self.steps, events=self._row.events)
@@ -53,8 +55,11 @@ class GradientSession(ReplicatedSession):
                 # This rank was cut off. Once it is back, it sends the gradients that it has.
                 for bucket in self.buckets:
                     self._start(bucket)
+                if self.left_out():
+                    break
         finally:
             self._exchanging = False
+        self._unstepped = True
         self._waited_s = time.perf_counter() - began
 
     def _exchange(self) -> bool:
@@ -79,6 +84,7 @@ class GradientSession(ReplicatedSession):
     def after_step(self) -> None:
         """Completes the row of the step: every rank has applied what it got."""
         row = self._row
+        self._unstepped = False
         row.step = self.steps
         self.steps += 1
         self.complete_row(row, self._waited_s)
@@ -88,9 +94,19 @@ class GradientSession(ReplicatedSession):
         """Whether this rank exchanges nothing, and begins no view."""
         return not (self._exchanging or self._entering)
 
+    @property
+    def rests(self) -> bool:
+        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        return not self._unstepped
+
+    def may_change(self) -> bool:
+        """Whether a view can begin with this session: a round that has begun ends in its own."""
+        return super().may_change() and not self._open
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
         self._gradients.clear(set_to_none)
+        self._unstepped = False  # a step that was skipped will not come
         self.forget_personal(set_to_none=set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

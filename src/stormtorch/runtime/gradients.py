@@ -215,6 +215,10 @@ class GradientCollector:
             for slot, used in zip(bucket.layout.slots, self._used[bucket.index], strict=True)
         }
 
+    def started(self, bucket: Bucket) -> bool:
+        """Whether this backward has begun the exchange of a bucket."""
+        return self._running and self._started[bucket.index]
+
     def came(self, bucket: Bucket) -> bool:
         """Whether this backward has brought a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)

@@ -79,6 +79,8 @@ class Membership:
             latest = self._transport.view()
             assert latest is not None, "a process that was there from the start knows the first view"
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
+        self.lacks = False
+        """Whether the view has members that wait for a turn to begin, and take no part before."""
         self._transport.enroll(self._id, 0, self.settled)
         weakref.finalize(self, _withdraw, self._transport, self._id).atexit = False
 
@@ -115,6 +117,17 @@ class Membership:
         """Whether another view begins now for this rank, or has begun without it, or it has waited too long for one."""
         latest = self._transport.view()
         return latest is not None and (self._due(latest) or self._given_up())
+
+    def up_to_date(self) -> bool:
+        """Whether this session is in the latest view, or can begin it now."""
+        latest = self._transport.view()
+        return latest is not None and (latest.number <= self.view.number or self._due(latest))
+
+    def away(self) -> bool:
+        """Whether the others have gone on without this rank, so that what it holds is of no worth to them."""
+        latest = self._transport.view()
+        later = latest is not None and latest.number > self.view.number
+        return later and (not self._transport.inside() or self.blank())
 
     def cut_off(self) -> bool:
         """Whether the others have gone on without this rank."""
@@ -166,6 +179,10 @@ class Membership:
                 return base, rounds
         return 0, self.round
 
+    def waiting(self, latest: Any) -> list[int]:
+        """Returns the members of a view that hold nothing: they come in where a turn begins."""
+        return self._within(latest.blank)
+
     def takes_part(self, latest: Any) -> list[int]:
         """Returns the members of a view and the ranks that leave with it: all who move shards."""
         return sorted({*self._members(latest), *self._within([rank for rank, _ in latest.leaving])})
@@ -178,9 +195,20 @@ class Membership:
         """Whether this rank has been away, or is new, so that what it holds is of no worth to the others."""
         return bool(self._transport.blank(self._id))
 
-    def enter(self, latest: Any, step: int) -> None:
-        """Goes on to a view. It is settled once every member is known to have what it needs for it."""
-        self.view = View(latest.number, self._members(latest), step, self.base(latest)[0])
+    def enter(self, latest: Any, step: int, members: Sequence[int]) -> None:
+        """Goes on to a view. It is settled once every member is known to have what it needs for it.
+
+        Args:
+            latest: One of the engine's views.
+            step: Optimizer steps at which it begins.
+            members: Its members, without those that wait for a turn to begin.
+        """
+        self.view = View(latest.number, tuple(members), step, self.base(latest)[0])
+        self.lacks = len(members) < len(self._members(latest))
+
+    def pass_over(self, latest: Any) -> None:
+        """Waits for a later view, as this rank is not taken into that one."""
+        self.view = View(latest.number, (), 0)
 
     def settle(self, rounds: int) -> bool:
         """Begins the view that was entered, at the given round: every member has what it needs for it.

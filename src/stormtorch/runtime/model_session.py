@@ -54,8 +54,8 @@ class ModelSession(ReplicatedSession):
             steps=lambda: self.steps if policy.pace == "together" else self.steps_of_rounds(),
             ready=self.at_rest,
             serve=lambda _call: self._take_part(),
-            due=lambda: self.at_rest() and self.membership.due(),
-            change=self.change,
+            due=lambda: self.turns.due(self),
+            change=lambda: self.turns.change(self),
         )
 
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +118,8 @@ class ModelSession(ReplicatedSession):
         for bucket in reversed(fragment):
             bucket.bring_home()
             self.begin(bucket)
+        if self.left_out():
+            return
         if self._standing.takes:
             self._made[self._turn] = 0
         self._digest = self._rounds.hyperparameters.digest(anywhere=True)
@@ -141,8 +143,8 @@ class ModelSession(ReplicatedSession):
         row, waited_s = self._row, self._gate.waited_s
         here = self.complete(telling, row, self._nominal(), self._digest)
         self.complete_row(row, waited_s)
-        if not here:
-            self.change()
+        if not here and not self.turns.misses(self):
+            self.turns.change(self)
         self.sample(self._nominal() + 1)
 
     def _begin_view(self) -> None:
@@ -169,6 +171,12 @@ class ModelSession(ReplicatedSession):
     def at_rest(self) -> bool:
         """Whether no round is under way, and no view begins."""
         return self._gate.is_open and self._telling is None and not self._entering
+
+    def switch(self) -> None:
+        """Begins the latest view where another session's round is about to begin; what is under way ends before."""
+        self.wait()
+        if self.membership.due():
+            self.change()
 
     # --- for the user ------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ class ModelSession(ReplicatedSession):
                         self._buffers.become(taken[1])
                 return
             except Interrupted:
-                self.change()
+                self.turns.change(self)
 
     def _means(self) -> list[torch.Tensor]:
         for device in {bucket.device for bucket in self.buckets if bucket.on_gpu}:

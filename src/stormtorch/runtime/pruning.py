@@ -71,8 +71,7 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
                 for session, each in zip(sessions, masks, strict=True):
                     session.prune(each)
             except Interrupted:
-                for session in sessions:
-                    session.change()
+                sessions[0].turns.change(sessions[0])
     buckets = [bucket for session in sessions for bucket in session.buckets]
     return sum(bucket.travels for bucket in buckets) / sum(_elements(bucket) for bucket in buckets)
 

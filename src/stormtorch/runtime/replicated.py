@@ -60,8 +60,8 @@ class ReplicatedSession(Session):
         self._row = Row(0)
         self._scale = UNKNOWN
         self._buffers = buffers_of(model)
-        self._open = False
-        """Whether a round has begun and not ended."""
+        self._open = self._missed = False
+        """Whether a round has begun and not ended; and whether this rank, which was away, leaves it out."""
         self._ready = 0
         """The latest view for which this rank has what it needs."""
         self.ledger.attend(group.rank, self.wait)
@@ -116,9 +116,11 @@ class ReplicatedSession(Session):
         """Begins to exchange a bucket's vector."""
         if not self._open:
             self._open = True
-            while not self.membership.complete():
-                self.change()
-            self._stand()
+            self._take_turn()
+            if not self._missed:
+                self._stand()
+        if self._missed:
+            return
         group = self._groups[bucket.index]
         if not self._orders:
             # All at once: buckets may begin in another order on another rank, and must have the same owners there.
@@ -127,6 +129,25 @@ class ReplicatedSession(Session):
         turned = group if order == list(range(group.size)) else group.turned(order)
         seed = self.membership.round * group.size + group.rank
         self._averages.start(bucket, turned, self._standing, seed)
+
+    def _take_turn(self) -> None:
+        """Waits until this rank's round can begin, or leaves it out because it was away in the midst of a turn."""
+        self.turns.begin(self)
+        try:
+            while self.turns.wants_view(self) or not self.membership.complete():
+                if self.turns.misses(self):
+                    self._missed = True
+                    break
+                self.turns.change(self)
+            self.turns.made(self)
+        finally:
+            self.turns.end()
+
+    def left_out(self) -> bool:
+        """Whether this rank leaves out the round that it has begun, which then ends."""
+        missed, self._missed = self._missed, False
+        self._open = self._open and not missed
+        return missed
 
     def made(self) -> int:
         """Returns the optimizer steps that this rank has made since it last took part in a round like this one."""
@@ -267,14 +288,14 @@ class ReplicatedSession(Session):
     def begin_latest(self) -> bool:
         """Goes on with the members of the latest view; newcomers get another rank's model."""
         while (held := self._enter(self.membership.await_view())) is None:
-            pass
+            self.turns.catch_up(self)
         return held
 
     def _enter(self, latest: Any) -> bool | None:
         """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""
-        membership, group = self.membership, self.moving(latest)
+        membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
-        members = membership.members_of(latest)
+        members, waiting = membership.members_of(latest), membership.waiting(latest)
         before = membership.view.members
         holds = not membership.blank() and base in (self._ready, membership.settled)
         memories = self._memories
@@ -286,10 +307,20 @@ class ReplicatedSession(Session):
             "carried": self.given(),
             "members": memories.members(),
             "names": memories.names(),
+            "open": self.turns.takes_in(latest.number),
         }
         try:
+            group = self.moving(latest, without=() if rank in waiting else waiting)
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
-            if group.transport.rank not in members:
+            if not all(each["open"] for each in told.values() if each["holds"]):
+                members = tuple(each for each in members if each in told and told[each]["holds"])
+                if rank in membership.members_of(latest) and rank not in members:
+                    membership.pass_over(latest)
+                    return None
+            elif waiting and rank not in waiting:
+                group = self.moving(latest)
+                told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+            if rank not in members:
                 self.leave()
             there = [rank for rank in members if told[rank]["holds"]]
             if not there:
@@ -300,9 +331,9 @@ class ReplicatedSession(Session):
             if not holds:
                 self.count_from(max(int(told[rank]["steps"]) for rank in there))
                 self.take_scale(told[root])
-            membership.enter(latest, self.steps_of_rounds())
+            membership.enter(latest, self.steps_of_rounds(), members)
             if newcomers:
-                self._hand_over(members.index(root), new=group.transport.rank in newcomers)
+                self._hand_over(members.index(root), new=rank in newcomers)
             self.learn_masks(told, new=not holds)
             memories.move(
                 self.channel("memories", interruptible=True),

@@ -32,6 +32,7 @@ from stormtorch.runtime.prepared import trained
 from stormtorch.runtime.recorder import Recorder
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.scaling import LossScale, Scale
+from stormtorch.runtime.turns import turns_of
 from stormtorch.transport.waiting import doing
 
 _log = logging.getLogger("stormtorch")
@@ -72,6 +73,7 @@ class Session(ABC):
         self.steps = 0
         """Optimizer steps so far."""
         self.membership = Membership(group, name, policy.give_up_s, policy.priority)
+        self.turns = turns_of(group.transport)
         self.recorder: Recorder | None = None
         """Makes the records of this process; None on a simulated network."""
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
@@ -312,6 +314,7 @@ class Session(ABC):
         with doing("leave()"), contextlib.suppress(Left):
             while True:
                 self.change()
+        self._gone = True
 
     def leave(self) -> NoReturn:
         """Leaves the job: this session has handed over what it owned, and now the others of this rank do.
@@ -327,6 +330,19 @@ class Session(ABC):
     @abstractmethod
     def at_rest(self) -> bool:
         """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        return True
+
+    def may_change(self) -> bool:
+        """Whether a view can begin with this session where another one's round is about to begin."""
+        return self.rests and not (self._gone or self._entering)
+
+    def switch(self) -> None:
+        """Begins the latest view where another session's round is about to begin."""
+        self.change()
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -397,11 +413,16 @@ class Session(ABC):
                 words += f"; rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {what}"
         return words
 
-    def moving(self, latest: Any) -> Group:
-        """Returns all ranks that take part in the beginning of a view, with those that leave."""
-        name = f"{self.name}/{latest.number}/moving"
+    def moving(self, latest: Any, without: Sequence[int] = ()) -> Group:
+        """Returns all ranks that take part in the beginning of a view, with those that leave.
+
+        Args:
+            latest: One of the engine's views.
+            without: Members that wait for a turn to begin.
+        """
+        name = f"{self.name}/{latest.number}/moving{'/first' if without else ''}"
         self._channels_used.add(name)
-        ranks = self.membership.takes_part(latest)
+        ranks = [rank for rank in self.membership.takes_part(latest) if rank not in without]
         stop = functools.partial(self.membership.obsolete, latest.number)
         return Group(
             self.group.transport,
@@ -608,6 +629,7 @@ class Session(ABC):
 def register(session: Session) -> None:
     """Makes a session one of its model's."""
     _sessions.setdefault(session.model, []).append(weakref.ref(session))
+    session.turns.add(session)
 
 
 def sessions_of(model: nn.Module) -> list[Session]:

@@ -81,7 +81,7 @@ class ShardedSession(Session):
         self._lead = 0.0
         self._buffers = buffers_of(model)
         self._row = Row(0)
-        self._exchanging = self._unstepped = False
+        self._exchanging = self._unstepped = self._misses = False
         self._calls_made = False
         self._held: dict[int, Held] = {}
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
@@ -184,8 +184,8 @@ class ShardedSession(Session):
             # From its exchange of gradients to its end, this rank waits for others within the step.
             going_on=lambda: self._exchanged == self.steps and not is_elsewhere(),
             serve=lambda call: self._owned.take_part(call, self._calls.group),
-            due=lambda: self.at_rest() and self.membership.due(),
-            change=self.change,
+            due=lambda: self.turns.due(self),
+            change=lambda: self.turns.change(self),
         )
 
     def _first_followed(self) -> Holding | None:
@@ -234,22 +234,41 @@ class ShardedSession(Session):
         # Keep events: an earlier backward of this step, or the beginning of a view, may have left some.
         self._row = Row(self.steps, events=self._row.events, view_wait_s=self._row.view_wait_s)
         self._exchanging = True
+        self.turns.begin(self)
         try:
             while not self._round(self._row):
-                if not self.change():
-                    # It comes back with other parameters than those of its gradients, and others got its samples.
-                    for bucket in self.buckets:
-                        bucket.grads.zero_()
-                        bucket.finite = True
+                if self.turns.misses(self) and self.policy.deadline is None:
+                    self._miss()
+                    break
+                if not self.turns.change(self):
+                    self._drop_gradients()
                 for bucket in self.buckets:
                     self._reduce(bucket)
+            self.turns.made(self)
         finally:
             self._exchanging = False
+            self.turns.end()
         self._unstepped = True
         self._row.gradient_wait_s = time.perf_counter() - began
 
+    def _drop_gradients(self) -> None:
+        """Forgets this rank's gradients: it comes back with other parameters, and others got its samples."""
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+            bucket.finite = True
+
+    def _miss(self) -> None:
+        """Leaves out a round and the step: the others have gone on without this rank, which comes in with a turn."""
+        self._drop_gradients()
+        self._gradients.recut()
+        self._shards.clear_gradients()
+        self._misses = self._norms.idle = True
+
     def _round(self, row: Row) -> bool:
         """Ends the exchange of gradients and reports. Returns False if another view begins with it."""
+        if self.turns.wants_view(self):
+            self._reduction.abandon()
+            return False
         self._exchanged = self.steps
         rounds = self._rounds
         samples_S = rounds.drift.read()
@@ -346,6 +365,10 @@ class ShardedSession(Session):
         """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
+        if self._misses:
+            self._shards.clear_gradients()
+            self._shards.begin_step()
+            return
         self._ready_step()
 
     def _ready_step(self) -> None:
@@ -368,6 +391,8 @@ class ShardedSession(Session):
 
     def gradients_final(self, *, within: bool = False) -> None:
         """Takes the gradients for the standby, as the optimizer is about to use them."""
+        if self._misses:
+            return
         if within:
             self._ready_step()  # anew, as another view may have begun
         self.settle_gradients()
@@ -391,9 +416,13 @@ class ShardedSession(Session):
     @torch.no_grad()
     def after_step(self) -> None:
         """Begins the broadcast, with the buckets first that forward needs first."""
+        self._unstepped = False
+        if self._misses:
+            self._misses = self._norms.idle = False
+            self._shards.end_step()
+            return
         self._cutting.step_ends()
         self._shards.end_step()
-        self._unstepped = False
         if self._standby is not None:
             if not self._standby.taken:
                 self.gradients_final()  # the optimizer has not called its closure
@@ -441,6 +470,21 @@ class ShardedSession(Session):
         """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
         return self._gate.is_open and not (self._exchanging or self._entering or self._unstepped)
 
+    @property
+    def rests(self) -> bool:
+        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        return not self._unstepped
+
+    def switch(self) -> None:
+        """Begins the latest view before another session's round. Backward may have begun this one's."""
+        begun = [bucket for bucket in self.buckets if self._gradients.started(bucket)] if self._exchanging else []
+        if begun:
+            self._reduction.abandon()
+        if not self.change():
+            self._drop_gradients()
+        for bucket in begun:
+            self._reduce(bucket)
+
     def begin_latest(self) -> bool:
         """Moves shards, with the optimizer's state, to where the latest view wants them."""
         if not self.membership.newcomer:
@@ -453,7 +497,7 @@ class ShardedSession(Session):
                 self._held[self.membership.settled] = self._holds()
         began = time.perf_counter()
         while (held := self._enter(self.membership.await_view())) is None:
-            pass
+            self.turns.catch_up(self)
         self._row.view_wait_s += time.perf_counter() - began
         return held
 
@@ -485,20 +529,31 @@ class ShardedSession(Session):
 
         Returns whether this rank held a part of what the members had before; None if another view has come meanwhile.
         """
-        membership, group = self.membership, self.moving(latest)
+        membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
         held = None if membership.blank() else self._held.get(base)
-        members = membership.members_of(latest)
+        members, waiting = membership.members_of(latest), membership.waiting(latest)
+        machine = self.group.transport.machine_of(rank) if self.policy.hierarchy else ""
         try:
-            machine = group.transport.machine_of(group.transport.rank) if self.policy.hierarchy else ""
-            hello = greet(group, held, self.steps, self.given(), machine, self._cutting.speed)
+            group = self.moving(latest, without=() if rank in waiting else waiting)
+            told = held, self.steps, self.given(), machine, self._cutting.speed
+            hello = greet(group, *told, open_=self.turns.takes_in(latest.number))
+            if not hello.open:
+                waiting = [each for each in members if each not in hello.there]
+                members = tuple(each for each in members if each not in waiting)
+                if rank in waiting:
+                    membership.pass_over(latest)
+                    return None
+            elif waiting and rank not in waiting:
+                group = self.moving(latest)
+                hello = greet(group, *told)
             before, after = self._cutting.change(hello, members)
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
-            if group.transport.rank not in members:
+            if rank not in members:
                 objects.gather(True, group)
                 self.leave()
             self.steps = hello.steps
-            membership.enter(latest, self.steps)
+            membership.enter(latest, self.steps, members)
             if held is None:
                 self.take_scale(hello.told[hello.giver(members)])
             self.machines = hello.machines
@@ -630,7 +685,7 @@ class ShardedSession(Session):
                         f"rank {self.label(self.group.transport.rank)}: a rank is gone, and {NAMES[call]} cannot end "
                         "between backward() and step(): call it after step()"
                     ) from error
-            self.change()
+            self.turns.change(self)
 
     @torch.no_grad()
     def loaded(self) -> None:

@@ -74,13 +74,25 @@ class Hello:
         """Identity of the machine of each rank, by rank."""
         return {rank: str(each["machine"]) for rank, each in self.told.items()}
 
+    @property
+    def open(self) -> bool:
+        """Whether newcomers can come in: all who hold something are where a turn begins."""
+        return all(bool(each["open"]) for each in self.there.values())
+
     def newcomers(self, members: Sequence[int]) -> list[int]:
         """Returns the members that hold nothing yet."""
         return [rank for rank in members if rank not in self.there]
 
 
 def greet(
-    group: Group, held: Held | None, steps: int, carried: dict[str, str], machine: str, speed: Sequence[float] = ()
+    group: Group,
+    held: Held | None,
+    steps: int,
+    carried: dict[str, str],
+    machine: str,
+    speed: Sequence[float] = (),
+    *,
+    open_: bool = True,
 ) -> Hello:
     """Tells all ranks what this one holds, and learns what they hold.
 
@@ -91,6 +103,7 @@ def greet(
         carried: What else this rank has to tell.
         machine: Machine of this rank; empty if it does not exchange by machines, so that nobody does.
         speed: Measured speed of this rank; empty if shares do not depend on it.
+        open_: Whether newcomers could go on with this rank from here.
 
     Raises:
         Interrupted: A rank is gone, and another view begins without it.
@@ -109,6 +122,7 @@ def greet(
         "ages": [] if held is None else list(held.ages),
         "carried": carried,
         "machine": machine,
+        "open": open_,
     }
     told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
     there = {rank: each for rank, each in told.items() if each["holds"]}

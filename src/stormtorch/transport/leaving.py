@@ -143,13 +143,17 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         timer.daemon = True
         timer.start()
     for transport in here:
-        _ask_out(transport)
+        _ask_out(transport, at_once=transport.resting())
     if callable(_before):
         _before(number, frame)
 
 
-def _ask_out(transport: Any) -> None:
+def _ask_out(transport: Any, *, at_once: bool = True) -> None:
+    """Tells the others that this rank leaves; otherwise where the next round begins before which it could hand over."""
     transport.leaving = True
+    transport.leaves_later = not at_once
+    if not at_once:
+        return
     with contextlib.suppress(RuntimeError):  # closed meanwhile
         transport.endpoint.ask_out()
 

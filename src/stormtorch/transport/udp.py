@@ -176,7 +176,7 @@ class UdpTransport(EndpointMembership):
         self.options = options
         self.name = "world"
         self.cards = dict(cards)
-        self.leaving = False
+        self.leaving = self.leaves_later = False
         self.on_leave: list[Callable[[], None]] = []
         self.on_close: list[Callable[[str], object]] = []
         """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""

@@ -1,0 +1,18 @@
+"""Programs with several sessions, or several exchanges per step, go on whoever comes and goes at whichever moment."""
+
+import pytest
+
+from turning import Gan, Halves, Program, Together, Twice, play
+from views import all_same
+
+EVENTS = ("death", "leave", "return", "join")
+PROGRAMS = (Gan, Halves, Together, Twice)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_of_any_program_come_and_go(program: type[Program], event: str) -> None:
+    found, longest = play(program, event)
+    assert all_same(found)
+    if event == "leave":
+        assert max(longest.values()) < 1.5, "nobody has waited for a silence of 2 s"
