@@ -149,6 +149,34 @@ def test_all_ranks_have_the_same_position() -> None:
         assert all(other == first for other in others)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+@pytest.mark.parametrize("batch", ["per-rank", "constant"])
+def test_jobs_that_crash_and_go_on_from_checkpoints_use_every_sample_once_too(seed: int, batch: str) -> None:
+    """What was used after the last checkpoint is used again, as the model has forgotten it; nothing else is."""
+    chance = random.Random(seed)
+    length, batch_size = chance.randrange(1, 200), chance.randrange(1, 9)
+    kinds = {"batch_size": batch_size, "seed": chance.randrange(100), "shuffle": chance.random() < 0.5, "batch": batch}
+    schedule = Schedule(length, chance.randrange(1, 6), ahead=chance.randrange(5), **kinds)
+    kept: tuple[Any, dict[int, list[int]]] | None = None
+    crashes = 0
+    while schedule.epoch < 2:
+        schedule.start()
+        if chance.random() < 0.2:
+            disturb(schedule, chance)
+        schedule.complete()
+        if chance.random() < 0.3:
+            state = chance.choice(list(schedule.ranks.values())).sampler.state_dict()
+            kept = state, {epoch: list(used) for epoch, used in schedule.used.items()}
+        if kept is not None and crashes < 4 and chance.random() < 0.1:
+            crashes += 1
+            schedule = Schedule(length, chance.randrange(1, 6), ahead=chance.randrange(5), **kinds)
+            for rank in schedule.ranks.values():
+                rank.sampler.load_state_dict(kept[0])
+            schedule.used = {epoch: list(used) for epoch, used in kept[1].items()}
+    once(schedule, 2)
+
+
 @pytest.mark.parametrize("batch", ["per-rank", "constant"])
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 5), (3, 1)])
 def test_a_checkpoint_in_mid_epoch_goes_on_with_another_number_of_ranks(before: int, after: int, batch: str) -> None:
