@@ -22,7 +22,8 @@ class Reliability:
     redundancy: float | Literal["auto"] = "auto"
     """Parity that is sent along, per chunk of data, so that receivers make up for losses without a round trip: 0 sends
     none, 0.2 sends one chunk of parity for each five of data. "auto" sends as much as a model of the link says pays,
-    and none with a budget of 1, as nobody then waits for what is lost."""
+    and none with a budget of 1, as nobody then waits for what is lost. Paths whose MTU has fallen below the job's
+    datagrams get none: see `parity_bytes` in the ledger, and set `datagram_bytes` in Options for such paths."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.budget <= 1.0:

@@ -156,7 +156,8 @@ def test_jobs_that_crash_and_go_on_from_checkpoints_use_every_sample_once_too(se
     """What was used after the last checkpoint is used again, as the model has forgotten it; nothing else is."""
     chance = random.Random(seed)
     length, batch_size = chance.randrange(1, 200), chance.randrange(1, 9)
-    kinds = {"batch_size": batch_size, "seed": chance.randrange(100), "shuffle": chance.random() < 0.5, "batch": batch}
+    kinds: dict[str, Any] = {"batch_size": batch_size, "seed": chance.randrange(100), "batch": batch}
+    kinds["shuffle"] = chance.random() < 0.5
     schedule = Schedule(length, chance.randrange(1, 6), ahead=chance.randrange(5), **kinds)
     kept: tuple[Any, dict[int, list[int]]] | None = None
     crashes = 0

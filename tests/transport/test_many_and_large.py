@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 GROUPS, TURNS = 100, 3
 TENSORS = 10_000
 GIGABYTE = 1 << 28  # elements of float32
-RANKS, MOST_MB = 64, 60
+RANKS, MOST_MB = 64, 20
 
 
 def in_a_hundred_groups(transport: UdpTransport) -> list[list[float]]:
@@ -35,7 +35,8 @@ def in_a_hundred_groups(transport: UdpTransport) -> list[list[float]]:
     draw.shuffle(pending)
     for each in pending:
         each.wait()
-    return [[float(tensor.unique()) for tensor in of_group] for of_group in tensors]
+    assert all(float(tensor.min()) == float(tensor.max()) for of_group in tensors for tensor in of_group)
+    return [[float(tensor[0]) for tensor in of_group] for of_group in tensors]
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
@@ -88,7 +89,7 @@ def resident_mb() -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sixty_four_ranks_need_some_tens_of_megabytes_each() -> None:
+def test_sixty_four_ranks_need_some_megabytes_each() -> None:
     """What all links, buffers and threads of a rank take, once each has exchanged something with all others."""
     before = resident_mb()
 
