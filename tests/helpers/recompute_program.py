@@ -125,7 +125,7 @@ class Event:
     place: int = 0
     """Number of buckets that are on their way, at a point within a step."""
     seconds: float = 0.0
-    """How long a rank is paused, or dead until it returns; 0: it does not."""
+    """How long a rank is paused, hesitates to leave, or is dead until it returns; 0: it does not return."""
     members: int = 0
 
 

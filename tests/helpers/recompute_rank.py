@@ -115,6 +115,7 @@ def _befall(book: Book, session: Any) -> None:
     if event is not None:
         book.events.remove(event)
         if event.kind == "leave":
+            time.sleep(event.seconds)
             book.write("leaves", steps=session.steps)
             stormtorch.leave()
             raise SystemExit(0)

@@ -107,3 +107,10 @@ def test_rank_that_returns_waits_for_the_next_view_where_another_dies_meanwhile(
     events = (Event("die", 2, 7, seconds=0.2), Event("die", 1, 9, seconds=0.2))
     counts = recompute(Schedule(4, 3, Program(diloco=True, optimizer="rmsprop"), events))
     assert counts["models handed over"] >= 2
+
+
+def test_rank_that_leaves_while_others_have_begun_to_average_takes_part_once_more() -> None:
+    """They could neither end that round without it nor begin a view before."""
+    leave = Event("leave", 1, 8, seconds=0.5, members=3)
+    counts = recompute(Schedule(5, 3, Program(diloco=True), (leave,)))
+    assert counts["ends"] == 2 and counts["views"] == 2

@@ -153,6 +153,11 @@ class ModelSession(ReplicatedSession):
             self._calls.meeting = self._rounds.meeting()
             self._calls.forget()
 
+    def make_up(self) -> None:
+        """Takes part in the round with the model that it has, which may have made fewer steps: others wait for it."""
+        self._begin_round()
+        self.wait()
+
     def steps_of_rounds(self) -> int:
         """Returns the number of steps at the last round, without one that is about to begin."""
         number = self.round_number - self._open

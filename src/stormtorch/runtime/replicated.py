@@ -273,6 +273,9 @@ class ReplicatedSession(Session):
             return False
         return not self.membership.cut_off()
 
+    def make_up(self) -> None:
+        """Makes a round that the others have begun in the view that ends, before this rank told them that it leaves."""
+
     def steps_of_rounds(self) -> int:
         """Returns the number of optimizer steps that the rounds so far have covered."""
         return self.steps
@@ -298,6 +301,8 @@ class ReplicatedSession(Session):
         members, waiting = membership.members_of(latest), membership.waiting(latest)
         before = membership.view.members
         holds = not membership.blank() and base in (self._ready, membership.settled)
+        if holds and round_ > membership.round:
+            self.make_up()
         memories = self._memories
         if holds and memories.view != base:
             memories.go_back(base)
