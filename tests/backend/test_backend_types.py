@@ -287,3 +287,31 @@ def job(member: Member) -> None:
 
 def test_every_dtype_operation_and_layout_gives_what_torch_gives() -> None:
     run_ranks(job, 3, timeout_s=120)
+
+
+def premultiplied_job(member: Member) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world)
+    rank, world, count = member.rank, member.world, 12
+    make = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009  # FSDP calls it, and types do not know it
+    for factor in (0.5, torch.tensor(0.25)):
+        op: Any = make(factor)
+        given = [numbers(each, count, torch.float32) for each in range(world)]
+        expected = torch.stack([each * factor for each in given]).sum(0)
+        tensor = given[rank].clone()
+        calls: Any = dist
+        calls.all_reduce(tensor, op)
+        assert torch.equal(tensor, expected)
+        tensor = given[rank].clone()
+        calls.reduce(tensor, 1, op)
+        assert torch.equal(tensor, expected if rank == 1 else given[rank])
+        part, whole = torch.zeros(count // world), given[rank].clone()
+        reduce_scatter_single(part, whole, op)
+        assert torch.equal(part, expected.chunk(world)[rank]) and torch.equal(whole, given[rank])
+        calls.reduce_scatter(part.zero_(), list(whole.chunk(world)), op)
+        assert torch.equal(part, expected.chunk(world)[rank]) and torch.equal(whole, given[rank])
+    dist.destroy_process_group()
+
+
+def test_what_is_multiplied_before_it_is_added_up_as_by_fsdp() -> None:
+    run_ranks(premultiplied_job, 2, (), timeout_s=60)

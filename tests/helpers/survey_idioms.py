@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -426,6 +427,18 @@ def set_state(c: Loop, number: int) -> None:
             c.optimizer.state[each] = {}
 
 
+def pop_state(c: Loop, number: int) -> None:
+    if number == 2:
+        for each in everything(c):
+            if each in c.optimizer.state:
+                c.optimizer.state.pop(each)
+
+
+def new_state(c: Loop, number: int) -> None:
+    if number == 2:
+        c.optimizer.state = defaultdict(dict)
+
+
 def read_state(c: Loop, _number: int) -> None:
     float(c.optimizer.state[everything(c)[0]]["exp_avg"].sum())
 
@@ -460,6 +473,8 @@ afterwards("load_state_dict of the model", load)
 afterwards("load_state_dict of the optimizer", load_optimizer)
 afterwards("optimizer.state.clear()", clear, make=momentum)
 afterwards("optimizer.state[p] = {}", set_state)
+afterwards("optimizer.state.pop(p)", pop_state)
+afterwards("optimizer.state = defaultdict(dict)", new_state)
 afterwards("optimizer.state[p]['exp_avg'], read", read_state)
 afterwards("hook before a step", lambda c, _: None, ready=hook_before)
 afterwards("hook after a step", lambda c, _: None, ready=hook_after)

@@ -12,10 +12,11 @@ def keep_from_compiler(cls: type) -> None:
     """Hides the methods of a class from torch.compile."""
     for name, value in list(vars(cls).items()):
         if callable(value) and not name.startswith("__"):
-            setattr(cls, name, _hidden(value))
+            setattr(cls, name, hidden(value))
 
 
-def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
+def hidden(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that torch.compile does not trace, but calls."""
     guarded = torch._disable_dynamo(method)  # type: ignore[attr-defined]
 
     @functools.wraps(method)

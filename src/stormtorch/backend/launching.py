@@ -30,6 +30,7 @@ _OPS = {
     dist.ReduceOp.BAND: Op.BAND,
     dist.ReduceOp.BOR: Op.BOR,
     dist.ReduceOp.BXOR: Op.BXOR,
+    dist.ReduceOp.PREMUL_SUM: Op.SUM,
 }
 
 
@@ -39,8 +40,31 @@ def reduce_operation(asked: Any) -> Op:
         if asked == theirs:
             return ours
     raise RuntimeError(
-        f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR"
+        f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or "
+        "PREMUL_SUM"
     )
+
+
+def factor_of(opts: Any) -> Any:
+    """Returns what PREMUL_SUM, as FSDP asks for, multiplies by before it adds up; None for other operations."""
+    asked: Any = getattr(opts, "reduceOp", opts)
+    return asked.__getstate__()[1] if opts is not None and asked == dist.ReduceOp.PREMUL_SUM else None
+
+
+@torch.no_grad()
+def multiplied(tensors: Tensors, opts: Any) -> Tensors:
+    """Returns what is to be added up, in other memory if it is multiplied before."""
+    factor = factor_of(opts)
+    return tensors if factor is None else [each * factor for each in tensors]
+
+
+@torch.no_grad()
+def multiply(tensors: Tensors, opts: Any) -> None:
+    """Multiplies tensors that are overwritten by their sums."""
+    factor = factor_of(opts)
+    if factor is not None:
+        for each in tensors:
+            each.mul_(factor)
 
 
 class _Part:

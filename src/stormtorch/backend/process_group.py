@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stormtorch import collectives
 from stormtorch.backend.compiler import keep_from_compiler
 from stormtorch.backend.identity import Identity
-from stormtorch.backend.launching import Launching, Tensors
+from stormtorch.backend.launching import Launching, Tensors, multiplied, multiply
 from stormtorch.backend.pairs import Pairs
 from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
@@ -35,6 +35,7 @@ class StormProcessGroup(Pairs):
         """Reduces a tensor over all ranks; every rank gets the result."""
         op, timeout_s = self._reducing(opts, timeout)
         tensor = one(tensors, "all_reduce")
+        multiply([tensor], opts)
         if tensor.layout is torch.sparse_coo and op is Op.SUM:
             self.check_owner("all_reduce")
             self._order.flush()
@@ -52,6 +53,7 @@ class StormProcessGroup(Pairs):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> StormWork:
         """Starts several all-reduces at once."""
         op, timeout_s = self._reducing(opts, None)
+        multiply(tensors, opts)
         staged = Staged("all_reduce")
         dense = [staged.update(each) for each in tensors]
         return self.begin_work(
@@ -64,10 +66,15 @@ class StormProcessGroup(Pairs):
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> StormWork:
         """Reduces a tensor over all ranks; the root gets the result."""
         root = _root(opts)
-        operation, timeout_s = self._reducing(op if isinstance(opts, int) else opts, timeout)
+        asked = op if isinstance(opts, int) else opts
+        operation, timeout_s = self._reducing(asked, timeout)
         tensor = one(tensors, "reduce")
         staged = Staged("reduce")
-        dense = staged.update(tensor) if root == self.group.rank else staged.read(tensor)
+        if root == self.group.rank:
+            multiply([tensor], asked)
+            dense = staged.update(tensor)
+        else:
+            dense = staged.read(multiplied([tensor], asked)[0])
         return self.begin_work(
             "reduce",
             lambda: [collectives.reduce(self.group, dense, root, operation, timeout_s=timeout_s)],
@@ -139,7 +146,7 @@ class StormProcessGroup(Pairs):
         op, timeout_s = self._reducing(opts, timeout)
         parts = inputs if isinstance(inputs[0], torch.Tensor) else one_list(inputs, "reduce_scatter")
         output = one(outputs, "reduce_scatter")
-        return self._reduce_scatter_all([output], [parts], op, timeout_s, parts)
+        return self._reduce_scatter_all([output], [multiplied(parts, opts)], op, timeout_s, parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> StormWork:
         """Reduces a tensor over all ranks; each rank gets one of its equal parts."""
@@ -149,7 +156,8 @@ class StormProcessGroup(Pairs):
         """Starts several reduce-scatters of one tensor each."""
         op, timeout_s = self._reducing(opts, None)
         staged = Staged("reduce_scatter")
-        parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in inputs]
+        given = multiplied(inputs, opts)
+        parts = [pieces(staged.read(each), self.group.size, "reduce_scatter") for each in given]
         return self._reduce_scatter_all(outputs, parts, op, timeout_s, inputs, staged)
 
     def _reduce_scatter_all(

@@ -14,7 +14,7 @@ from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.buffers import Buffers
 from stormtorch.runtime.calls import OPTIMIZER_STATE
 from stormtorch.runtime.objects import complete
-from stormtorch.runtime.prepared import Prepared
+from stormtorch.runtime.prepared import plain_state
 from stormtorch.runtime.shards import Shards
 from stormtorch.transport.exchange import Arrival
 
@@ -71,7 +71,7 @@ class Owned:
             Interrupted: A rank is gone, and another view begins without it.
         """
         if call == OPTIMIZER_STATE:
-            return self._shards.gather(super(Prepared, self._optimizer).state_dict(), group)  # type: ignore[misc]
+            return self._shards.gather(plain_state(self._optimizer), group)
         shared: list[tuple[list[torch.Tensor], list[Arrival]]] = []
         for bucket in self._buckets:
             if bucket.on_gpu:

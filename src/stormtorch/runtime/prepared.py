@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from stormtorch.backend.compiler import hidden
 
 # Attribute with the number of the hook that is called just before a step.
 _LAST = "_storm_last_hook"
@@ -21,55 +25,60 @@ class _Session(Protocol):
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]: ...
 
 
-class Prepared:
-    """Mixed into the class of a prepared optimizer: overrides the methods that involve other ranks."""
+def _methods(kind: Any) -> dict[str, Any]:
+    """Returns the methods of a prepared optimizer of some class that involve other ranks."""
 
-    session: _Session
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Forgets the gradients of the model and of what this rank owns."""
         self.session.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self: Any) -> Any:
         """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all do."""
-        return self.session.optimizer_state(super().state_dict())  # type: ignore[misc]  # of the user's class
+        return self.session.optimizer_state(kind.state_dict(self))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Loads the state of a whole optimizer, from a job of any size or from a plain optimizer."""
-        super().load_state_dict(self.session.local_state(state_dict))  # type: ignore[misc]
+        kind.load_state_dict(self, self.session.local_state(state_dict))
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
+    def register_step_pre_hook(self: Any, hook: Any) -> Any:
         """Registers a hook that is called before every step. What it does to gradients counts."""
-        handle = super().register_step_pre_hook(hook)  # type: ignore[misc]
+        handle = kind.register_step_pre_hook(self, hook)
         last = self.__dict__.get(_LAST)
         if last is not None:
-            self._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]  # torch's
+            self._optimizer_step_pre_hooks.move_to_end(last)
         return handle
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Raises a RuntimeError: parameters have their places in buckets since `prepare`."""
         if "session" in self.__dict__:
             raise RuntimeError("add_param_group after prepare(): give the optimizer all its parameters before")
-        super().add_param_group(param_group)  # type: ignore[misc]
+        kind.add_param_group(self, param_group)
+
+    @functools.wraps(kind.step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.step(self, *args, **kwargs)
+
+    step: Any = hidden(call)  # it waits for other ranks, which torch.compile must not trace
+    step.__wrapped__ = getattr(kind.step, "__wrapped__", kind.step)
+    made = (zero_grad, state_dict, load_state_dict, register_step_pre_hook, add_param_group)
+    return {**{each.__name__: each for each in made}, "step": step, "__module__": kind.__module__}
 
 
 def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
     """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
     kind = type(optimizer)
-    meta = type("Derived", (_Derived, type(kind)), {})
-    optimizer.__class__ = meta(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    # It has no other base: an object keeps its layout only if its new class differs by nothing but methods.
+    optimizer.__class__ = types.new_class(
+        kind.__name__, (kind,), exec_body=lambda names: names.update(_methods(kind), __doc__=kind.__doc__)
+    )
     optimizer.__dict__["session"] = session
 
 
-class _Derived(type):
-    """Mixes `Prepared` into classes by the order of methods alone.
-
-    As a base of its own it would come before those without attributes, such as `ABC` and `Generic`, that a class has
-    before `Optimizer`; then Python takes the layouts of objects of both classes for different ones.
-    """
-
-    def mro(cls) -> list[type]:
-        return [cls, Prepared, *super().mro()[1:]]
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the state dict of this rank's part of a prepared optimizer."""
+    kind: Any = type(optimizer).__base__
+    found: dict[str, Any] = kind.state_dict(optimizer)
+    return found
 
 
 def keep_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:

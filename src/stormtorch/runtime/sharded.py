@@ -32,7 +32,7 @@ from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.moves import Cut
 from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
-from stormtorch.runtime.prepared import Prepared
+from stormtorch.runtime.prepared import plain_state
 from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
@@ -705,8 +705,7 @@ class ShardedSession(Session):
 
         def gather(kept: object) -> dict[str, Any]:
             # Asked anew: the beginning of a view gives this rank another part.
-            plain: dict[str, Any] = super(Prepared, self.optimizer).state_dict()  # type: ignore[misc]
-            return self._owned.optimizer_state(plain, kept, self._calls.group)
+            return self._owned.optimizer_state(plain_state(self.optimizer), kept, self._calls.group)
 
         return self._call(OPTIMIZER_STATE, gather)
 

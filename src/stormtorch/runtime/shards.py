@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from stormtorch.runtime import objects
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, State
 from stormtorch.runtime.layout import Piece
+from stormtorch.runtime.states import States
 
 MASTER = "master"
 """Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
@@ -77,14 +79,24 @@ class Shards:
         self.groups = [[numbers[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         """Numbers of the parameters in each of the optimizer's groups."""
         self._personal = {numbers[id(each)]: each for each in personal}
+        cut = {slot.parameter for bucket in buckets for slot in bucket.layout.slots}
+        self._cut_up = {id(each): number for number, each in enumerate(parameters) if number in cut}
         before = dict(optimizer.state)
 
         def state_at_start(piece: Piece) -> State:
-            return self._cut(before.get(parameters[piece.parameter], {}), piece)
+            return self._given(before.get(parameters[piece.parameter], {}), piece)
 
         self.state_at_start: Callable[[Piece], State] = state_at_start
         """Returns the state that the optimizer had of a piece, owned by whomever, before it was prepared."""
         self.recut(lambda _bucket, piece: state_at_start(piece))
+        found = weakref.ref(self)
+
+        def loaded(_optimizer: torch.optim.Optimizer) -> None:
+            shards = found()
+            if shards is not None:
+                shards.guard_state()
+
+        optimizer.register_load_state_dict_post_hook(loaded)
 
     def recut(self, state_of: Callable[[int, Piece], State]) -> None:
         """Makes the optimizer work on the pieces that this rank's buckets have now.
@@ -101,16 +113,30 @@ class Shards:
             by_parameter.setdefault(piece.parameter, []).append(stand_in)
             given = state_of(bucket.index, piece)
             if given:
-                state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
+                state[stand_in] = dict(given)
         kept: dict[Any, Any] = dict(self._optimizer.state)
         own = {id(each) for each in self._personal.values()}
         for key in kept:
             if isinstance(key, torch.Tensor) and id(key) not in own:
                 del self._optimizer.state[key]  # numbers that the optimizer keeps beside them stay
+        self.guard_state()
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
             group["params"] = [stand_in for number in members for stand_in in by_parameter.get(number, [])]
         self._optimizer.param_groups[0]["params"].append(self._spare)
+
+    def guard_state(self) -> None:
+        """Has the optimizer's state know the model's parameters, for which programs look in it."""
+        if not isinstance(self._optimizer.state, States):
+            states = States(self._cut_up, self._stand_ins_of)
+            states.update(self._optimizer.state)
+            self._optimizer.state = states
+
+    def _stand_ins_of(self, number: int) -> list[tuple[nn.Parameter, Callable[[State], State]]]:
+        def cut_for(piece: Piece) -> Callable[[State], State]:
+            return lambda state: self._given(dict(state), piece)
+
+        return [(each, cut_for(piece)) for _, piece, each in self.pieces if piece.parameter == number]
 
     def _stand_in(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
         values = bucket.within_own(piece, bucket.masters)
@@ -187,6 +213,7 @@ class Shards:
 
     def begin_step(self) -> None:
         """Called before the optimizer looks for gradients."""
+        self.guard_state()
         self._spare.grad = None
         self._stepping = True
         self._versions = self._now()
@@ -307,6 +334,22 @@ class Shards:
                 cut[name] = value.reshape(-1)[piece.offset : piece.offset + piece.count].clone()
         return cut
 
+    def _given(self, state: State, piece: Piece) -> State:
+        """Returns a piece's part of a state that a program gives.
+
+        Where parameters have fewer bits than the optimizer's, state of a parameter's shape becomes float32, as if the
+        optimizer had begun with the float32 values. Otherwise its type is the optimizer's own choice.
+        """
+        cut, shape = self._cut(state, piece), self._parameters[piece.parameter].shape if self._whole else (piece.count,)
+        if self._parameters[piece.parameter].dtype == torch.float32:
+            return cut
+        return {
+            name: value.float()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
+            else value
+            for name, value in cut.items()
+        }
+
     def _join(self, into: dict[str, Any], state: dict[str, Any], number: int, offset: int, count: int) -> None:
         parameter = self._parameters[number]
         for name, value in state.items():
@@ -316,10 +359,3 @@ class Shards:
             if name not in into:
                 into[name] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
             into[name].view(-1)[offset : offset + count] = value
-
-
-def widened(value: Any, stand_in: nn.Parameter) -> Any:
-    """Converts state that has a parameter's shape to float32, as if the optimizer had begun with the float32 values."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape:
-        return value.to(stand_in.dtype)
-    return value

@@ -29,7 +29,7 @@ from stormtorch.runtime.holdings import Holding, Record, State, build
 from stormtorch.runtime.layout import Piece
 from stormtorch.runtime.randomness import Randomness
 from stormtorch.runtime.reports import ShardReport
-from stormtorch.runtime.shards import MASTER, widened
+from stormtorch.runtime.shards import MASTER
 from stormtorch.staging.order import Order
 
 _MOST_STEPS = 16
@@ -154,7 +154,7 @@ class Standby:
 
     def _give_state(self, stand_in: nn.Parameter, given: State) -> None:
         if given:
-            self._state[stand_in] = {name: widened(value, stand_in) for name, value in given.items()}
+            self._state[stand_in] = dict(given)
 
     # --- this rank's own shard, for its standby -----------------------------------------------------------------------
 
@@ -358,7 +358,10 @@ class Standby:
             if state_of is not None:
                 self._state[stand_in] = {
                     name: value.to(stand_in.device, torch.float32)
-                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stand_in.shape
+                    if buckets[bucket].dtype != torch.float32
+                    and isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and value.shape == stand_in.shape
                     else value
                     for name, value in given.items()
                 }

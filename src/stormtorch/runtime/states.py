@@ -1,0 +1,78 @@
+"""`optimizer.state` of a prepared optimizer, in which programs look for the model's parameters and not for pieces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+_READ = (
+    "optimizer.state of one of the model's parameters cannot be read: since prepare(), each rank has the state of the "
+    "pieces that it owns. optimizer.state_dict() gathers all of it; optimizer.state[parameter] = {...} sets it, on all "
+    "ranks alike"
+)
+_NONE: Any = object()
+
+
+class States(defaultdict[Any, Any]):
+    """The optimizer's state by stand-in. Setting or removing that of a parameter is done for this rank's pieces of it.
+
+    Args:
+        numbers: Numbers of the parameters that have been cut into pieces, by identity.
+        stand_ins: Returns this rank's stand-ins of a parameter, each with what cuts its part out of a state.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[int, int],
+        stand_ins: Callable[[int], list[tuple[nn.Parameter, Callable[[dict[str, Any]], dict[str, Any]]]]],
+    ) -> None:
+        super().__init__(dict)
+        self._numbers, self._stand_ins = numbers, stand_ins
+
+    def __missing__(self, key: Any) -> Any:
+        if id(key) in self._numbers:
+            raise RuntimeError(_READ)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        number = self._numbers.get(id(key))
+        if number is None:
+            super().__setitem__(key, value)
+            return
+        for stand_in, cut in self._stand_ins(number):
+            part = cut(value)
+            if part:
+                super().__setitem__(stand_in, part)
+            else:
+                super().pop(stand_in, None)
+
+    def __delitem__(self, key: Any) -> None:
+        if id(key) in self._numbers:
+            self[key] = {}
+        else:
+            super().__delitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        number = self._numbers.get(id(key))
+        if number is None:
+            return super().__contains__(key)
+        return any(super(States, self).__contains__(stand_in) for stand_in, _ in self._stand_ins(number))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Returns the state of a stand-in, or what the optimizer keeps besides."""
+        if id(key) in self._numbers:
+            raise RuntimeError(_READ)
+        return super().get(key, default)
+
+    def pop(self, key: Any, default: Any = _NONE) -> Any:
+        """Removes the state of a stand-in; of a parameter, that of all its pieces, and returns none of it."""
+        if id(key) in self._numbers:
+            self[key] = {}
+            return {} if default is _NONE else default
+        return super().pop(key) if default is _NONE else super().pop(key, default)
+
+    def __reduce__(self) -> tuple[Any, Any, None, None, Iterator[tuple[Any, Any]]]:
+        return defaultdict, (dict,), None, None, iter(self.items())
