@@ -48,6 +48,18 @@ class DecaysByTheMean(_Plain):
         return super().update(parameter, group) + 1e-6 * parameter / squares.mean().sqrt()
 
 
+class Projection:
+    """An object of a class, as GaLore keeps one for each matrix."""
+
+
+class KeepsAnObject(_Plain):
+    """Keeps in its state what is neither a tensor nor a number."""
+
+    def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+        self.state[parameter].setdefault("projector", Projection())
+        return super().update(parameter, group)
+
+
 class ByTheirNumber(_Plain):
     """Divides by the number of parameters."""
 

@@ -19,6 +19,7 @@ from joint_optimizers import (
     DecaysByTheMean,
     FindsItsRate,
     Gathers,
+    KeepsAnObject,
     SharpnessAware,
     Stacked,
 )
@@ -35,6 +36,7 @@ JOINT: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "their number": (ByTheirNumber, "looks beyond single parameters"),
     "a rate found from all": (FindsItsRate, "computes 'd_numerator'.*several parameters"),
     "gradients elsewhere": (SharpnessAware, "evaluates the model within a step"),
+    "an object for each": (KeepsAnObject, "keeps 'projector', of the class Projection.*cannot go to another rank"),
     "one state for several": (Stacked, "give every parameter a parameter group of its own"),
     "within another": (lambda params: Around(ClipsInStep(params), "none"), "looks beyond single parameters"),
 }

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stormtorch.backend import within_step
 from stormtorch.backend.within_step import CalledWithinStep
+from stormtorch.runtime.objects import pack, unpack
 
 _STAND_INS = 6
 """Most parameters in the trial."""
@@ -104,6 +105,8 @@ class _Run(NamedTuple):
     """Shapes of what it keeps for each parameter."""
     random: bool
     """Whether it has drawn random numbers."""
+    stays: str
+    """What it keeps for a parameter that cannot be sent to another rank, in words; nothing if there is none."""
 
 
 class _Trial:
@@ -134,6 +137,8 @@ class _Trial:
                 "evaluates the model within a step, at parameters that it has moved, as SAM does, while other ranks' "
                 f"parameters are not. {_WHAT_ELSE}"
             )
+        if together.stays:
+            return f"keeps {together.stays}, which cannot go to another rank when its owner dies. {_WHAT_ELSE}"
         for half in (set(places[::2]), set(places[1::2])):
             if not half:
                 continue
@@ -218,7 +223,8 @@ class _Trial:
                 step(twin, closure) if self._closure else step(twin)
             after.append([each.detach().clone() for each in stand_ins])
         settings = [{name: each for name, each in group.items() if name != "params"} for group in twin.param_groups]
-        return _Run(after, settings, [_shapes(twin.state.get(each, {})) for each in stand_ins], watch.random)
+        states = [twin.state.get(each, {}) for each in stand_ins]
+        return _Run(after, settings, [_shapes(each) for each in states], watch.random, _stays(states))
 
 
 class _Twin:
@@ -340,6 +346,17 @@ def _choose(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
+def _stays(states: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what of a state cannot be sent, in words; nothing if all can."""
+    for state in states:
+        for name, value in state.items():
+            try:
+                unpack(pack(value))
+            except Exception:
+                return f"{name!r}, of the class {type(value).__name__}, in the state of a parameter"
+    return ""
 
 
 def _alike(one: Any, other: Any, tolerance: float) -> bool:
