@@ -290,8 +290,8 @@ class ReplicatedSession(Session):
 
     def begin_latest(self) -> bool:
         """Goes on with the members of the latest view; newcomers get another rank's model."""
-        while (held := self._enter(self.membership.await_view())) is None:
-            self.turns.catch_up(self)
+        while (held := self._enter(self.turns.await_view(self))) is None:
+            pass
         return held
 
     def _enter(self, latest: Any) -> bool | None:

@@ -496,8 +496,8 @@ class ShardedSession(Session):
                     self._standby.end(self._shards.holding())
                 self._held[self.membership.settled] = self._holds()
         began = time.perf_counter()
-        while (held := self._enter(self.membership.await_view())) is None:
-            self.turns.catch_up(self)
+        while (held := self._enter(self.turns.await_view(self))) is None:
+            pass
         self._row.view_wait_s += time.perf_counter() - began
         return held
 

@@ -194,23 +194,38 @@ class Turns:
                 transport.ask_anew()
                 session.membership.await_view()
         held, left = True, None
-        for each in self._live():
+        gone: list[Session] = []
+        # From the first one again: another view may have come meanwhile.
+        while (each := self._next(session, gone)) is not None:
             try:
                 if each is session:
-                    if session.membership.due():
-                        held = session.change()
-                elif each.may_change() and each.membership.due():
+                    held = session.change() and held
+                else:
                     each.switch()
             except Left as error:
                 left = error
+                gone.append(each)
         if left is not None:
             raise left
         return held
 
-    def catch_up(self, session: Session) -> None:
-        """Has the sessions that were prepared before one begin the latest view, as on all other ranks."""
+    def _next(self, session: Session, gone: list[Session]) -> Session | None:
         for each in self._live():
-            if each is session:
-                return
-            if each.may_change() and each.membership.due():
-                each.switch()
+            if each not in gone and (each is session or each.may_change()) and each.membership.due():
+                return each
+        return None
+
+    def await_view(self, session: Session) -> Any:
+        """Waits for a view that a session can begin, and returns it.
+
+        Sessions that were prepared before it begin that view first: they do so on all other ranks.
+        """
+        while True:
+            latest = session.membership.await_view()
+            for each in self._live():
+                if each is session:
+                    break
+                if each.may_change() and each.membership.due():
+                    each.switch()
+            if not session.membership.superseded(latest.number):
+                return latest
