@@ -15,7 +15,8 @@ import stormtorch._engine as _engine
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding
 
-_ROW = 256  # words of 8 bytes
+_ROW = 256
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BITS = 24
 """Bits of a fingerprint that travels: a float32 holds them exactly."""
 
@@ -28,12 +29,18 @@ def of(values: torch.Tensor) -> Print:
     flat = values.detach().reshape(-1)
     if flat.device.type == "cpu":
         return _engine.crc32c_at(flat.data_ptr(), flat.numel() * flat.element_size(), 0)
-    words = flat.contiguous().view(torch.uint8)
-    whole = words.numel() // (8 * _ROW) * 8 * _ROW
-    rows = words[:whole].view(torch.int64).view(-1, _ROW)
-    # Sums over rows and columns, the former weighted: values that change places are seen, too.
-    weights = torch.arange(1, 2 * rows.shape[0], 2, device=flat.device)
-    return torch.cat([rows.sum(0), (rows.sum(1) * weights).sum().view(1), words[whole:].long()])
+    return sums(flat)
+
+
+def sums(flat: torch.Tensor) -> torch.Tensor:
+    """Takes the fingerprint of values where they lie: sums over rows and columns of their bits, and the last bits."""
+    bits = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = bits.contiguous().view(_INTEGERS[bits.element_size()])
+    whole = bits.numel() // _ROW * _ROW
+    rows = bits[:whole].view(-1, _ROW)
+    # Rows are weighted, so that values that change places are seen, too.
+    weights = 2 * torch.arange(rows.shape[0], device=flat.device) + 1
+    return torch.cat([rows.sum(0), (rows.sum(1) * weights).sum().view(1), bits[whole:].long()])
 
 
 def same(one: Sequence[Print], other: Sequence[Print]) -> bool:
