@@ -1,9 +1,11 @@
 // A file descriptor that closes itself.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <system_error>
 #include <utility>
 
@@ -39,5 +41,14 @@ public:
 private:
     int fd_;
 };
+
+// Gives a file of shared memory its size, and all of its pages at once. Where there is no memory for one later, as under
+// strict overcommit, whoever touches it would end by SIGBUS; now it is a std::system_error.
+inline void allocate(const Descriptor& file, std::size_t bytes) {
+    int problem = 0;
+    do problem = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+    while (problem == EINTR);
+    if (problem != 0) throw std::system_error(problem, std::generic_category(), "no room for memory to share");
+}
 
 }  // namespace storm

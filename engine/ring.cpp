@@ -35,7 +35,7 @@ RingMemory::RingMemory(std::size_t neighbours)
     : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING),
                                 "cannot make memory to share")),
       capacity_(bytes_for(neighbours)) {
-    if (ftruncate(file_.get(), static_cast<off_t>(index_bytes + capacity_)) != 0) fail("cannot size memory to share");
+    allocate(file_, index_bytes + capacity_);
     // Neither side can cut the file off under the other, which would end that process with SIGBUS.
     if (fcntl(file_.get(), F_ADD_SEALS, seals) != 0) fail("cannot seal memory to share");
     map();

@@ -29,7 +29,7 @@ constexpr std::uint32_t line = 64;
 ShelfMemory::ShelfMemory()
     : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING),
                                 "cannot make memory to share")) {
-    if (ftruncate(file_.get(), static_cast<off_t>(capacity)) != 0) fail("cannot size memory to share");
+    allocate(file_, capacity);
     map(PROT_READ | PROT_WRITE);
     // Nobody else can write what others rely on, where the kernel knows this seal (since Linux 5.1).
     (void)fcntl(file_.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);

@@ -8,8 +8,12 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from machine_rank import How, main
 
@@ -20,10 +24,15 @@ class Process:
     def __init__(self, rank: int, how: How, folder: Path, number: int) -> None:
         self.rank = rank
         self._out = folder / f"rank{rank}-{number}.txt"
-        self._process = multiprocessing.get_context("spawn").Process(
+        # What is preloaded takes a fresh interpreter; all others are forked from one that has imported torch.
+        kind: Any = SpawnProcess if how.environment else multiprocessing.get_context("spawn").Process
+        self._process: BaseProcess = kind(
             target=main, args=(rank, how, str(folder / "store"), str(self._out)), daemon=True
         )
-        self._process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in how.environment.items():
+                patch.setenv(name, value)
+            self._process.start()
 
     @property
     def said(self) -> list[dict[str, Any]]:
@@ -53,11 +62,6 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
 
     def end(self, within_s: float = 60.0) -> int | None:
         """Waits for its end; returns its exit code."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class How:
     silence_s: float = 2.0
     policy: Policy = field(default_factory=lambda: BoundedDrift(bucket_mb=0.05))
     options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    """What the process begins with, beside what it inherits."""
     begin: Callable[[Rank], None] | None = None
     """Called before anything else, in the process of the rank."""
     prepared: Callable[[Rank], None] | None = None
@@ -117,6 +120,6 @@ def main(number: int, how: How, path: str, out: str) -> None:
         try:
             rank.train(path)
         except Exception as error:
-            rank.kept.clear()
             rank.tell(error=f"{type(error).__name__}: {error}")
-            raise
+            sys.excepthook(*sys.exc_info())  # as at the end of a script: the others are told
+            raise SystemExit(1) from error

@@ -130,8 +130,8 @@ class Sharing:
                 return
             try:
                 self._connect(transport, peer, wanted.card)
-            except (OSError, RuntimeError, ValueError) as error:
-                wanted.later(str(error))
+            except (OSError, RuntimeError, ValueError, MemoryError) as error:
+                wanted.later(str(error) or type(error).__name__)
             else:
                 wanted.done = True
                 _log.debug("rank %d: shares memory with rank %d", self._rank, peer)
@@ -171,7 +171,7 @@ class Sharing:
     # --- the higher rank answers ------------------------------------------------------------------------------------
 
     def _serve(self, transport: Shares) -> None:
-        with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError):
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(_ANSWER_S)
