@@ -164,7 +164,7 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     // What belongs to another lane is as strange as what belongs to another job.
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]) ^ (lane * 0x9e37'79b9'7f4a'7c15);
     config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
-    config.secrets.incarnations = nb::cast<std::vector<std::uint16_t>>(from["incarnations"]);
+    config.secrets.incarnations = nb::cast<std::vector<std::uint32_t>>(from["incarnations"]);
     if (from.contains("vacant")) config.vacant = nb::cast<std::vector<std::uint16_t>>(from["vacant"]);
     if (from.contains("late")) config.late = nb::cast<bool>(from["late"]);
     // By lane, as lanes count their datagrams apart and no two datagrams of a process may have the same key and number.
@@ -349,7 +349,7 @@ NB_MODULE(_engine, m) {
         .def("cancel", &Endpoint::cancel, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "readmit",
-            [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes, std::uint16_t incarnation,
+            [](Endpoint& d, std::uint16_t peer, const PyAddresses& lanes, std::uint32_t incarnation,
                const std::vector<nb::bytes>& keys, const PyAddresses& more) {
                 const std::vector<Address> addresses = to_addresses(lanes, {}), further = to_addresses(more, {});
                 std::vector<LinkKeys> by_lane;
@@ -390,6 +390,7 @@ NB_MODULE(_engine, m) {
                 d.offer(peer, addresses);
             },
             nb::arg("peer"), nb::arg("lanes"))
+        .def("rebind", &Endpoint::rebind, nb::arg("path"), nb::arg("host"), nb::call_guard<nb::gil_scoped_release>())
         .def("keep_open", &Endpoint::keep_open, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "routes",

@@ -20,7 +20,7 @@ namespace storm::python {
 
 namespace nb = nanobind;
 
-using PyMembers = std::vector<std::pair<std::uint16_t, std::uint16_t>>;
+using PyMembers = std::vector<std::pair<std::uint16_t, std::uint32_t>>;
 using PyStanding = nb::typed<nb::dict, nb::str, nb::any>;
 
 inline PyMembers to_pairs(const std::vector<Member>& members) {
@@ -125,7 +125,7 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         where..., nb::arg("session"));
     type.def(
         "ask_in",
-        [reach](Self& self, Where... at, std::uint16_t peer, std::uint16_t incarnation, const nb::bytes& card) {
+        [reach](Self& self, Where... at, std::uint16_t peer, std::uint32_t incarnation, const nb::bytes& card) {
             const auto* first = static_cast<const std::byte*>(card.data());
             const std::vector<std::byte> copy(first, first + card.size());
             reach(self, at..., [&](Views& v, Nanos now) { v.ask_in({peer, incarnation}, copy, now); });
@@ -142,7 +142,7 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
     type.def(
         "card",
         [reach](Self& self, Where... at, std::uint16_t peer,
-                std::optional<std::uint16_t> incarnation) -> std::optional<nb::bytes> {
+                std::optional<std::uint32_t> incarnation) -> std::optional<nb::bytes> {
             const auto found = reach(self, at..., [&](Views& v, Nanos) -> std::optional<std::vector<std::byte>> {
                 const Member* present = v.view() == nullptr ? nullptr : v.view()->at(peer);
                 if (!incarnation && present == nullptr) return std::nullopt;

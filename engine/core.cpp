@@ -71,7 +71,7 @@ Core::~Core() = default;
 // Only paths that both have are used.
 std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, std::size_t paths, Nanos now) const {
     return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now,
-                                  std::clamp<std::size_t>(paths, 1, config_.paths));
+                                  std::clamp<std::size_t>(paths, 1, config_.paths), config_.silence);
 }
 
 PathMtu Core::make_path() const {
@@ -194,7 +194,7 @@ bool Core::gone() const {
     return true;
 }
 
-void Core::readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
+void Core::readmit(std::uint16_t rank, std::uint32_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
                    std::size_t paths) {
     if (rank >= config_.world || rank == config_.rank)
         throw std::invalid_argument("a peer must be another rank of the world");

@@ -81,7 +81,7 @@ public:
     // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `keys` are
     // those of the link to the new one, if datagrams are sealed. Throws std::invalid_argument.
     // `paths`: interfaces that the new process has; 0 if as many as we.
-    void readmit(std::uint16_t rank, std::uint16_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
+    void readmit(std::uint16_t rank, std::uint32_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
                  std::size_t paths = 0);
 
     // Calls `work(views)` with the views of this endpoint and acts on what it changed.
@@ -123,6 +123,9 @@ public:
     [[nodiscard]] Replies take_replies(std::uint16_t rank, std::size_t path = 0);
     // The peer was found at another address: what is in flight to it is lost, and its path is a new one.
     void reroute(std::uint16_t rank, Nanos now, std::size_t path = 0);
+    // The kernel of the peer's machine says that nobody listens at its present address; `quoted` is what that answers, as
+    // far as it is quoted. A hint: see doubt.hpp.
+    void refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos now);
     // How long an answer of the peer may take.
     [[nodiscard]] Nanos patience(std::uint16_t rank, std::size_t path = 0) const;
 
@@ -136,7 +139,7 @@ public:
     }
     // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
     // if the peer is not that process, or no longer.
-    void connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
+    void connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<Passage> passage, Nanos now);
     // Gives all shared memory back; nothing passes any more.
     void disconnect();
     // While shut, peers send us datagrams instead.
@@ -330,7 +333,7 @@ private:
     std::optional<View> view_;             // the latest that is usable
     bool inside_{};                        // whether this process is in it
     std::vector<std::uint32_t> since_;     // by rank: the view since which it is a member without a break
-    std::vector<int> there_;               // by rank: the incarnation that is a member of the latest view, or -1
+    std::vector<std::int64_t> there_;      // by rank: the incarnation that is a member of the latest view, or -1
     std::vector<std::uint16_t> forsaken_;  // fell silent in this tick: what is in flight to them is lost
     std::vector<std::uint16_t> blocked_;   // answered in this tick, but get no data
     std::size_t turn_{};                   // whose turn it is to be sent to

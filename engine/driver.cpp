@@ -9,9 +9,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace storm {
@@ -26,6 +28,8 @@ constexpr Nanos longest_linger = 50 * microsecond;
 // Rounds of passing data in a call that only begins something: peers may go on writing for as long as we read.
 constexpr int most_rounds = 8;
 
+// How often refusals are looked for where no call has met one: it may have been told to a call that had sent something.
+constexpr Nanos refusals_every = millisecond;
 // How long a datagram may wait to be read for its time stamp to be believed.
 constexpr Nanos longest_stay = 100 * millisecond;
 
@@ -218,7 +222,7 @@ void Driver::end_by(End&& end) {
     });
 }
 
-void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                      const std::optional<LinkKeys>& keys) {
     const Lock lock(door_);
     check_open();
@@ -272,7 +276,7 @@ void Driver::take_passage(std::uint16_t peer, Offer offer) {
     near_[peer].bell = std::move(offer.bell);
 }
 
-void Driver::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
+void Driver::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
     const Lock lock(door_);
     check_open();
     Near& near = near_[peer];
@@ -457,6 +461,12 @@ bool Driver::step() {
         core_->set_overflow(overflow);
         now = clock_now();
     }
+    // After what has come: that shows that its sender lives.
+    const bool look = got.datagrams == 0 && now - refusals_at_ >= refusals_every;
+    if (look) refusals_at_ = now;
+    for (path = 0; path < outlets_.size(); ++path) {
+        if (look || outlets_[path]->socket.refused()) heed_refusals(path, now);
+    }
     if (!got.more || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
@@ -485,6 +495,18 @@ void Driver::learn(std::size_t path, const Address& from, Nanos now) {
                            now);
 }
 
+void Driver::heed_refusals(std::size_t path, Nanos now) {
+    Outlet& outlet = *outlets_[path];
+    outlet.socket.read_refusals([&](const Address& from, std::span<const std::byte> quoted) {
+        const std::span<const Address> present = outlet.routes.present();
+        for (std::uint16_t rank = 0; rank < present.size(); ++rank) {
+            // A learned address is a router's, which forgets; one that has never answered may be another network's.
+            const Routes::Route route = outlet.routes.look(rank);
+            if (route.address == from && route.answers && !route.learned) core_->refused(rank, quoted, now);
+        }
+    });
+}
+
 void Driver::seek(std::size_t path, Nanos now) {
     Outlet& outlet = *outlets_[path];
     outlet.routes.tick(
@@ -505,6 +527,25 @@ void Driver::offer(std::uint16_t peer, const Address& address) {
     if (address.family() != outlets_[0]->socket.family()) return;  // this socket does not reach it
     outlets_[0]->routes.offer(peer, address, clock_now());
     rearm();
+}
+
+void Driver::rebind(std::size_t path, const std::string& host) {
+    const Lock lock(door_);
+    check_open();
+    Outlet& outlet = *outlets_.at(path);
+    try {
+        outlet.socket.rebind(Address(host, outlet.socket.port()), outlet.config);
+    } catch (const std::system_error&) {
+        outlet.socket.rebind(Address(host, 0), outlet.config);
+    }
+    // The descriptor means another socket now, which nobody watches yet.
+    attempt([&] {
+        epoll_event event{.events = EPOLLIN, .data = {.fd = outlet.socket.fd()}};
+        if (epoll_ctl(inputs_.get(), EPOLL_CTL_ADD, outlet.socket.fd(), &event) != 0)
+            throw std::system_error(errno, std::generic_category(), "cannot watch a socket that has moved");
+    });
+    wake(wake_);
+    wake(nudge_);
 }
 
 void Driver::keep_open() {

@@ -86,15 +86,18 @@ public:
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
     void cancel(std::uint64_t id);
     // A new process at `address` has taken the place of a peer: see Core::readmit. Throws std::runtime_error when closed.
-    void readmit(std::uint16_t peer, const Address& address, std::uint16_t incarnation,
+    void readmit(std::uint16_t peer, const Address& address, std::uint32_t incarnation,
                  const std::optional<LinkKeys>& keys) {
         readmit(peer, std::vector{address}, incarnation, keys);
     }
     // A new process has taken the place of a peer, and is reached at these addresses, by path.
-    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                  const std::optional<LinkKeys>& keys);
     // The peer may be reached at this address: see Routes. Throws std::runtime_error when closed.
     void offer(std::uint16_t peer, const Address& address);
+    // Goes on from another address of this host over a path, at the same port if it is free: peers follow what they
+    // authenticate (Routes). Throws std::system_error, and std::runtime_error when closed.
+    void rebind(std::size_t path, const std::string& host);
     // Keeps ports open in a router that translates our address: see Routes.
     void keep_open();
     // By rank: where datagrams go over the first path.
@@ -109,7 +112,7 @@ public:
     // takes those of the peer;
     void take_passage(std::uint16_t peer, Offer offer);
     // and uses both. Throws std::invalid_argument if the peer is another process by now.
-    void use_passage(std::uint16_t peer, std::uint16_t incarnation);
+    void use_passage(std::uint16_t peer, std::uint32_t incarnation);
     // Peers with which memory is shared.
     [[nodiscard]] std::vector<std::uint16_t> near();
     // Calls `work(views, now)` with the endpoint's views and acts on what it changed. Throws std::runtime_error when closed.
@@ -157,6 +160,7 @@ private:
     class Turn;
 
     void run();
+    static void drop_inherited();  // in a process that was forked from ours
     // Both `drive` (one step) and `attempt` call the core and mark the engine as failed if it throws.
     bool drive();
     template <class Work>
@@ -171,6 +175,8 @@ private:
     bool flush(Nanos now);
     // What a datagram from this address says about where its sender is.
     void learn(std::size_t path, const Address& from, Nanos now);
+    // What the kernels of other machines say of datagrams that went over this path.
+    void heed_refusals(std::size_t path, Nanos now);
     // Pings addresses that are in question, and moves peers to those that answer.
     void seek(std::size_t path, Nanos now);
     // One round of what passes through shared memory; true if there may be more.
@@ -195,7 +201,8 @@ private:
 
     // One path: a socket, and where peers are reached over it.
     struct Outlet {
-        Outlet(const Address& address, const SocketConfig& config) : socket(address, config) {}
+        Outlet(const Address& address, const SocketConfig& given) : config(given), socket(address, given) {}
+        SocketConfig config;
         Socket socket;
         Routes routes;
         std::vector<Batch*> unsent;  // filled, but the socket was full
@@ -243,7 +250,8 @@ private:
     bool leaving_{}, closing_{}, closed_{};
     std::exception_ptr failure_;
     Nanos ticked_at_{};
-    Nanos read_at_{};  // when the socket was last read
+    Nanos read_at_{};      // when the socket was last read
+    Nanos refusals_at_{};  // when refusals were last looked for
     Nanos armed_at_{never};
     Nanos sleeping_until_{};  // of a caller that drives
     pid_t owner_;             // the process whose thread this is

@@ -1,5 +1,6 @@
 // How a driver begins and ends, and the faults that all drivers of a process share; driver.cpp holds the rest of Driver.
 #include <poll.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
@@ -28,6 +29,10 @@ Registry& registry() {
     static Registry all;
     return all;
 }
+
+// A process that is forked from ours must not keep our ports: if ours dies, nobody is to listen there.
+void lock_registry() { registry().mutex.lock(); }
+void unlock_registry() { registry().mutex.unlock(); }
 
 void watch(const Descriptor& epoll, int fd, const std::string& what) {
     epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
@@ -76,6 +81,13 @@ Driver::~Driver() {
     registry().drivers.erase(this);
 }
 
+void Driver::drop_inherited() {
+    for (Driver* driver : registry().drivers) {
+        for (auto& outlet : driver->outlets_) outlet->socket.close();
+    }
+    unlock_registry();
+}
+
 void Driver::start(CoreConfig config, std::vector<Address> peers) {
     std::vector<std::vector<Address>> by_path;
     for (Address& each : peers) by_path.push_back({std::move(each)});
@@ -111,6 +123,7 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
         config.rank, config.secrets.checks_data ? max_datagram_bytes : header_bytes, config.lane);
     auto core = std::make_unique<Core>(std::move(config), clock_now());
 
+    [[maybe_unused]] static const int once = pthread_atfork(lock_registry, unlock_registry, drop_inherited);
     const std::lock_guard guard(registry().mutex);
     const Lock lock(door_);
     faults->set(registry().settings, clock_now());

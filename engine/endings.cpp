@@ -123,6 +123,7 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 void Core::tick(Nanos now) {
     for (const std::uint16_t rank : peers_.take_due(now)) {
         for (Link& link : peers_[rank].links) tick_link(peers_[rank], link, now);
+        peers_[rank].ask_again(now);
     }
     if (now >= views_timer()) {
         views_->tick(now);

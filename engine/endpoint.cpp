@@ -250,7 +250,7 @@ std::vector<Pool::First> Endpoint::peek(std::uint32_t channel, std::uint32_t seq
     return firsts;
 }
 
-void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                        const std::vector<LinkKeys>& keys, const std::vector<Address>& more) {
     if (addresses.size() < lanes_.size() || (!keys.empty() && keys.size() < lanes_.size()))
         throw std::invalid_argument("the process has fewer lanes than the " + std::to_string(lanes_.size()) +
@@ -276,7 +276,7 @@ void Endpoint::take_passage(std::uint16_t peer, std::vector<Driver::Offer> offer
     for (std::size_t lane = 0; lane < lanes_.size(); ++lane) lanes_[lane]->take_passage(peer, std::move(offers[lane]));
 }
 
-void Endpoint::use_passage(std::uint16_t peer, std::uint16_t incarnation) {
+void Endpoint::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
     for (const auto& lane : lanes_) lane->use_passage(peer, incarnation);
 }
 
@@ -300,6 +300,10 @@ void Endpoint::close(Nanos linger) {
 void Endpoint::offer(std::uint16_t peer, const std::vector<Address>& addresses) {
     for (std::size_t lane = 0; lane < std::min(lanes_.size(), addresses.size()); ++lane)
         lanes_[lane]->offer(peer, addresses[lane]);
+}
+
+void Endpoint::rebind(std::size_t path, const std::string& host) {
+    for (const auto& lane : lanes_) lane->rebind(path, host);
 }
 
 void Endpoint::keep_open() {

@@ -56,12 +56,12 @@ public:
     [[nodiscard]] Prospect prospect(std::uint64_t id);
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // `addresses` and `keys`: by lane; no keys where datagrams are not sealed. `more`: addresses on further paths.
-    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint16_t incarnation,
+    void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                  const std::vector<LinkKeys>& keys, const std::vector<Address>& more = {});
     // One offer per lane.
     [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer, std::size_t neighbours);
     void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);
-    void use_passage(std::uint16_t peer, std::uint16_t incarnation);
+    void use_passage(std::uint16_t peer, std::uint32_t incarnation);
     [[nodiscard]] std::vector<std::uint16_t> near() { return lanes_[0]->near(); }
     template <class Work>
     auto with_views(Work&& work) {
@@ -72,6 +72,8 @@ public:
     // The peer may be reached at these addresses, by lane: see Routes.
     void offer(std::uint16_t peer, const std::vector<Address>& addresses);
     void keep_open();
+    // Goes on from another address of this host over a path, in all lanes.
+    void rebind(std::size_t path, const std::string& host);
     // By lane and rank: where datagrams go.
     [[nodiscard]] std::vector<std::vector<Routes::Route>> routes();
     [[nodiscard]] Driver::Health health();

@@ -145,6 +145,26 @@ Prospect Core::prospect(std::uint64_t id, Nanos now) const {
     return worst;
 }
 
+void Core::refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos now) {
+    // Whoever did not see what we sent cannot quote it.
+    const std::optional<Header> header = parse_header(quoted);
+    if (!header || header->cookie != seal_.visible_cookie() || header->source % config_.world != config_.rank) return;
+    const Peer* peer = rank < config_.world ? peers_.find(rank) : nullptr;
+    if (peer == nullptr || peer->vacant || peer->left() || !peers_[rank].refuse(now)) return;
+    if (views_ && config_.lane == 0) {
+        views_->refused(rank, now);
+        heed_views(now);
+    }
+    for (const auto& [key, exchange] : exchanges_.active()) {
+        const auto hasten = [&](const auto& message) {
+            if (message.peer != rank) return;
+            exchanges_.hasten(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
+        };
+        std::for_each(exchange->sends.begin(), exchange->sends.end(), hasten);
+        std::for_each(exchange->receives.begin(), exchange->receives.end(), hasten);
+    }
+}
+
 void Core::note_begun(Exchange& exchange, const Peer& peer) {
     if (exchange.patient() && peer.rank < Ranks::bits) exchange.begun_by.add(peer.rank);
 }

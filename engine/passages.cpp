@@ -37,7 +37,7 @@ std::optional<Record> Record::parse(std::span<const std::byte> from) {
     return sound ? std::optional(record) : std::nullopt;
 }
 
-void Core::connect(std::uint16_t rank, std::uint16_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
+void Core::connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
     if (rank >= config_.world || rank == config_.rank || incarnation != seal_.incarnation(rank) ||
         peers_.look(rank).vacant)
         throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");

@@ -6,8 +6,11 @@
 namespace storm {
 
 Peer::Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
-           std::size_t chunk_bytes, Nanos now, std::size_t paths)
-    : rank(its_rank), links(paths, credit_bytes, its_rate, its_path, chunk_bytes, now), last_heard_(now) {}
+           std::size_t chunk_bytes, Nanos now, std::size_t paths, Nanos silence)
+    : rank(its_rank),
+      links(paths, credit_bytes, its_rate, its_path, chunk_bytes, now),
+      last_heard_(now),
+      doubt_(silence) {}
 
 void Peer::say(const Control& what) {
     const bool farewell = left_ && what.kind == Kind::bye && !told && farewells > 0;
@@ -24,6 +27,7 @@ void Peer::pass(std::vector<std::byte> note) {
 void Peer::hear(Nanos now) {
     last_heard_ = now;
     silent_ = false;
+    doubt_.clear();
     if (!links.several()) links[0].out.heard();
 }
 
@@ -34,7 +38,9 @@ void Peer::hear(Nanos now, Link& link) {
     links.heard_on(link);
 }
 
-Nanos Peer::silent_at(Nanos started, Nanos silence) const { return std::max(last_heard_, started) + silence; }
+Nanos Peer::silent_at(Nanos started, Nanos silence) const {
+    return std::min(std::max(last_heard_, started) + silence, doubt_.silent_at(started));
+}
 
 Nanos Peer::ping_at(Nanos started, Nanos silence) const {
     return std::max(std::max(last_heard_, started) + silence / 4, next_ping_);
@@ -43,6 +49,10 @@ Nanos Peer::ping_at(Nanos started, Nanos silence) const {
 void Peer::ping(Nanos now, Nanos silence) {
     next_ping_ = now + silence / 4;
     say({.kind = Kind::ping});
+}
+
+void Peer::ask_again(Nanos now) {
+    if (!left_ && doubt_.ask(now)) say({.kind = Kind::ping});
 }
 
 void Peer::leave(Blame why) {
@@ -67,7 +77,7 @@ bool Peer::asks() const {
 }
 
 bool Peer::due(Nanos now) const {
-    return now >= loss_timer() || now >= probe_timer() ||
+    return now >= loss_timer() || now >= probe_timer() || now >= doubt_timer() ||
            std::any_of(links.begin(), links.end(), [&](const Link& link) { return link.path.due(now); });
 }
 

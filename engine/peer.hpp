@@ -9,6 +9,7 @@
 
 #include "clock.hpp"
 #include "controls.hpp"
+#include "doubt.hpp"
 #include "passage.hpp"
 #include "paths.hpp"
 #include "send_queue.hpp"
@@ -23,7 +24,7 @@ public:
     // `credit_bytes`: what it may have in flight to us at first, on each of so many paths. `chunk_bytes`: no chunk of the job
     // is larger.
     Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
-         std::size_t chunk_bytes, Nanos now, std::size_t paths = 1);
+         std::size_t chunk_bytes, Nanos now, std::size_t paths = 1, Nanos silence = 10 * second);
 
     // How often a goodbye is said again to a peer that we part from: it may be gone, and never answer.
     static constexpr unsigned most_farewells = 8;
@@ -48,6 +49,11 @@ public:
     // When to ping a peer that we only wait for: nothing else would show whether it lives.
     [[nodiscard]] Nanos ping_at(Nanos started, Nanos silence) const;
     void ping(Nanos now, Nanos silence);
+    // The kernel of its machine says that nobody listens there. True once: when it counts as dead by that.
+    [[nodiscard]] bool refuse(Nanos now) { return doubt_.refuse(now); }
+    // Asks it for a sign of life, if it is time.
+    void ask_again(Nanos now);
+    [[nodiscard]] Nanos doubt_timer() const { return left_ ? never : doubt_.timer(); }
 
     // A goodbye: the peer left, and why if it said so.
     void leave(Blame why);
@@ -92,6 +98,7 @@ private:
     Nanos next_ping_{};
     Nanos data_lost_since_{never};  // since when all data to it was lost; `never` when the latest arrived
     Nanos data_lost_at_{};          // when data to it was last lost
+    Doubt doubt_;
     bool silent_{}, left_{};
     Blame left_for_{};
 };

@@ -94,6 +94,7 @@ Nanos Peers::timer(std::uint16_t rank, PeerTimer which) const {
         case PeerTimer::probe: return peer.probe_timer();
         case PeerTimer::path: return peer.path_timer();
         case PeerTimer::report: return peer.report_timer(credit_.bytes(rank));
+        case PeerTimer::doubt: return peer.doubt_timer();
     }
     return never;
 }

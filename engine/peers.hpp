@@ -21,12 +21,14 @@ class Credit;
 
 // The timers of one peer.
 enum class PeerTimer : std::uint8_t {
-    loss,   // a datagram in flight counts as lost
-    probe,  // nothing was heard of what is in flight: ask with a ping
-    path,   // a probe of the path's size is to be sent or judged
-    report  // what arrived is to be reported
+    loss,    // a datagram in flight counts as lost
+    probe,   // nothing was heard of what is in flight: ask with a ping
+    path,    // a probe of the path's size is to be sent or judged
+    report,  // what arrived is to be reported
+    doubt    // its machine says that nobody listens there: ask again
 };
-inline constexpr std::array peer_timers{PeerTimer::loss, PeerTimer::probe, PeerTimer::path, PeerTimer::report};
+inline constexpr std::array peer_timers{PeerTimer::loss, PeerTimer::probe, PeerTimer::path, PeerTimer::report,
+                                        PeerTimer::doubt};
 
 class Peers {
 public:

@@ -172,10 +172,10 @@ void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check)
 }
 
 // Every link between two processes has its own keys. The source names the path, as each path has numbers of its own. Target
-// and its incarnation say again what the key says, so that not even equal keys would repeat a nonce. 48 bits of numbers last
+// and the lower half of its incarnation say again what the key says, so that not even equal keys would repeat a nonce. 48 bits of numbers last
 // for years.
 std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
-                                     std::uint16_t target_incarnation) {
+                                     std::uint32_t target_incarnation) {
     std::array<std::byte, 12> nonce;
     std::memcpy(nonce.data(), &target, 2);
     std::memcpy(nonce.data() + 2, &source, 2);
@@ -205,7 +205,7 @@ Seal::~Seal() {
     for (LinkKeys& keys : secrets_.links) explicit_bzero(&keys, sizeof keys);
 }
 
-void Seal::readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<LinkKeys>& keys) {
+void Seal::readmit(std::uint16_t peer, std::uint32_t incarnation, const std::optional<LinkKeys>& keys) {
     if (keys.has_value() != encrypts())
         throw std::invalid_argument("a peer is readmitted with keys where datagrams are sealed, and only there");
     if (secrets_.incarnations.size() <= peer) secrets_.incarnations.resize(std::size_t{peer} + 1);

@@ -64,7 +64,7 @@ struct Secrets {
     bool sealed{};
     std::vector<LinkKeys> links;  // by rank; empty when not sealed
     // By rank, with our own: how many processes of that rank came before this one. Empty if every process is the first.
-    std::vector<std::uint16_t> incarnations{};
+    std::vector<std::uint32_t> incarnations{};
 };
 
 // Seals outgoing datagrams and opens incoming ones of one endpoint.
@@ -103,19 +103,21 @@ public:
     [[nodiscard]] std::optional<std::span<std::byte>> open(const Header& header, std::uint64_t number,
                                                            std::span<std::byte> datagram);
 
-    [[nodiscard]] std::uint16_t incarnation(std::uint16_t rank) const {
-        return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : std::uint16_t{0};
+    [[nodiscard]] std::uint32_t incarnation(std::uint16_t rank) const {
+        return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : 0;
     }
     // A new process has taken the place of a peer. `keys` are those of the link to it; empty if nothing is sealed.
-    void readmit(std::uint16_t peer, std::uint16_t incarnation, const std::optional<LinkKeys>& keys);
+    void readmit(std::uint16_t peer, std::uint32_t incarnation, const std::optional<LinkKeys>& keys);
 
 private:
     [[nodiscard]] std::uint16_t rank_of(std::uint16_t source) const {
         return world_ == 0 ? source : static_cast<std::uint16_t>(source % world_);
     }
-    // The value of the header's check field while the check is computed. Zero between two first processes.
+    // The value of the header's check field while the check is computed: the lower halves of both incarnations, mixed with
+    // the upper ones. Zero between two first processes.
     [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
-        return std::uint32_t{incarnation(target)} << 16 | incarnation(source);
+        const std::uint32_t to = incarnation(target), from = incarnation(source);
+        return (to << 16 | (from & 0xffffU)) ^ ((to >> 16) * 0x9e37'79b1U + (from >> 16) * 0x85eb'ca77U);
     }
 
     Secrets secrets_;

@@ -11,9 +11,8 @@ Sim::Sim(const SimConfig& config) : config_(config), timers_(config.core.world) 
     const auto faults = std::make_shared<const FaultSettings>(config_.faults);
     for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
         Host& host = hosts_.emplace_back();
-        incarnations_.push_back(rank < config_.core.secrets.incarnations.size()
-                                    ? config_.core.secrets.incarnations[rank]
-                                    : std::uint16_t{0});
+        incarnations_.push_back(
+            rank < config_.core.secrets.incarnations.size() ? config_.core.secrets.incarnations[rank] : 0);
         host.core = make_core(rank);
         host.faults = std::make_unique<FaultPath>(rank);
         host.faults->set(faults, now_);
@@ -47,7 +46,7 @@ void Sim::set_link(std::uint16_t from, std::uint16_t to, bool dark) {
     }
 }
 
-void Sim::restart(std::uint16_t rank, std::uint16_t incarnation) {
+void Sim::restart(std::uint16_t rank, std::uint32_t incarnation) {
     incarnations_.at(rank) = incarnation;
     config_.core.secrets.incarnations = incarnations_;
     std::erase(config_.core.vacant, rank);

@@ -69,7 +69,7 @@ public:
     // One config stands for all ranks: each seals what it sends by the key with which all others open it.
     static void seal_as(Secrets& secrets, std::uint16_t rank);
     // A rank's process dies, and another takes its place that knows nothing. Nobody hears it before it is readmitted.
-    void restart(std::uint16_t rank, std::uint16_t incarnation);
+    void restart(std::uint16_t rank, std::uint32_t incarnation);
     // One rank accepts the process that another has now.
     void readmit(std::uint16_t rank, std::uint16_t peer);
     // Calls `work(views, now)` with a rank's views.
@@ -136,7 +136,7 @@ private:
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;
     Timers timers_;  // of hosts: with a thousand, looking at all of them for every packet would take most of the time
-    std::vector<std::uint16_t> incarnations_;  // by rank
+    std::vector<std::uint32_t> incarnations_;  // by rank
     std::array<SimPath, most_paths> paths_{};
     std::mt19937_64 chance_{7};  // of the losses of paths
     std::priority_queue<Packet, std::vector<Packet>, std::greater<>> packets_;

@@ -1,7 +1,12 @@
 #include "socket.hpp"
 
+#include <fcntl.h>
+#include <linux/errqueue.h>
+#include <netinet/icmp6.h>
 #include <netinet/in.h>
+#include <netinet/ip_icmp.h>
 #include <netinet/udp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -34,7 +39,9 @@ bool try_option(int fd, int level, int option, int value) {
     return setsockopt(fd, level, option, &value, sizeof value) == 0;
 }
 
-bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS; }
+// Not ENOBUFS: an interface has dropped the datagram, which counts as lost. (The kernel says so only where it tells of
+// refusals, too.)
+bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
 }  // namespace
 
@@ -73,6 +80,10 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     } else {
         try_option(fd(), IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE);
     }
+    if (config.refusals) {
+        refusals_ = address.family() == AF_INET6 ? try_option(fd(), IPPROTO_IPV6, IPV6_RECVERR, 1)
+                                                 : try_option(fd(), IPPROTO_IP, IP_RECVERR, 1);
+    }
     segmentation_ = config.segmentation && try_option(fd(), SOL_UDP, UDP_SEGMENT, 0);
     coalescing_ = config.coalescing && try_option(fd(), SOL_UDP, UDP_GRO, 1);
     if (config.low_priority) {
@@ -86,6 +97,17 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     for (std::size_t slot = 0; slot < slots; ++slot) {
         parts_[slot] = {.iov_base = buffer_.get() + slot * slot_bytes, .iov_len = slot_bytes};
     }
+}
+
+void Socket::rebind(const Address& address, const SocketConfig& config) {
+    const Socket fresh(address, config);
+    if (dup3(fresh.fd(), fd(), O_CLOEXEC) < 0)
+        throw std::system_error(errno, std::generic_category(), "cannot move a UDP socket");
+    segmentation_ = fresh.segmentation_;
+    coalescing_ = fresh.coalescing_;
+    refusals_ = fresh.refusals_;
+    receive_buffer_ = fresh.receive_buffer_;
+    overflow_ = 0;
 }
 
 std::uint16_t Socket::port() const {
@@ -103,6 +125,7 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
     };
     std::array<SegmentSpace, most> controls;
     std::size_t sent = 0;
+    unsigned told = 0;
     while (sent < batches.size()) {
         std::size_t count = 0;
         for (; count < most && sent + count < batches.size(); ++count) {
@@ -137,6 +160,7 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
         }
         if (errno == EINTR) continue;
         if (is_full(errno)) return sent;
+        if (was_told(told)) continue;
         Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
         if (first.segments() > 1 && refused) {
@@ -165,6 +189,7 @@ bool Socket::send_to(const Address& to, Batch& batch) {
         header.msg_iovlen = parts;
     }
     std::size_t sent = 0;
+    unsigned told = 0;
     while (sent < batch.segments()) {
         const int done = sendmmsg(fd(), messages.data() + sent, static_cast<unsigned>(batch.segments() - sent), 0);
         if (done > 0) {
@@ -172,6 +197,7 @@ bool Socket::send_to(const Address& to, Batch& batch) {
         } else if (errno != EINTR) {
             // A full buffer at the start means try again; in the middle the rest counts as lost.
             if (is_full(errno)) return sent > 0;
+            if (was_told(told)) continue;
             if (errno == EMSGSIZE) batch.refuse();
             ++sent;
         }
@@ -190,8 +216,49 @@ std::size_t Socket::receive_messages() {
         header.msg_control = controls_[slot].bytes;
         header.msg_controllen = sizeof controls_[slot].bytes;
     }
-    const int count = recvmmsg(fd(), messages_.data(), slots, MSG_DONTWAIT, nullptr);
-    return count > 0 ? static_cast<std::size_t>(count) : 0;
+    unsigned told = 0;
+    while (true) {
+        const int count = recvmmsg(fd(), messages_.data(), slots, MSG_DONTWAIT, nullptr);
+        if (count >= 0) return static_cast<std::size_t>(count);
+        if (is_full(errno) || errno == EINTR || !was_told(told)) return 0;
+    }
+}
+
+bool Socket::was_told(unsigned& times) {
+    refused_ = refusals_;
+    return refusals_ && errno != ENOBUFS && times++ < 3;
+}
+
+bool Socket::read_refusal(Refusal& refusal) {
+    if (!refusals_) return false;
+    sockaddr_storage& from = refusal.from.storage_;
+    struct alignas(cmsghdr) Space {
+        std::byte bytes[512];
+    } control;
+    iovec part{.iov_base = buffer_.get(), .iov_len = slot_bytes};
+    msghdr header{};
+    header.msg_name = &from;
+    header.msg_namelen = sizeof from;
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control.bytes;
+    header.msg_controllen = sizeof control.bytes;
+    const ssize_t size = recvmsg(fd(), &header, MSG_ERRQUEUE | MSG_DONTWAIT);
+    if (size < 0) return false;
+    refusal.quoted = {buffer_.get(), static_cast<std::size_t>(size)};
+    refusal.port = false;
+    for (cmsghdr* each = CMSG_FIRSTHDR(&header); each != nullptr; each = CMSG_NXTHDR(&header, each)) {
+        const bool four = each->cmsg_level == IPPROTO_IP && each->cmsg_type == IP_RECVERR;
+        const bool six = each->cmsg_level == IPPROTO_IPV6 && each->cmsg_type == IPV6_RECVERR;
+        if (!four && !six) continue;
+        sock_extended_err error{};
+        std::memcpy(&error, CMSG_DATA(each), sizeof error);
+        refusal.port = four ? error.ee_origin == SO_EE_ORIGIN_ICMP && error.ee_type == ICMP_UNREACH &&
+                                  error.ee_code == ICMP_UNREACH_PORT
+                            : error.ee_origin == SO_EE_ORIGIN_ICMP6 && error.ee_type == ICMP6_DST_UNREACH &&
+                                  error.ee_code == ICMP6_DST_UNREACH_NOPORT;
+    }
+    return true;
 }
 
 Socket::About Socket::about(std::size_t slot) {

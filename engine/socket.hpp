@@ -22,6 +22,7 @@ struct SocketConfig {
     bool low_priority{};      // marks datagrams with DSCP LE (RFC 8622)
     bool segmentation{true};  // UDP_SEGMENT, where the kernel has it
     bool coalescing{true};    // UDP_GRO, where the kernel has it
+    bool refusals{true};      // hears of ports at which nobody listens: see `read_refusals`
 };
 
 class Socket {
@@ -31,6 +32,8 @@ public:
     Socket(const Socket&) = delete;
     Socket& operator=(const Socket&) = delete;
 
+    // Goes on from another address, behind the same descriptor; what has not been read is lost. Throws std::system_error.
+    void rebind(const Address& address, const SocketConfig& config);
     // Frees the descriptor and the port; nothing else may be called after it.
     void close() { fd_.close(); }
 
@@ -49,6 +52,13 @@ public:
     template <class Take>
     Read receive(Take&& take);
 
+    // Calls `take(address, quoted)` with each address at which nobody listens, as its kernel said (ICMP port unreachable) in
+    // answer to a datagram of ours that begins as quoted. Anybody can forge that.
+    template <class Take>
+    void read_refusals(Take&& take);
+    // Whether a call has met an error that may be one of these.
+    [[nodiscard]] bool refused() const { return refused_; }
+
     [[nodiscard]] int fd() const { return fd_.get(); }
     [[nodiscard]] int family() const { return family_; }
     [[nodiscard]] std::uint16_t port() const;
@@ -63,6 +73,15 @@ private:
     static constexpr std::size_t slot_bytes = 65'536;
 
     [[nodiscard]] std::size_t receive_messages();
+    struct Refusal {
+        Address from;
+        std::span<const std::byte> quoted;
+        bool port{};  // nobody listens there; anything else that the kernel told of a datagram is of no use
+    };
+    // False when there is none.
+    [[nodiscard]] bool read_refusal(Refusal& refusal);
+    // What an earlier datagram met is told to the next call, which does nothing else: true if that call is to be made again.
+    [[nodiscard]] bool was_told(unsigned& times);
     // What the kernel says about a message: when it arrived, and the segment size that it used when it joined datagrams; the
     // whole length if it joined none.
     struct About {
@@ -73,7 +92,7 @@ private:
 
     Descriptor fd_;
     int family_;
-    bool segmentation_{}, coalescing_{};
+    bool segmentation_{}, coalescing_{}, refusals_{}, refused_{};
     std::size_t receive_buffer_{};
     std::uint32_t overflow_{};
     std::unique_ptr<std::byte[]> buffer_;
@@ -101,6 +120,15 @@ Socket::Read Socket::receive(Take&& take) {
         } while (!rest.empty());
     }
     return {.datagrams = datagrams, .more = count == slots};
+}
+
+template <class Take>
+void Socket::read_refusals(Take&& take) {
+    refused_ = false;
+    Refusal refusal;
+    for (int most = 64; most > 0 && read_refusal(refusal); --most) {
+        if (refusal.port) take(refusal.from, refusal.quoted);
+    }
 }
 
 }  // namespace storm

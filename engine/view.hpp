@@ -11,7 +11,8 @@ namespace storm {
 
 // A process: the slot that it has, and how many processes had it before.
 struct Member {
-    std::uint16_t rank{}, incarnation{};
+    std::uint16_t rank{};
+    std::uint32_t incarnation{};
     auto operator<=>(const Member&) const = default;
 };
 

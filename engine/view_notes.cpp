@@ -16,9 +16,14 @@ public:
         out_.resize(at + sizeof value);
         std::memcpy(out_.data() + at, &value, sizeof value);
     }
+    // Seven bits a byte, the lowest first; all bytes but the last have the eighth set. Most incarnations are small.
+    void incarnation(std::uint32_t value) {
+        for (; value > 0x7f; value >>= 7) number(static_cast<std::uint8_t>(value | 0x80));
+        number(static_cast<std::uint8_t>(value));
+    }
     void member(Member who) {
         number(who.rank);
-        number(who.incarnation);
+        incarnation(who.incarnation);
     }
     void members(const std::vector<Member>& all) {
         number(static_cast<std::uint8_t>(all.size()));
@@ -27,7 +32,7 @@ public:
     void ballot(Ballot ballot) {
         number(ballot.round);
         number(ballot.rank);
-        number(ballot.incarnation);
+        incarnation(ballot.incarnation);
     }
     // Bytes up to the last that is not zero, after their number: small jobs send little.
     void ranks(const Ranks& ranks) {
@@ -45,7 +50,7 @@ public:
         ranks(view.ranks());
         ranks(later);
         for (const Member who : view.members) {
-            if (who.incarnation != 0) number(who.incarnation);
+            if (who.incarnation != 0) incarnation(who.incarnation);
         }
         ranks(joined);
         ranks(view.blank);
@@ -79,10 +84,21 @@ public:
         rest_ = rest_.subspan(sizeof value);
         return value;
     }
+    [[nodiscard]] std::uint32_t incarnation() {
+        std::uint64_t value = 0;
+        for (unsigned bits = 0;; bits += 7) {
+            const auto byte = number<std::uint8_t>();
+            value |= std::uint64_t{byte & 0x7fU} << bits;
+            if ((byte & 0x80) != 0 && bits < 28) continue;
+            // There is one way to write a number: no byte of zeros at its end, and 32 bits.
+            require((byte & 0x80) == 0 && (byte != 0 || bits == 0) && value <= 0xffff'ffffU);
+            return good_ ? static_cast<std::uint32_t>(value) : 0;
+        }
+    }
     [[nodiscard]] Member member() {
         Member who;
         who.rank = number<std::uint16_t>();
-        who.incarnation = number<std::uint16_t>();
+        who.incarnation = incarnation();
         require(who.rank < capacity_);
         return who;
     }
@@ -97,7 +113,7 @@ public:
         Ballot ballot;
         ballot.round = number<std::uint32_t>();
         ballot.rank = number<std::uint16_t>();
-        ballot.incarnation = number<std::uint16_t>();
+        ballot.incarnation = incarnation();
         require(ballot.rank < capacity_);
         return ballot;
     }
@@ -131,7 +147,7 @@ public:
         for (const std::uint16_t rank : all) {
             Member who{rank, 0};
             if (later.has(rank)) {
-                who.incarnation = number<std::uint16_t>();
+                who.incarnation = incarnation();
                 require(who.incarnation != 0);
             }
             view.members.push_back(who);
@@ -218,7 +234,7 @@ std::vector<std::byte> write_note(const NoteBody& note) {
     bytes.reserve(64);
     Writer out(bytes);
     out.number(note.kind);
-    out.number(note.incarnation);
+    out.incarnation(note.incarnation);
     out.number(note.number);
     if (has_ballot(note.kind)) out.ballot(note.ballot);
     if (has_view(note.kind)) out.view(note.view);
@@ -252,7 +268,7 @@ std::optional<NoteBody> parse_note(std::span<const std::byte> bytes, std::uint16
     Reader in(bytes, capacity);
     NoteBody note;
     note.kind = in.number<NoteKind>();
-    note.incarnation = in.number<std::uint16_t>();
+    note.incarnation = in.incarnation();
     note.number = in.number<std::uint32_t>();
     in.require(note.kind >= NoteKind::beat && note.kind <= NoteKind::card);
     if (has_ballot(note.kind)) {

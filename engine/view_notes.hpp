@@ -12,14 +12,15 @@
 
 namespace storm {
 
-// Bounds that keep every note within `most_note_bytes`, with 256 ranks that all have been restarted.
-inline constexpr std::size_t most_note_bytes = 1140;
+// Bounds that keep every note within `most_note_bytes`, with 256 ranks that all have been restarted some thousand times.
+inline constexpr std::size_t most_note_bytes = 1390;
 inline constexpr std::size_t most_sessions = 24, most_leaving = 16, most_asks = 16, most_card_bytes = 400;
 
 // Who proposes, for the how manieth time. No two proposals have the same.
 struct Ballot {
     std::uint32_t round{};  // 0: none
-    std::uint16_t rank{}, incarnation{};
+    std::uint16_t rank{};
+    std::uint32_t incarnation{};
     [[nodiscard]] explicit operator bool() const { return round != 0; }
     auto operator<=>(const Ballot&) const = default;
 };
@@ -46,7 +47,7 @@ inline constexpr std::uint8_t note_flags = 15;
 // All notes in one: a kind uses the fields that it names.
 struct NoteBody {
     NoteKind kind{};
-    std::uint16_t incarnation{};  // of the sender
+    std::uint32_t incarnation{};  // of the sender
     std::uint32_t number{};       // of the sender's latest view; 0: it knows none
 
     std::uint8_t flags{};        // beat, promise

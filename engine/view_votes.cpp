@@ -9,7 +9,7 @@ namespace storm {
 Ranks Views::alive() const {
     Ranks all;
     for (const Member who : latest_.members) {
-        const bool present = who == self_ || net_.hears().has(who.rank);
+        const bool present = who == self_ || (net_.hears().has(who.rank) && !refused_.has(who.rank));
         all.set(who.rank, present && slots_[who.rank].incarnation == who.incarnation);
     }
     return all;
@@ -19,7 +19,7 @@ Ranks Views::alive() const {
 Ranks Views::rumoured() const {
     Ranks heard = net_.hears();
     for (const std::uint16_t rank : alive()) heard = heard | net_.told(rank);
-    return (latest_.ranks() & heard) - replaced() - net_.left();
+    return (latest_.ranks() & heard) - replaced() - net_.left() - refused_;
 }
 
 // Members whose slot another process has.
@@ -38,7 +38,7 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
     Choice choice;
     choice.stay = net_.choose(candidates, leavers);
     choice.quorum = enough(latest_, choice.stay, alive());
-    choice.lost = !(latest_.ranks() - choice.stay - net_.left() - replaced()).empty();
+    choice.lost = !(latest_.ranks() - choice.stay - net_.left() - replaced() - refused_).empty();
     for (const std::uint16_t rank : choice.stay) {
         const Member who = *latest_.at(rank);
         (leavers.has(rank) ? choice.leaving : choice.members).push_back(who);
@@ -97,13 +97,13 @@ void Views::consider(Nanos now) {
     Nanos turn = 0;
     for (const Member who : choice.members) {
         if (choice.stay.has(who.rank) && (who < self_ || wants_out_))
-            turn = std::min(turn + silence_ / 16, silence_ / 2);
+            turn = std::min(turn + (refused_.empty() ? silence_ / 16 : silence_ / 64), silence_ / 2);
     }
     Nanos due = turn + patience_;
-    if (answers_.promised) {
+    if (answers_.promised && !refused_.has(answers_.promised.rank)) {
         due += active_at_ + 3 * silence_ / 8;
     } else {
-        // A goodbye is certain. Silence needs two more beats, in which all others notice it too. Of those who come in,
+        // A goodbye is certain, and that nobody listens there nearly so; others may not know of it. Silence needs two more beats, in which all others notice it too. Of those who come in,
         // several may come at once.
         due += wanted_since_ + (choice.lost || orphaned ? 2 * period_ : choice.joined.empty() ? 0 : period_);
         // Others of this lineage may live where this process does not reach them yet.
@@ -169,7 +169,7 @@ void Views::try_vote(Nanos now) {
     Proposal& own = *proposal_;
     if (own.voting) return;
     Ranks awaited;
-    for (const std::uint16_t rank : (voters() & net_.hears()) - own.promised) {
+    for (const std::uint16_t rank : (voters() & net_.hears()) - own.promised - refused_) {
         awaited.set(rank, net_.good(self_.rank, rank));
     }
     if (!awaited.empty() && now < own.began_at + silence_ / 4) return;

@@ -51,7 +51,18 @@ void Views::watch(Nanos now) {
 bool Views::watching() const { return watching_; }
 
 void Views::hear(std::uint16_t from, Nanos now) {
-    if (from < capacity_) net_.hear(from, now);
+    if (from >= capacity_) return;
+    net_.hear(from, now);
+    if (!refused_.has(from)) return;
+    refused_.remove(from);
+    dirty_ = true;
+}
+
+void Views::refused(std::uint16_t from, Nanos now) {
+    if (from >= capacity_ || from == self_.rank) return;
+    refused_.add(from);
+    last_tick_ = std::max(last_tick_, now);
+    dirty_ = true;
 }
 
 void Views::gone(std::uint16_t from, Nanos now) {
@@ -77,6 +88,7 @@ void Views::occupy(Member who, Nanos now) {
     if (who.incarnation > slot.incarnation) {
         slot = {.incarnation = who.incarnation};
         net_.reset(who.rank);
+        refused_.remove(who.rank);
         // The promises of a proposal are those of the processes that it began with.
         if (proposal_ && voters().has(who.rank)) abandon(now);
         dirty_ = true;
@@ -91,7 +103,7 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
     occupy({from, note->incarnation}, now);
     if (net_.left().has(from)) return;
     watch(now);
-    net_.hear(from, now);
+    hear(from, now);
     if (note->number > slots_[from].number) {
         slots_[from].number = note->number;
         dirty_ = true;  // it may have knocked before, and know this view only now

@@ -47,6 +47,8 @@ public:
     void hear(std::uint16_t from, Nanos now);
     // It said goodbye: it is lost at once.
     void gone(std::uint16_t from, Nanos now);
+    // The kernel of its machine says that nobody is there, and nothing has come from it: it is lost, until it is heard.
+    void refused(std::uint16_t from, Nanos now);
     // It answers, but no data reaches it: the link counts as dead for a while.
     void blocked(std::uint16_t from, Nanos now);
     // Another process has the slot now.
@@ -99,7 +101,7 @@ public:
 
 private:
     struct Slot {
-        std::uint16_t incarnation{};
+        std::uint32_t incarnation{};
         std::uint32_t number{};  // of the latest view that it knows
         std::uint8_t flags{};    // of its last beat
         Nanos told_at{-never / 2}, poked_at{-never / 2};
@@ -172,6 +174,7 @@ private:
     std::uint64_t random_;
     Connectivity net_;
     std::vector<Slot> slots_;  // by rank
+    Ranks refused_;            // nobody listens there; the others are not told, as each finds out by itself
     std::vector<Session> sessions_;
     std::vector<Card> cards_;
     std::vector<Ask> asks_;

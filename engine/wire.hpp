@@ -26,7 +26,7 @@ namespace storm {
 
 static_assert(std::endian::native == std::endian::little, "tensors travel in host order, which must be little-endian");
 
-inline constexpr std::uint8_t wire_version = 1;
+inline constexpr std::uint8_t wire_version = 2;
 inline constexpr std::size_t header_bytes = 32;
 inline constexpr std::size_t tag_bytes = 16;
 // The largest UDP payload over IPv4; a datagram never exceeds it.

@@ -408,7 +408,7 @@ private:
     std::array<std::uint32_t, channels> next_seq_{};
     std::vector<std::vector<std::unique_ptr<Posted>>> posted_;
     std::vector<std::size_t> born_;  // how many plans were there before this process of the rank
-    std::vector<std::uint16_t> incarnations_;
+    std::vector<std::uint32_t> incarnations_;
     std::vector<bool> left_, hostile_;
     bool mad_{}, disturbed_{};
     std::deque<Datagram> wire_;

@@ -122,7 +122,9 @@ private:
             if (heals_) {
                 say(world_, "the link from %u to %u dies", rank, other);
                 world_.cut(rank, other);
+                if (dice_.chance(20)) refuse(rank, other);
             } else if (world_.at(rank).runs()) {
+                if (dice_.chance(30)) return refuse(rank, other);
                 // A quick way to bad links.
                 say(world_, "the path from %u to %u is blocked", rank, other);
                 world_.at(rank).views->blocked(other, world_.now());
@@ -144,6 +146,7 @@ private:
             if (!lives(rank)) return;
             say(world_, "%u dies", rank);
             world_.kill(rank);
+            if (dice_.chance(50)) refuse(other, rank);
         } else if (what < 86) {
             if (!lives(rank)) return;
             say(world_, "%u says goodbye", rank);
@@ -167,6 +170,13 @@ private:
         } else {
             world_.run_for(silence);
         }
+    }
+
+    // A kernel says that nobody is there; it may be wrong.
+    void refuse(std::uint16_t rank, std::uint16_t other) {
+        if (!world_.at(rank).runs()) return;
+        say(world_, "%u hears that nobody is at %u", rank, other);
+        world_.at(rank).views->refused(other, world_.now());
     }
 
     // Strikes whoever proposes just now, or lets it go on after others have taken over: ballots meet that way.

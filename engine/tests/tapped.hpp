@@ -62,7 +62,7 @@ public:
         Sim::seal_as(config.secrets, rank);
         hosts_.at(rank) = {.core = std::make_unique<Core>(config, now_), .socket = {}, .timer = never};
     }
-    void readmit(std::uint16_t rank, std::uint16_t peer, std::uint16_t incarnation, std::optional<LinkKeys> keys = {}) {
+    void readmit(std::uint16_t rank, std::uint16_t peer, std::uint32_t incarnation, std::optional<LinkKeys> keys = {}) {
         core(rank).readmit(peer, incarnation, keys, now_);
         pump(rank);
     }

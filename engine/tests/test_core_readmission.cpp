@@ -76,14 +76,14 @@ struct Mortal {
 
     std::uint16_t world;
     bool sealed;
-    std::vector<std::uint16_t> incarnations;
+    std::vector<std::uint32_t> incarnations;
     Tapped net;
     Watch<Tapped> watch;
     std::uint32_t dark{nobody};
     std::vector<Datagram> said;  // all that was delivered
 };
 
-bool refused(Mortal& job, std::uint16_t at, std::uint16_t peer, std::uint16_t incarnation,
+bool refused(Mortal& job, std::uint16_t at, std::uint16_t peer, std::uint32_t incarnation,
              std::optional<LinkKeys> keys) {
     try {
         job.net.readmit(at, peer, incarnation, keys);
@@ -252,7 +252,7 @@ TEST(ranks_return_again_and_again_and_two_at_once) {
         // Each starts before it knows of the other: both learn of it later, as the survivors do.
         job.incarnations[1] = 3;
         job.restart(2);
-        const std::uint16_t other = job.incarnations[2];
+        const std::uint32_t other = job.incarnations[2];
         job.incarnations[2] = 0;
         job.restart(1);
         job.incarnations[2] = other;

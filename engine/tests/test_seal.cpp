@@ -177,12 +177,12 @@ constexpr std::uint16_t sender = 1, receiver = 2;
 constexpr std::uint64_t number = 0x500000007ULL;
 
 // The key of a direction. The processes at its ends count: each has added a number of its own.
-Key key_of(std::uint16_t source, std::uint16_t target, std::uint16_t source_process = 0,
-           std::uint16_t target_process = 0) {
+Key key_of(std::uint16_t source, std::uint16_t target, std::uint32_t source_process = 0,
+           std::uint32_t target_process = 0) {
     Key key;
     key.fill(static_cast<std::byte>(0x40 + 4 * source + target));
-    key[0] = static_cast<std::byte>(source_process);
-    key[1] = static_cast<std::byte>(target_process);
+    std::memcpy(key.data(), &source_process, sizeof source_process);
+    std::memcpy(key.data() + 4, &target_process, sizeof target_process);
     return key;
 }
 
@@ -273,8 +273,8 @@ TEST(encrypt_writes_the_documented_nonce_and_associated_data) {
 }
 
 TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
-    constexpr std::array<std::uint16_t, 3> processes{0, 1, 0xffff};
-    const auto secrets = [](std::uint16_t rank, bool sealed, std::uint16_t of_sender, std::uint16_t of_receiver) {
+    constexpr std::array<std::uint32_t, 5> processes{0, 1, 0xffff, 0x12345, 0xffff'ffff};
+    const auto secrets = [](std::uint16_t rank, bool sealed, std::uint32_t of_sender, std::uint32_t of_receiver) {
         Secrets all = secrets_of(rank, sealed);
         all.incarnations = {0, 0, 0, 0};
         all.incarnations[sender] = of_sender;
@@ -287,8 +287,8 @@ TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
     };
     const Buffer payload = random_bytes(45, 6);
     for (const bool sealed : {false, true}) {
-        for (const std::uint16_t from : processes) {
-            for (const std::uint16_t to : processes) {
+        for (const std::uint32_t from : processes) {
+            for (const std::uint32_t to : processes) {
                 Seal sending(secrets(sender, sealed, from, to), sender);
                 Buffer datagram(header_bytes + payload.size() + sending.overhead_bytes());
                 const auto header = std::span(datagram).first<header_bytes>();
@@ -300,8 +300,8 @@ TEST(what_another_process_of_either_rank_sent_or_was_sent_is_rejected) {
                     std::copy(payload.begin(), payload.end(), body.begin());
                     sending.protect(header, receiver, sending.payload_check(payload));
                 }
-                for (const std::uint16_t its : processes) {
-                    for (const std::uint16_t own : processes) {
+                for (const std::uint32_t its : processes) {
+                    for (const std::uint32_t own : processes) {
                         CHECK_EQUAL(accepts(secrets(receiver, sealed, its, own), receiver, datagram),
                                     its == from && own == to);
                     }

@@ -10,7 +10,7 @@ constexpr std::uint16_t capacity = 256;
 // The largest view there can be: everybody was restarted, many leave.
 View largest_view() {
     View view{.number = 0xffff'fffe};
-    for (std::uint16_t rank = 0; rank < 256 - most_leaving; ++rank) view.members.push_back({rank, 0xffff});
+    for (std::uint16_t rank = 0; rank < 256 - most_leaving; ++rank) view.members.push_back({rank, (1U << 21) - 1});
     view.joined = view.members;
     view.blank = view.ranks();
     for (std::uint16_t rank = 256 - most_leaving; rank < 256; ++rank) view.leaving.push_back({rank, 9});
@@ -34,6 +34,8 @@ std::vector<NoteBody> one_of_each() {
         all.push_back({.kind = kind, .ballot = ballot, .view = largest_view()});
     all.push_back({.kind = NoteKind::record, .view = largest_view()});
     all.push_back({.kind = NoteKind::request, .who = {255, 3}});
+    for (const std::uint32_t incarnation : {127U, 128U, 16'383U, 16'384U, 0x12345U, 0xffff'ffffU})
+        all.push_back({.kind = NoteKind::request, .incarnation = incarnation, .who = {255, incarnation}});
     all.push_back({.kind = NoteKind::card, .who = {1, 2}, .card = std::vector<std::byte>(most_card_bytes)});
     return all;
 }

@@ -77,7 +77,7 @@ TEST(header_lies_on_the_wire_as_the_protocol_draws_it) {
                                        .seq = 0x16151413,
                                        .chunk = 0x1a191817,
                                        .message_bytes = 0x1e1d1c1b});
-    CHECK_EQUAL(std::to_integer<int>(bytes[0]), 0x15);
+    CHECK_EQUAL(std::to_integer<int>(bytes[0]), 0x25);
     CHECK_EQUAL(std::to_integer<int>(bytes[1]), 0x05);
     for (std::size_t i = 2; i < header_bytes; ++i) CHECK_EQUAL(std::to_integer<std::size_t>(bytes[i]), i - 1);
     // The seal writes the check by its offset alone.

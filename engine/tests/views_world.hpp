@@ -104,7 +104,7 @@ public:
     }
     // A process that nobody knows yet begins, and asks in through `sponsor`.
     void join(std::uint16_t rank, std::uint16_t sponsor) {
-        const Member who{rank, static_cast<std::uint16_t>(processes_[rank].self.incarnation + 1)};
+        const Member who{rank, processes_[rank].self.incarnation + 1};
         start(who, {});
         ask(rank, sponsor);
     }

@@ -24,8 +24,8 @@ _SMALLEST_DATAGRAM = 1472
 # On loopback a trip takes a wake-up or two, in which a core copies this much; elsewhere, assume 1 Gbit/s and 0.1 ms.
 _LOOPBACK_TRIP_BYTES = 128 << 10
 _TRIP_BYTES = 16 << 10
-MOST_INCARNATIONS = 0xFFFF
-"""Highest number of a process: 16 bits of every check and nonce."""
+MOST_INCARNATIONS = 0xFFFFFFFF
+"""Highest number of a process: a rank that is restarted every second gets there in half a year at the least."""
 _MOST_SLOTS = 256  # of a view
 # Processes in a row that may have taken a number and died before they published a card.
 _MOST_IN_VAIN = 1024
@@ -322,7 +322,7 @@ class LinkKeys:
 
 
 def _end(rank: int, card: Card) -> bytes:
-    return struct.pack("<HH", rank, card.incarnation) + bytes.fromhex(card.nonce)
+    return struct.pack("<HI", rank, card.incarnation) + bytes.fromhex(card.nonce)
 
 
 def _read(store: Store, place: str, rank: int, incarnation: int) -> Card:

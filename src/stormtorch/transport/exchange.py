@@ -317,9 +317,12 @@ def _error(
     status, peer = outcome.status, f"rank {outcome.peer}"
     missing = f"{outcome.missing_bytes} bytes missing"
     if status == _engine.Status.PEER_SILENT:
+        # A peer is given up earlier where the kernel of its machine says that nobody listens there.
+        long = f" for {silence_s:g} s" if outcome.elapsed_s >= 0.99 * silence_s else ", at whose port nobody listens"
         return PeerSilent(
-            f"{where}: nothing was heard from {peer} for {silence_s:g} s, {missing}. "
-            "Is it alive, and is UDP let through? Raise silence_s if it may pause for longer, or allow loss."
+            f"{where}: nothing was heard from {peer}{long}, {missing}. "
+            "Is it alive, and is UDP let through? Raise silence_s if it may pause for longer, or allow loss. Among the "
+            "ranks of a prepared model, optimizer.session.mean(), sum() and gather() go on without it."
         )
     if status == _engine.Status.PATH_BLOCKED:
         return PathBlocked(

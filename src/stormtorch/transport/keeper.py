@@ -1,4 +1,4 @@
-"""A thread for each transport that readmits processes as soon as a view includes them."""
+"""A thread for each transport that readmits processes as soon as a view includes them, and follows its addresses."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def _keep(found: weakref.ref[Any]) -> None:
     number = 0
     while not _ending.is_set() and (transport := found()) is not None and not transport.closed:
         endpoint = transport.endpoint
-        del transport  # nobody else may need it any more
         try:
+            if transport.roaming is not None:
+                transport.roaming.look(transport)
+            del transport  # nobody else may need it any more
             if endpoint.wait_view(number, _SLICE_S):
                 view, transport = endpoint.view(), found()
                 if transport is not None and view is not None:

@@ -73,7 +73,8 @@ class Options:
     """Bytes of a message that may be sent before the receiver says that it has posted the exchange."""
     silence_s: float = 10.0
     """Time after which a needed peer counts as gone if nothing is heard from it. A lossy exchange then counts its data
-    as lost; an exact one raises an error."""
+    as lost; an exact one raises an error. About a second is enough where the kernel of its machine says that nobody
+    listens at its port, as after a crash."""
     timeout_s: float = 1800.0
     """Time after which an unfinished exchange raises an error. Where torch.distributed has a timeout too (of the group,
     of a call or of `wait`), the shorter one applies."""

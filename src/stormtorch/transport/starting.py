@@ -18,6 +18,7 @@ from stormtorch.transport.lanes import own_cores, sockets_to_open
 from stormtorch.transport.machine import machine_id
 from stormtorch.transport.options import Options
 from stormtorch.transport.reception import Reception
+from stormtorch.transport.roaming import Roaming
 from stormtorch.transport.udp import UdpTransport
 from stormtorch.transport.whereabouts import Whereabouts, translated
 
@@ -178,6 +179,10 @@ def start(
         keys_of=keys_of,
     )
     transport.name = job.name
+    if not own.loopback:
+        transport.roaming = Roaming(
+            [own.host, *(host for host, _ in own.more_paths())], list(options.interfaces or (options.interface,))
+        )
     keep_views(transport)
     if translated(cards.values()):
         transport.whereabouts = Whereabouts(transport)

@@ -25,6 +25,7 @@ from stormtorch.transport.frames import Listener
 from stormtorch.transport.keeper import keep_views
 from stormtorch.transport.leaving import why_left
 from stormtorch.transport.options import Options
+from stormtorch.transport.roaming import Roaming
 from stormtorch.transport.sharing import Sharing
 from stormtorch.transport.views import EndpointMembership
 from stormtorch.transport.waiting import (
@@ -186,6 +187,8 @@ class UdpTransport(EndpointMembership):
         """Tells of the training on this transport; None as long as nothing is prepared."""
         self.whereabouts: Whereabouts | None = None
         """Where routers translate addresses: where other ranks see the peers."""
+        self.roaming: Roaming | None = None
+        """Follows the addresses of this host; None on loopback."""
         self.waits: Wait | None = None
         """The call in which this rank has waited for some time."""
         self._listener: Listener | None = None
