@@ -136,7 +136,7 @@ class Group:
         self.interrupted = interrupted
         self.rank = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
-        self._channel = (name, *self.ranks)
+        self._channel: tuple[object, ...] = (name, *self.ranks)
         self._taken: tuple[int, range] | None = None
 
     def turned(self, order: Sequence[int]) -> "Group":
@@ -151,6 +151,12 @@ class Group:
             priority=self.priority,
         )
         other._channel = self._channel
+        return other
+
+    def along(self, name: str) -> "Group":
+        """Returns the same ranks on the channel of a name alone, which goes on when others have taken ranks' places."""
+        other = copy.copy(self)
+        other._channel = (name,)
         return other
 
     def part(self, positions: Sequence[int], name: str) -> "Group":

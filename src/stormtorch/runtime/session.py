@@ -25,13 +25,14 @@ from stormtorch.runtime import personal
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
-from stormtorch.runtime.membership import Left, Membership, View
+from stormtorch.runtime.membership import Left, Membership
 from stormtorch.runtime.objects import complete
 from stormtorch.runtime.preparable import check_model, check_parameters
 from stormtorch.runtime.prepared import trained
 from stormtorch.runtime.recorder import Recorder
 from stormtorch.runtime.reports import Report
 from stormtorch.runtime.scaling import LossScale, Scale
+from stormtorch.runtime.together import Together
 from stormtorch.runtime.turns import turns_of
 from stormtorch.transport.waiting import doing
 
@@ -48,7 +49,7 @@ _SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms",
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
 
 
-class Session(ABC):
+class Session(Together, ABC):
     """A prepared model and optimizer on one rank. A subclass does what its kind of policy needs.
 
     Args:
@@ -152,7 +153,7 @@ class Session(ABC):
         """
         return
 
-    def settle_gradients(self) -> None:  # noqa: B027  # only owners have gradients besides
+    def settle_gradients(self) -> None:  # only owners have gradients besides
         """Takes what the program has made of its gradients since backward, if the optimizer has others."""
 
     def closure_begins(self) -> None:
@@ -228,11 +229,6 @@ class Session(ABC):
             bucket.bring_home(arriving=arriving)
 
     # --- for users who count on changes of the membership -------------------------------------------------------------
-
-    @property
-    def view(self) -> View:
-        """The ranks that train together now."""
-        return self.membership.view
 
     def carry(self, name: str, give: Callable[[], bytes], take: Callable[[dict[int, bytes]], None]) -> None:
         """Has something travel along whenever a view begins.
@@ -404,6 +400,7 @@ class Session(ABC):
 
     def told_of(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
         """Says in words who has come and gone with the view that the session has begun."""
+        self.view_began(newcomers)
         gone = [self.label(rank) for rank in before if rank not in after]
         come = [self.label(rank) for rank in after if rank not in before]
         back = [self.label(rank) for rank in newcomers if rank in before]
