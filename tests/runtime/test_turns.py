@@ -11,8 +11,10 @@ PROGRAMS = (Gan, Halves, Together, Twice)
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_ranks_of_any_program_come_and_go(program: type[Program], event: str) -> None:
+def test_ranks_of_any_program_come_and_go(program: type[Program], event: str, caplog: pytest.LogCaptureFixture) -> None:
     found, longest = play(program, event)
     assert all_same(found)
+    if event == "join":
+        assert "earlier backwards" not in caplog.text, "who waits for a turn to begin costs nobody anything"
     if event == "leave":
         assert max(longest.values()) < 1.5, "nobody has waited for a silence of 2 s"

@@ -1,6 +1,5 @@
 """The first start with `rejoin="auto"`: all ranks come as one job, however slow the store is and whoever comes last."""
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -8,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import OPTIONS, store_of_threads
+from conftest import store_of_threads
 
 from backend_job import free_ports
-from stormtorch import Options, connect
+from first_starts import AUTO, Start, slow_start
+from stormtorch import Options
 from stormtorch.transport import restarting
-from stormtorch.transport.udp import UdpTransport
 
-AUTO = replace(OPTIONS, rejoin="auto", timeout_s=20.0)
 COUNTER = "storm/generations"
 
 
@@ -23,59 +21,6 @@ COUNTER = "storm/generations"
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for others look back several times per second."""
     monkeypatch.setattr(restarting, "_LOOK_EVERY_S", 0.2)
-
-
-class SlowStore:
-    """A store each of whose answers takes a while, after which what it says may no longer be so."""
-
-    def __init__(self, store: Any, delay: Callable[[str, str], None]) -> None:
-        self._store, self._delay = store, delay
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        if name not in ("add", "check", "get", "set"):
-            return found
-
-        def slow(first: Any, *more: Any) -> Any:
-            self._delay(name, first if isinstance(first, str) else "")
-            said = found(first, *more)
-            self._delay(name, first if isinstance(first, str) else "")
-            return said
-
-        return slow
-
-
-class Start:
-    """Ranks as threads that all start a job by the same store."""
-
-    def __init__(self, store: Any, world: int) -> None:
-        self.came: dict[int, UdpTransport] = {}
-        self.errors: dict[int, BaseException] = {}
-        self._store, self._world, self._threads = store, world, list[threading.Thread]()
-
-    def rank(self, rank: int, delay: Callable[[str, str], None], options: Options = AUTO) -> None:
-        def body() -> None:
-            try:
-                self.came[rank] = connect(SlowStore(self._store, delay), rank, self._world, options)  # type: ignore[arg-type]
-            except BaseException as error:
-                self.errors[rank] = error
-
-        self._threads.append(threading.Thread(target=body))
-        self._threads[-1].start()
-
-    def close(self) -> None:
-        for transport in self.came.values():
-            transport.close(0.0)
-
-    def check_one_job(self) -> None:
-        """All have come, as the first processes of their ranks, to one job."""
-        for thread in self._threads:
-            thread.join(60.0)
-        assert not self.errors, self.errors
-        assert sorted(self.came) == list(range(self._world))
-        for transport in self.came.values():
-            assert [transport.incarnation(rank) for rank in range(self._world)] == [0] * self._world
-        assert len({transport.prefix for transport in self.came.values()}) == 1
 
 
 def start_with_the_last_card_during_a_look_back(store: Any, options: Callable[[int], Options]) -> Start:
@@ -124,10 +69,7 @@ def test_a_rank_of_this_start_that_answers_at_an_address_of_an_earlier_job_is_no
 @pytest.mark.timeout(120)
 def test_many_ranks_with_a_slow_store_come_as_one_job() -> None:
     world, seed = 8, 5
-    start = Start(store_of_threads(60.0), world)
-    for rank in range(world):
-        draw = random.Random(seed * world + rank)
-        start.rank(rank, lambda *_, draw=draw: time.sleep(draw.expovariate(100.0)), replace(AUTO, timeout_s=60.0))
+    start = slow_start(store_of_threads(60.0), world, seed, 0.01, 60.0)
     try:
         start.check_one_job()
     finally:

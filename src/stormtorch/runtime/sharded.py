@@ -565,7 +565,10 @@ class ShardedSession(Session):
                     holding.clear_pruned(self.buckets)
             self._begin_view(moved.followed)
             self._held[latest.number] = self._holds()
-            self._share_all(hello, members)
+            # Averaged gradients of an earlier backward of this step stay good where shards stay what they were.
+            cuts = zip(before.layouts, after.layouts, strict=True)
+            same = held is not None and before.members == after.members and all(o.spans == n.spans for o, n in cuts)
+            self._share_all(hello, members, same=same)
             objects.gather(True, group)
         except Interrupted:
             return None
@@ -576,10 +579,12 @@ class ShardedSession(Session):
         self.taken({rank: told["carried"] for rank, told in hello.told.items()})
         return held is not None
 
-    def _share_all(self, hello: Hello, members: Sequence[int]) -> None:
+    def _share_all(self, hello: Hello, members: Sequence[int], *, same: bool) -> None:
         """Gives every member all parameters, and newcomers what else they need."""
-        if self._gradients.recut():
-            self._row.events.append("the gradients of earlier backwards of this step are lost")
+        if not same and self._gradients.recut():
+            words = f"the gradients of earlier backwards of step {self.steps} are lost: shards were cut anew within it"
+            self._row.events.append(words)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
         with self._calls.occupied():
             self._owned.share(self.channel("share", interruptible=True))
         if self._standby is not None:
