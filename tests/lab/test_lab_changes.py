@@ -90,9 +90,27 @@ def test_routers_that_forget_their_ports_cost_a_training_a_moment(
         return True
 
     options = Options(interface="eth0", key=key, lanes=2)
-    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=100, listen=rebind, lab=network)
+    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, listen=rebind, lab=network)
     assert_nobody_left(logs, 8.0)
     assert sum(log["health"]["reroutes"] for log in logs) >= 2 * 2
+    assert all(log["arrived"][-1] == 1.0 for log in logs)
+
+
+@pytest.mark.slow
+def test_a_router_that_gets_another_address_costs_a_training_a_moment(lab: MakeLab) -> None:
+    network = lab(3, rate="200mbit", management=True, probe=False, nat={1: "cone", 2: "cone"})
+    addresses = ["198.18.0.2/24", "198.18.0.77/24", "198.18.0.78/24"]
+
+    def move(_rank: int, _step: object) -> bool:
+        before = addresses.pop(0)
+        ways = f"address delete {before} dev eth0\naddress add {addresses[0]} dev eth0"
+        network._edge(1).run(["ip", "-batch", "-"], ways)
+        network.rebind(1)
+        return True
+
+    options = Options(interface="eth0", key=KEY, lanes=2)
+    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, listen=move, lab=network)
+    assert_nobody_left(logs, 8.0)
     assert all(log["arrived"][-1] == 1.0 for log in logs)
 
 
@@ -110,7 +128,7 @@ def test_an_mtu_that_falls_beside_parity_and_lanes_costs_the_parity_alone(lab: M
 
     options = Options(interface="eth0", lanes=2)
     policy = BoundedDrift(redundancy=0.3, gradients=Reliability(redundancy=0.3))
-    logs = run_ranks(train_on, 3, (options, policy, 60, (20,)), timeout_s=100, listen=narrow, lab=network)
+    logs = run_ranks(train_on, 3, (options, policy, 60, (20,)), timeout_s=200, listen=narrow, lab=network)
     assert_nobody_left(logs, 8.0)
     for log in logs:
         assert min(log["path_bytes"]) == 1152
