@@ -335,7 +335,7 @@ afterwards("p.mul_() under no_grad", each_parameter(shrink))
 afterwards("Lookahead by hand", look_ahead, keeps=True)
 afterwards("AveragedModel (EMA, SWA)", average)
 afterwards("moving average by hand", average_by_hand)
-afterwards("freezing", freeze)
+afterwards("freezing after a step", freeze, keeps=True)
 afterwards("unfreezing", unfreeze, model=frozen)
 afterwards("tied weights", lambda c, _: None, model=tied)
 afterwards("weight_norm", lambda c, _: None, model=normalised)
@@ -456,9 +456,13 @@ def hook_gradients(c: Loop) -> None:
         each.register_hook(lambda grad: grad * 0.5)
 
 
+def halve_grad(each: Any) -> None:
+    each.grad.mul_(0.5)
+
+
 def hook_accumulated(c: Loop) -> None:
     for each in everything(c):
-        each.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(0.5))
+        each.register_post_accumulate_grad_hook(halve_grad)
 
 
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -492,7 +496,12 @@ def two(c: Loop, number: int) -> None:
 
 @idiom("LBFGS", make=lbfgs)
 def second_order(c: Loop, number: int) -> None:
-    closure(c, number)
+    def compute() -> torch.Tensor:
+        c.optimizer.zero_grad()
+        c.backward(number)
+        return torch.ones(())
+
+    c.optimizer.step(compute)
 
 
 def compile_model(c: Loop) -> None:
