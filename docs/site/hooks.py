@@ -22,6 +22,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     },
     "Training": {
         "prepare()": "prepare.md",
+        "Optimizers and loops": "optimizers.md",
         "Frameworks": "frameworks.md",
         "Data": "data.md",
         "torch.distributed": "backend.md",

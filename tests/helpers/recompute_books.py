@@ -36,8 +36,25 @@ def read(folder: Path) -> list[Process]:
                     records.append(pickle.load(file))
                 except (EOFError, pickle.UnpicklingError):
                     break
+        if any(each["kind"] == "round" for each in records):
+            _mark_void(records)
         found.append(Process(path.name.removeprefix("book-"), records))
     return found
+
+
+def _mark_void(records: list[dict[str, Any]]) -> None:
+    """Marks what a session does after a round that was not completed: others have left it out, and it begins anew."""
+    under_way: set[int] = set()
+    for record in records:
+        session, kind = record.get("session"), record["kind"]
+        if session is None:
+            continue
+        if kind == "given":
+            under_way.add(session)
+        elif kind in ("round", "view"):
+            under_way.discard(session)
+        elif session in under_way and kind in ("final", "stepped", "sent", "arrived"):
+            record["kind"] = f"void {kind}"
 
 
 def check_end(process: Process) -> None:

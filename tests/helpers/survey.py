@@ -2,6 +2,7 @@
 
     python tests/helpers/survey.py --write docs/optimizers.md     # or: make survey
     python tests/helpers/survey.py --only lamb "closure"
+    python tests/helpers/survey.py --libraries --json benchmarks/survey.json --write docs/optimizers.md # the page
 
 Optimizers of timm and pytorch_optimizer take part where these are installed. Each subject has a process of its own, as
 some of them start threads, and some hang.
@@ -84,6 +85,8 @@ def main() -> int:
     warm_start.use()
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    # Where all cases have one verdict, a file may say it once.
+    known = {key: dict.fromkeys(CASES, each["all"]) if "all" in each else each for key, each in known.items()}
     wrong = []
     for library in asked.libraries:
         for name in IDIOMS if library == "idioms" else subjects(library):

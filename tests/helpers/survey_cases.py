@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it, bu
 import stormtorch
 from stormtorch import Options, connect, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.errors import ExchangeTimeout
 from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
 from training import Optimizer, perceptron, regression, values, vectors
 from views import EXACTLY
@@ -271,6 +272,8 @@ def judge(subject: Subject, case: str) -> tuple[str, str]:
                 found = _over_loopback(subject, case)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        if isinstance(error, ExchangeTimeout):
+            return "hangs", words
         return ("refused" if _is_ours(error) else "fails"), words
     finally:
         log.removeHandler(listener)

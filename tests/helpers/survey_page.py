@@ -27,6 +27,7 @@ process. Each has eight steps or more, on a CPU, and data of its own on each ran
   another order.
 - **refused**: an error says why, at `prepare` or where the program does it.
 - **documented**: the result is another one, and a warning says so.
+- **WRONG**, **hangs**, **fails**: open faults, where nothing is said or not in time.
 - **not tried**: it does not run in one process either, as it needs more than parameters and a learning rate, or it
   draws random numbers.
 
