@@ -5,15 +5,22 @@
 import abc
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from stormtorch import prepare
 from stormtorch.collectives import Group
+from stormtorch.runtime import checkpoints
 from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
@@ -235,3 +242,117 @@ def test_a_checkpoint_with_state_of_few_bits_begins_a_job(bits: int) -> None:
         first.zero_grad()
     for got in found.values():
         assert all(map(torch.equal, got, values(begun)))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains at other parameters than those that it is evaluated with, and changes from one to the other by itself."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "train_mode": True, "k": 0})
+
+    @torch.no_grad()
+    def _to(self, weight: float, *, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != train:
+                for each in group["params"]:
+                    if "z" in self.state[each]:
+                        each.lerp_(self.state[each]["z"], weight)
+                group["train_mode"] = train
+
+    def eval(self) -> None:
+        """Parameters become their mean."""
+        self._to(1 - 1 / 0.9, train=False)
+
+    def train(self) -> None:
+        """They become what is trained."""
+        self._to(1 - 0.9, train=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Steps."""
+        for group in self.param_groups:
+            assert group["train_mode"], "call train() before step()"
+            group["k"] += 1
+            for each in group["params"]:
+                if each.grad is not None:
+                    z = self.state[each].setdefault("z", each.clone())
+                    each.lerp_(z, 1 / group["k"])
+                    each.add_(each.grad, alpha=-group["lr"] * 0.1)
+                    z.sub_(each.grad, alpha=group["lr"])
+
+
+def evaluate(c: Loop, number: int) -> None:
+    c.optimizer.train()
+    c.backward(number)
+    c.optimizer.step()
+    c.optimizer.zero_grad()
+    c.optimizer.eval()
+    with torch.no_grad():
+        seen = c.model(vectors(9, 0)).sum()
+    if number % 3 == 2:  # what it sees there comes into what it trains
+        c.optimizer.train()
+        with torch.no_grad():
+            next(c.model.parameters()).data.mul_(1 + 0.01 * seen.tanh())
+
+
+@pytest.mark.parametrize("case", ["2 ranks", "3 ranks", "one killed", "one joins"])
+def test_an_optimizer_that_changes_between_modes_changes_all_ranks(case: str) -> None:
+    subject = Subject("schedule-free", lambda model: [ScheduleFree(model.parameters(), 0.1)], evaluate)
+    assert judge(subject, case) == ("same bits", "")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torchs_checkpoints_take_and_load_the_whole_optimizer(flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def get(model: nn.Module, optimizer: Any) -> Any:
+        return get_optimizer_state_dict(model, optimizer, options=options)
+
+    steps = 3
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(steps):
+            regression(model, vectors(0, step)).backward()  # the same on all ranks
+            optimizer.step()
+            optimizer.zero_grad()
+
+    begun = perceptron()
+    first = torch.optim.Adam(begun.parameters(), lr=0.01)
+    train(begun, first)
+    saved = copy.deepcopy(get(begun, first))
+    found: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+
+    def body(transport: SimulatedTransport) -> None:
+        model = copy.deepcopy(begun)
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.5)
+        prepare(model, optimizer, policy=EXACTLY, group=Group(transport))
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved), options=options)
+        again = get(model, optimizer)
+        assert optimizer.session.steps == 0
+        train(model, optimizer)
+        found[transport.rank] = again, values(model)
+
+    SimulatedNetwork(3, options=OPTIONS).run(body)
+    train(begun, first)
+    for again, got in found.values():
+        assert same(again, saved)
+        torch.testing.assert_close(got, values(begun))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_torchs_checkpoints_that_come_after_prepare_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame: Any = type("Frame", (), {"f_globals": {"__name__": "torch.distributed.checkpoint.state_dict"}})()
+    module: Any = sys.modules["torch.distributed.checkpoint.state_dict"]
+    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    monkeypatch.delattr(module, "_storm_taught", raising=False)
+    with pytest.raises(RuntimeError, match=r"before prepare\(\), or call this again"):
+        checkpoints.called_from(frame)
+    checkpoints.called_from(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stormtorch.backend.compiler import hidden
+from stormtorch.runtime import checkpoints
 
 # Attribute with the number of the hook that is called just before a step.
 _LAST = "_storm_last_hook"
@@ -21,6 +23,10 @@ class _Session(Protocol):
     """What a prepared optimizer asks of its session."""
 
     def zero_grad(self, set_to_none: bool) -> None: ...
+    def wait(self) -> None: ...
+    def all_moved(self) -> bool: ...
+    def moved(self) -> None: ...
+    def change(self) -> bool: ...
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]: ...
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -34,6 +40,7 @@ def _methods(kind: Any) -> dict[str, Any]:
 
     def state_dict(self: Any) -> Any:
         """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all do."""
+        checkpoints.called_from(sys._getframe(1))
         return self.session.optimizer_state(kind.state_dict(self))
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -61,11 +68,49 @@ def _methods(kind: Any) -> dict[str, Any]:
     step: Any = hidden(call)  # it waits for other ranks, which torch.compile must not trace
     step.__wrapped__ = getattr(kind.step, "__wrapped__", kind.step)
     made = (zero_grad, state_dict, load_state_dict, register_step_pre_hook, add_param_group)
-    return {**{each.__name__: each for each in made}, "step": step, "__module__": kind.__module__}
+    modes = {name: _mode(kind, name) for name in ("train", "eval") if callable(getattr(kind, name, None))}
+    return {**{each.__name__: each for each in made}, **modes, "step": step, "__module__": kind.__module__}
+
+
+def _mode(kind: Any, name: str) -> Any:
+    """Returns a method by which an optimizer moves parameters between those to train and those to evaluate."""
+    plain = getattr(kind, name)
+
+    @functools.wraps(plain)
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Changes the mode, on all ranks: each moves its own shard, and gets the others'."""
+        self.session.wait()
+        while True:
+            before = _settings(self)
+            kept = [(each, each.detach().clone()) for each in trained(self)]
+            groups = [dict(each) for each in self.param_groups]
+            result = plain(self, *args, **kwargs)
+            if _settings(self) == before:
+                return result
+            if self.session.all_moved():
+                self.session.moved()
+                return result
+            # A rank is gone: what it owned comes as it was before, and so must this rank's shard be.
+            with torch.no_grad():
+                for each, values in kept:
+                    each.copy_(values)
+            for group, old in zip(self.param_groups, groups, strict=True):
+                group.update(old)
+            self.session.change()
+
+    return change
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if isinstance(value, bool | int | str)}
+        for group in optimizer.param_groups
+    ]
 
 
 def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
     """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
+    checkpoints.teach()
     kind = type(optimizer)
     # It has no other base: an object keeps its layout only if its new class differs by nothing but methods.
     optimizer.__class__ = types.new_class(

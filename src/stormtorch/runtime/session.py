@@ -156,6 +156,17 @@ class Session(Together, ABC):
     def settle_gradients(self) -> None:  # only owners have gradients besides
         """Takes what the program has made of its gradients since backward, if the optimizer has others."""
 
+    def whole_groups(self) -> list[dict[str, Any]] | None:
+        """Returns the optimizer's groups with the model's parameters; None if it has them."""
+        return None
+
+    def all_moved(self) -> bool:
+        """Waits until the optimizers of all ranks have moved parameters outside a step; False if a rank is gone."""
+        return True
+
+    def moved(self) -> None:  # noqa: B027  # only where each rank has a part of the optimizer
+        """Called on all ranks when their optimizers have moved the parameters outside a step."""
+
     def closure_begins(self) -> None:
         """Called when the optimizer calls its closure."""
         return

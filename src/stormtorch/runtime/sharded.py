@@ -87,7 +87,7 @@ class ShardedSession(Session):
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
-        self._seeds = (0, 0)
+        self._seeds, self._moves = (0, 0), (-1, 0)
         self._refill = Refill.NOTHING
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
@@ -651,6 +651,32 @@ class ShardedSession(Session):
     def wait(self) -> None:
         """Waits until the parameters of the last step have arrived or are lost."""
         self._gate.open()
+
+    def whole_groups(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's groups with the model's parameters."""
+        return [
+            {**group, "params": [self.parameters[number] for number in members]}
+            for group, members in zip(self.optimizer.param_groups, self._shards.groups, strict=True)
+        ]
+
+    @torch.no_grad()
+    def moved(self) -> None:
+        """Gives every rank what the owners' optimizers have made of their shards outside a step."""
+        for bucket in self.buckets:
+            bucket.settle()
+        self._calls.forget()
+        self.synchronise()
+
+    def all_moved(self) -> bool:
+        """Waits until all ranks have moved their shards, as others would give old ones; False if a rank is gone."""
+        self._moves = (self.steps, self._moves[1] + 1 if self._moves[0] == self.steps else 0)
+        group = self.channel("moves/{}/{}".format(*self._moves), interruptible=True)
+        try:
+            with doing("the optimizer's train() or eval()"):
+                objects.gather(True, group)
+        except Interrupted:
+            return False
+        return True
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:

@@ -1,0 +1,89 @@
+"""torch.distributed.checkpoint, which looks for the model's parameters in an optimizer's groups and finds pieces.
+
+It is given a view of a prepared optimizer that has whole parameters. Its module is slow to import, so that it is taught
+this only where the program has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_TAUGHT = "_storm_taught"
+
+
+class _Whole:
+    """A prepared optimizer with the model's parameters in its groups.
+
+    Args:
+        optimizer: The prepared optimizer.
+        groups: Its groups with whole parameters.
+        names: Names of the state of each parameter that is about to be loaded.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        names: Mapping[torch.Tensor, Sequence[str]],
+    ) -> None:
+        self._optimizer = optimizer
+        self.param_groups = groups
+        # Never empty: for an optimizer without state, the module makes a step to have some.
+        self.state: dict[Any, Any] = {None: {}, **{each: dict.fromkeys(of) for each, of in names.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole optimizer."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of the whole optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+
+def teach() -> bool:
+    """Teaches torch's module to look at prepared optimizers as a whole. Returns whether that was news to it."""
+    module: Any = sys.modules.get(_MODULE)
+    if module is None or hasattr(module, _TAUGHT) or not hasattr(module, "_load_optim_state_dict"):
+        return False
+    setattr(module, _TAUGHT, True)
+    get, load = module._get_optim_state_dict, module._load_optim_state_dict
+
+    def get_whole(model: Any, optimizers: Any, info: Any) -> Any:
+        return get(model, tuple(_whole(each) for each in optimizers), info)
+
+    def load_whole(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
+        return load(model, tuple(_whole(each, state_dict, info) for each in optimizers), state_dict, info)
+
+    module._get_optim_state_dict, module._load_optim_state_dict = get_whole, load_whole
+    return True
+
+
+def called_from(frame: FrameType | None) -> None:
+    """Raises a RuntimeError if torch's module has called a prepared optimizer before it was taught.
+
+    Args:
+        frame: The call of `state_dict`.
+    """
+    if teach() and frame is not None and frame.f_globals.get("__name__") == _MODULE:
+        raise RuntimeError(
+            "torch.distributed.checkpoint was imported after prepare() and did not know prepared optimizers: import "
+            f"{_MODULE} before prepare(), or call this again"
+        )
+
+
+def _whole(optimizer: Any, given: Any = None, info: Any = None) -> Any:
+    session = vars(optimizer).get("session")
+    groups = None if session is None else session.whole_groups()
+    if groups is None:
+        return optimizer
+    names: dict[torch.Tensor, list[str]] = {}
+    for each in (parameter for group in groups for parameter in group["params"]):
+        firsts = [f"state.{name}." for name in (info.fqn_param_mapping.get(each, ()) if given else ())]
+        names[each] = [key[len(first) :] for first in firsts for key in given if str(key).startswith(first)]
+    return _Whole(optimizer, groups, names)
