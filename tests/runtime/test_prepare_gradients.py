@@ -180,3 +180,34 @@ def test_an_unscaled_gradient_may_be_replaced() -> None:
     expected = scaled(halve, before=False)
     assert all(map(torch.equal, expected, scaled(set_anew, before=False)))
     assert all(map(torch.equal, expected, scaled(set_anew, before=True)))
+
+
+def test_hooks_that_come_after_prepare_act_before_gradients_leave() -> None:
+    left: list[torch.Tensor] = []
+
+    def clear(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    def body(transport: SimulatedTransport) -> None:
+        model = perceptron()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+        prepare(model, optimizer, policy=EXACTLY, group=Group(transport))
+        gradients = optimizer.session._gradients
+        start = gradients._start
+
+        def starting(bucket: Any) -> None:
+            left.append(bucket.grads.clone())
+            start(bucket)
+
+        gradients._start = starting
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(clear)
+        for step in range(2):
+            regression(model, vectors(transport.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    SimulatedNetwork(2, options=OPTIONS).run(body)
+    assert left
+    assert not any(each.any() for each in left)

@@ -53,6 +53,8 @@ class GradientCollector:
         self._carried: dict[int, torch.Tensor] = {}
         self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
         self._views: list[list[torch.Tensor]] = []
+        self._numbers: list[list[int]] = [[] for _ in buckets]
+        """Number under which torch has the hook that takes a parameter's gradient."""
         for bucket in buckets:
             views = [each.data for each in bucket.grad_views]  # no views to torch, so that detach_() works
             if norms is not None:
@@ -61,7 +63,8 @@ class GradientCollector:
             for place, parameter in enumerate(bucket.parameters):
                 before, after = self._hooks(bucket.index, place)
                 parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
-                parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+                self._numbers[bucket.index].append(handle.id)
 
         self.shown = Shown(buckets, self._views)
         """What the program sees of averaged gradients, where this rank has those of its shard alone."""
@@ -82,7 +85,10 @@ class GradientCollector:
 
         def before(_gradient: torch.Tensor) -> None:
             gradients = found()
-            if gradients is not None and (gradients.reduced or gradients._running):
+            if gradients is None:
+                return
+            gradients._come_last(index, place)
+            if gradients.reduced or gradients._running:
                 gradients._expect(gradients._buckets[index])
 
         def after(parameter: torch.Tensor) -> None:
@@ -91,6 +97,13 @@ class GradientCollector:
                 gradients._take(gradients._buckets[index], place, parameter)
 
         return before, after
+
+    def _come_last(self, index: int, place: int) -> None:
+        """Has torch take a parameter's gradient after all hooks of the program, also after those that came later."""
+        hooks = self._buckets[index].parameters[place]._post_accumulate_grad_hooks
+        number = self._numbers[index][place]
+        if hooks and number in hooks and next(reversed(hooks)) != number:
+            hooks[number] = hooks.pop(number)
 
     def _expect(self, bucket: Bucket) -> None:
         if self._running and self._started[bucket.index]:

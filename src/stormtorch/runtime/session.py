@@ -164,7 +164,7 @@ class Session(Together, ABC):
         """Waits until the optimizers of all ranks have moved parameters outside a step; False if a rank is gone."""
         return True
 
-    def moved(self) -> None:  # noqa: B027  # only where each rank has a part of the optimizer
+    def moved(self) -> None:  # only where each rank has a part of the optimizer
         """Called on all ranks when their optimizers have moved the parameters outside a step."""
 
     def closure_begins(self) -> None:
