@@ -70,6 +70,16 @@ def survey(library: str, name: str, cases: list[str]) -> dict[str, tuple[str, st
     return found
 
 
+def _lines(known: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """Returns a file with a line for each subject. Where all cases have one verdict, it is said once."""
+    lines = []
+    for key, found in known.items():
+        verdicts = list(found.values())
+        one = len(found) == len(CASES) and all(list(each) == list(verdicts[0]) for each in verdicts)
+        lines.append(f" {json.dumps(key)}: {json.dumps({'all': verdicts[0]} if one else found)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> int:
     """Runs the survey; the exit code says whether something is silently different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,7 +107,7 @@ def main() -> int:
                 continue
             known[key] = found = survey(library, name, asked.cases)
             print(key, {case: " ".join(each)[:160] for case, each in found.items()}, flush=True)
-            asked.json.write_text(json.dumps(known, indent=1))
+            asked.json.write_text(_lines(known))
             wrong += [key for each in found.values() if each[0] not in FINE]
     if asked.write:
         asked.write.write_text(page(known))
