@@ -52,9 +52,11 @@ data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
 
 
 def train(step):
-    torch.nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.randint(2, (4,))).backward()
+    loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.randint(2, (4,)))
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return loss
 
 """
 _JOIN = 'dist.init_process_group("storm")\n'
@@ -73,7 +75,7 @@ def train(step):  # ends the program, where a reader's would go on for thousands
 PRELUDES = {
     "names": _START,
     "model": _START + _JOIN,
-    "prepared": _START + _JOIN + "model, optimizer = stormtorch.prepare(model, optimizer)\ntrain(0)\n",
+    "prepared": _START + _JOIN + "model, optimizer = stormtorch.prepare(model, optimizer)\nloss = train(0)\n",
     "checkpoint": _START
     + 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")\n'
     + _JOIN

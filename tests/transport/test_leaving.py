@@ -85,6 +85,9 @@ class Transport:
     def part(self):
         pass
 
+    def resting(self):
+        return True
+
 transport = Transport()
 """
 
