@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,13 @@ def prune_and_die(rank: Rank, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for_all(rank: Rank, step: int) -> None:
+    """Waits in the midst of the step until the successor of rank 2 is there, however long it takes to start."""
+    end = time.monotonic() + 60.0
+    while step == AT and not dict(rank.transport.view().members).get(2) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def tell_masks(rank: Rank, step: int) -> None:
     if step == STEPS - 1:
         rank.tell(masks=[zlib.crc32(each.kept.numpy().tobytes()) for each in rank.session.buckets])
@@ -68,16 +76,16 @@ def tell_masks(rank: Rank, step: int) -> None:
 )
 def test_a_rank_that_returns_at_the_very_step_of_the_pruning_waits_for_nobody(policy: Policy, tmp_path: Path) -> None:
     """Its program prunes at that step as those of the others do, which have done so before it came."""
-    how = How(steps=STEPS, silence_s=30.0, policy=policy, before=prune_at, after=tell_masks)
+    how = How(steps=STEPS, silence_s=30.0, policy=policy, before=prune_at, within=wait_for_all, after=tell_masks)
     with Job(tmp_path, how, {2: replace(how, before=prune_and_die)}) as job:
         assert job.ranks[2].end() == -signal.SIGKILL
         job.ranks[2] = job.start(2, how)
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         for each in job.ranks:
             assert each.told("masks") == job.ranks[0].told("masks") != []
-            if isinstance(policy, GradientAveraging):  # nothing brings replicas together, which is said
-                assert "differs from the others from now on" in str(each.told("events"))
-            else:
-                assert each.told("values") == job.ranks[0].told("values")
+            values = job.ranks[0].told("values")
+            if isinstance(policy, GradientAveraging):  # nothing brings replicas together that differ by rounding
+                values = [pytest.approx(numbers, rel=1e-5, abs=1e-6) for numbers in values]
+            assert each.told("values") == values
             assert each.told("members") == [[0, 1, 2]]
         assert job.ranks[2].told("begins_at") in ([AT], [AT + 1])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stormtorch import EXACT, GradientAveraging
 from turning import Gan, Halves, Program, Together, Twice, play
 from views import all_same
 
@@ -18,3 +19,10 @@ def test_ranks_of_any_program_come_and_go(program: type[Program], event: str, ca
         assert "earlier backwards" not in caplog.text, "who waits for a turn to begin costs nobody anything"
     if event == "leave":
         assert max(longest.values()) < 1.5, "nobody has waited for a silence of 2 s"
+
+
+@pytest.mark.parametrize("event", ["return", "join"])
+@pytest.mark.parametrize("program", [Gan, Twice])
+def test_a_newcomer_under_gradient_averaging_has_the_others_optimizer_state(program: type[Program], event: str) -> None:
+    found, _ = play(program, event, policy=GradientAveraging(reliability=EXACT))
+    assert all_same(found)

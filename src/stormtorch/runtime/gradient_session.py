@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import pickle
 import time
 
 import torch
@@ -11,10 +13,14 @@ from torch import nn
 from stormtorch.collectives import Group
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.runtime import objects
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.gradients import GradientCollector
+from stormtorch.runtime.prepared import trained
 from stormtorch.runtime.replicated import ReplicatedSession
+
+_log = logging.getLogger("stormtorch")
 
 
 class GradientSession(ReplicatedSession):
@@ -115,6 +121,32 @@ class GradientSession(ReplicatedSession):
 
     def wait(self) -> None:
         """Returns immediately: parameters are never on their way."""
+
+    def _hand_over(self, root: int, *, new: bool) -> None:
+        """Gives newcomers the root's model and its optimizer's state: all make the same steps from then on."""
+        super()._hand_over(root, new=new)
+        group = self.channel("optimizer", interruptible=True)
+        whole = self.optimizer.state_dict()
+        homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        ours = [number for number, parameter in enumerate(trained(self.optimizer)) if id(parameter) in homes]
+        message = objects.pack({number: whole["state"][number] for number in ours if number in whole["state"]})
+        size = torch.tensor([message.numel()], device="cpu")
+        self.hand(group, size, root)
+        if group.rank != root:
+            message = objects.room(int(size), group.ranks[root], group)
+        self.hand(group, message, root)
+        if not new:
+            return
+        kept = {number: each for number, each in whole["state"].items() if number not in ours}
+        try:
+            state = objects.unpack(message)
+        except pickle.UnpicklingError as error:
+            _log.warning(
+                "rank %d: differs from the others from now on: the state of their %s cannot be sent: %s",
+                *(self.label(group.transport.rank), type(self.optimizer).__name__, error),
+            )
+            return
+        self.optimizer.load_state_dict(whole | {"state": kept | state})
 
     def loaded(self) -> None:
         """Does nothing: parameters are views of the buckets."""

@@ -358,11 +358,6 @@ class ReplicatedSession(Session):
         memories.settle()
         self.forget_channels()
         words = self.told_of(before, members, newcomers)
-        if newcomers and self.policy.sends == "gradients":
-            words += (
-                ", and differs from the others from now on: it lacks their optimizer state and perhaps an update, and "
-                f"{type(self.policy).__name__} brings no replicas together"
-            )
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
         self.taken({rank: each["carried"] for rank, each in told.items()})

@@ -144,8 +144,11 @@ class Turns:
     def wants_view(self, session: Session) -> bool:
         """Whether a session's round must not begin before another view does.
 
-        Another session is due, newcomers wait for a turn to begin, or this rank wants to leave.
+        Another session is due, newcomers wait for a turn to begin, or this rank wants to leave. A session that is
+        behind makes its round first: the others are in the midst of it and wait for this rank, or have ended it.
         """
+        if not session.membership.up_to_date():
+            return False
         if any(each.may_change() and each.membership.due() for each in self._others(session)):
             return True
         return self._leaves() or self._lets_in()
