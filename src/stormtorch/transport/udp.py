@@ -178,6 +178,8 @@ class UdpTransport(EndpointMembership):
         self.name = "world"
         self.cards = dict(cards)
         self.leaving = self.leaves_later = False
+        self.resting: Callable[[], bool] = lambda: True
+        """Returns whether this rank could hand over all that it owns now."""
         self.on_leave: list[Callable[[], None]] = []
         self.on_close: list[Callable[[str], object]] = []
         """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""
