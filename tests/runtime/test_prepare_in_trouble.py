@@ -97,7 +97,7 @@ def keep_records(rank: Rank) -> None:
 
 
 def test_nothing_that_decides_looks_at_the_wall_clock(tmp_path: Path) -> None:
-    """Of one rank it jumps by hours, days and milliseconds, in both directions."""
+    """The clock of one rank jumps by hours, days and milliseconds, in both directions."""
     library = clock.build(tmp_path)
     if library is None:
         pytest.skip("there is no C compiler for what is preloaded")

@@ -43,7 +43,7 @@ def test_digest_tells_one_bit_apart() -> None:
 
 
 def test_program_is_repeated_by_standbys_and_ends_with_one_loss_scale() -> None:
-    """Of ranks that begin with different scales, over a step by closure and changes by `.data`."""
+    """Ranks begin with different scales, and make a step by closure and changes by `.data`."""
 
     def work(member: Member) -> tuple[dict[int, list[int]], float | None, list[str]]:
         program = Program(member.model, member.optimizer, EXACTLY, again=member.rank == 1)

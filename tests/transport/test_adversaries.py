@@ -210,7 +210,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_no_datagram_of_a_sealed_job_counts_once_it_is_altered(name: str) -> None:
-    """What is altered overtakes its original, so that no packet number has been seen before."""
+    """Altered datagrams overtake their originals, so that no packet number has been seen before."""
     draw = random.Random(9)
     passed = [0, 0, 0]
     with Wire(3) as wire:

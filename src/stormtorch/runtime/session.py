@@ -115,7 +115,7 @@ class Session(Together, ABC):
         self._pruned_at = (0, 0)
         """Step before which parameters were pruned last, and how often they were before it."""
         self._pruned_ahead = (0, 0)
-        """The same, of calls that other ranks had made when this process came: its program makes them once more."""
+        """Calls that other ranks had made before this process came; its own program makes them once more."""
         self.scaling = LossScale()
         """The loss scale of the gradients, where ranks exchange gradients."""
         self.looked = False

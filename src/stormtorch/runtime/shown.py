@@ -25,7 +25,7 @@ class Shown:
         self._buckets = buckets
         self._views = views
         self._before: dict[int, tuple[torch.Tensor, int]] = {}
-        """Of buckets whose optimizer has other memory: what was shown last, and the version of what it shows."""
+        """What was shown last, and the version of what it shows, for buckets whose optimizer has other memory."""
         self.foreign: Callable[[], None] = lambda: None
         """Called when the program has set a gradient that it has not computed from the present one."""
 
