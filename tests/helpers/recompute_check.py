@@ -92,6 +92,7 @@ class Session(Recomputed):
         if not any(self.told[name, round_, "final"] for name in owners.values()):
             if program.scaler and not all(bool(each.isfinite().all()) for found in means.values() for each in found):
                 self.counts["steps skipped"] += 1
+                self.now.values = self._after(self.now.values)
                 return
             raise Differs(f"session {self.number}, round {round_}: no owner has made a step, and nothing overflowed")
         scale = self._scale(round_, given)
@@ -265,18 +266,21 @@ class Session(Recomputed):
             self._copies_of(process, sent)
 
     def _copies_of(self, process: Process, sent: dict[tuple[int, int, int, int], torch.Tensor]) -> None:
-        view, stepped = 1, None
+        view, stepped, skipped = 1, None, False
         flats: list[torch.Tensor] = []
         for record in process.records:
             if record["kind"] == "compute" and flats:
+                flats = self._after(flats) if skipped else flats
                 ours = self._flat(record["values"])
                 self._same(-1, f"copies of {process.name} at step {record['steps']}", ours, flats)
             if record.get("session") != self.number:
                 continue
             if record["kind"] == "view":
                 view, flats = record["number"], [each.clone() for each in record["flats"]]
+            elif record["kind"] == "round":
+                skipped = True
             elif record["kind"] == "stepped":
-                stepped = record["masters"]
+                stepped, skipped = record["masters"], False
             elif record["kind"] == "arrived":
                 cut = self._cut(view)
                 own = cut["members"].index(self.ranks[process.name])
