@@ -193,12 +193,16 @@ def test_a_standby_that_is_not_equal_to_its_owner_is_found() -> None:
         before = (each.host - 1) % HOSTS
         each.add(
             {"t": 50.0, "end": STEPS, "val_loss": 2.0, "digest": "d100"}
-            | {"shards": {str(each.host): [each.host, 7], str(before): [before, 7]}}
+            | {"shards": {str(each.host): [each.host, 7, 5, 6], str(before): [before, 7, 5, 6]}}
         )
     assert violated(run_of(*lives)) == set()
-    lives[2].shards[1] = [1, 8]
-    (problem,) = invariants.different_standbys(run_of(*lives))
-    assert problem == "h2 follows h1 with other state"
+    for followed, what in (
+        ([1, 8, 5, 6], "state"),
+        ([1, 7, 4, 6], "values of the second model"),
+        ([1, 7], "values of the second model and state of the second model"),
+    ):
+        lives[2].shards[1] = followed
+        assert invariants.different_standbys(run_of(*lives)) == [f"h2 follows h1 with other {what}"]
 
 
 def test_a_loss_that_is_too_high_is_found_and_a_lower_one_is_not() -> None:

@@ -4,15 +4,18 @@ import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stormtorch import prepare
+from stormtorch.collectives import Group
 from stormtorch.runtime.membership import View
 from stormtorch.studies.chaos.program import Program
-from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, view_of
-from training import adamw, regression, vectors
+from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, prints_of, view_of
+from training import adamw, perceptron, regression, vectors
 from views import EXACTLY, Member, with_members
 
 pytestmark = pytest.mark.pure
@@ -35,29 +38,35 @@ def test_view_is_the_sessions() -> None:
 
 def test_digest_tells_one_bit_apart() -> None:
     model = nn.Linear(3, 2)
-    before = digest_of(model)
-    assert digest_of(model) == before
+    first = nn.Linear(2, 2)
+    before = digest_of(first, model)
+    assert digest_of(first, model) == before
     with torch.no_grad():
         model.bias[0] = torch.nextafter(model.bias[0], torch.tensor(9.0))
-    assert digest_of(model) != before
+    assert digest_of(first, model) != before
 
 
 def test_program_is_repeated_by_standbys_and_ends_with_one_loss_scale() -> None:
-    """Ranks begin with different scales, and make a step by closure and changes by `.data`."""
+    """Ranks begin with different scales, make a step by closure and changes by `.data`, and train a second model."""
 
     def work(member: Member) -> tuple[dict[int, list[int]], float | None, list[str]]:
-        program = Program(member.model, member.optimizer, EXACTLY, again=member.rank == 1)
+        second: Any = perceptron(seed=1)
+        its_optimizer: Any = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)
+        prepare(second, its_optimizer, policy=EXACTLY, group=Group(member.transport))
+        optimizers = (member.optimizer, its_optimizer)
+        program = Program((member.model, second), optimizers, EXACTLY, again=member.rank == 1)
         while (number := member.session.steps) < 12:
             batch = vectors(member.rank, number)
-            program.step(number, number == 11, functools.partial(regression, member.model, batch))
-        return member.session.shard_prints(), program.scale(), member.events()
+            program.step(number, number == 11, functools.partial(regression, given=batch))
+        assert its_optimizer.session.steps == 13, "the first model leaves out a step, as loss scales differ"
+        return prints_of([each.session for each in optimizers]), program.scale(), member.events()
 
     found = with_members(work, world=3, make=adamw)
     for rank, (shards, scale, events) in enumerate(found):
         assert scale == 512.0  # the least, halved as all have left out one step
         assert not any("different from it" in each for each in events), events
         before = (rank - 1) % 3
-        assert shards[before] == found[before][0][before]
+        assert shards[before] == found[before][0][before] and len(set(shards[before])) == 4
 
 
 def test_log_has_a_time_on_every_line_and_takes_warnings(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from stormtorch.studies.chaos.timeline import Ended, Struck, undisturbed_until
 
 # Steps of two ranks so many seconds apart count as made at the same time.
 _SAME_TIME_S = 1.0
+# Fingerprints of a shard, in their order.
+_PRINTS = ("values", "state", "values of the second model", "state of the second model")
 # The first sentences of a check say what is wrong; hundreds more would hide those of the others.
 _MOST_PROBLEMS = 20
 MOST_ABOVE = 0.02
@@ -237,8 +239,9 @@ def different_standbys(run: Run) -> list[str]:
             owner = owners.get((life.ended_at, rank))
             if owner is None or rank == life.rank:
                 continue
-            own = owner.shards.get(rank, [])
-            what = [name for name, one, other in zip(("values", "state"), own, followed, strict=False) if one != other]
+            # A process that followed more models than its owner has, or fewer, differs, too.
+            pairs = itertools.zip_longest(owner.shards.get(rank, []), followed)
+            what = [name for name, (one, other) in zip(_PRINTS, pairs, strict=False) if one != other]
             if what:
                 problems.append(f"{life.name} follows {owner.name} with other {' and '.join(what)}")
     return problems

@@ -8,8 +8,9 @@ Every line has a time, `t`, of the clock that all hosts of a lab share, and one 
 {"refused": "...", "step": 820}                                    why it got no exact parameters
 {"warning": "..."}
 {"left": 900}                                                      it has left by wish, at this step
-{"end": 1200, "val_loss": 1.9, "digest": "77ab...", "scale": 1024.0, "shards": {"2": [815, 77], "1": [4, 92]}}
-        the end: its loss scale, and fingerprints by owner of its own shard and of the one that it follows
+{"end": 1200, "val_loss": 1.9, "digest": "77ab...", "scale": 1024.0, "shards": {"2": [815, 77, 3, 8], "1": [4, ...]}}
+        the end: its loss scale, and fingerprints by owner of its own shard and of the one that it follows: values and
+        state of one model after the other
 {"error": "..."}
 """
 

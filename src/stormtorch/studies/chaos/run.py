@@ -1,6 +1,7 @@
 """A run of chaos: a training whose hosts and links fail by the schedule, an undisturbed one beside it, and a report."""
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from stormtorch.studies.chaos.logs import History
 from stormtorch.studies.chaos.report import ChaosReport
 from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import recoveries
+from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
 
 _TICK_S = 0.05
 _LOOK_EVERY_S = 0.5
@@ -72,6 +74,7 @@ def run_chaos(
             undisturbed_loss = lab.measured().loss
         conditions |= {
             "network": f"lab: {lab.kind}",
+            "sealed": bool(os.environ.get(KEY_VARIABLE)),
             "lab_made_by": lab.access.name,
             "requested": settings.network.to_json(),
             "measured": measured.to_json(),

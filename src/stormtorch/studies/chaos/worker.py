@@ -2,9 +2,9 @@
 
 python -m stormtorch.studies.chaos.worker --host 2 --hosts 5 --folder logs --policy lead
 
-A small language model learns bytes of Python's source. Loops are counted by the session's steps, which all ranks share,
-so a process that comes in later does at each step what the others do. A file `stop.json` in the folder says when
-to end; every process writes a log, see logs.py.
+A small language model learns bytes of Python's source, and a second model learns beside it. Loops are counted by the
+first one's steps, which all ranks share, so a process that comes in later does at each step what the others do. A file
+`stop.json` in the folder says when to end; every process writes a log, see logs.py. With STORM_KEY, ranks use that key.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,9 +32,10 @@ from stormtorch.lab.wires import DEVICE, address
 from stormtorch.policies.presets import make_policy
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.studies.chaos.logs import log_path
-from stormtorch.studies.chaos.program import Program
+from stormtorch.studies.chaos.program import Program, second_model
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
+from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.transport.options import Options
 from stormtorch.transport.rendezvous import connect
 
@@ -93,44 +95,59 @@ def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
     group = enter(given, again=again)
     policy = make_policy(given.policy)
     model, optimizer = prepare(model, optimizer, policy=policy, group=group)
-    session: Any = optimizer.session  # type: ignore[attr-defined]  # given by prepare
+    second, its_optimizer = prepare(*second_model(given.seed), policy=make_policy(given.policy), group=group)
+    models, optimizers = (model, second), (optimizer, its_optimizer)
+    sessions: list[Any] = [each.session for each in optimizers]  # type: ignore[attr-defined]  # given by prepare
+    session = sessions[0]
     rank = group.transport.rank
     log.write(begin=session.steps, host=given.host, rank=rank, pid=os.getpid())
-    program, stop = Program(model, optimizer, policy, again=again), Stop(given.folder / STOP)
+    program, stop = Program(models, optimizers, policy, again=again), Stop(given.folder / STOP)
     while session.steps < stop.at():
         begin = time.monotonic()
         step = session.steps
         for parameters in optimizer.param_groups:
             parameters["lr"] = stop.rate(step, given.lr)
         batch = task.batch(given.seed, step, rank, given.hosts)
-        loss = program.step(step, step + 1 == stop.at(), functools.partial(task.loss, model, batch))
+        loss = program.step(step, step + 1 == stop.at(), functools.partial(task.loss, batch=batch))
         log.write(step=session.steps, loss=round(loss, 4), **view_of(session))
         if session.steps % given.digest_every == 0:
-            _compare(model, session, log)
+            _compare(models, session, log)
         if not stop.decays(session.steps):
             time.sleep(max(begin + given.pace_s - time.monotonic(), 0.0))
-    shards = session.shard_prints()  # before `exact`, which gives standbys what owners have
-    with exact(model):
-        digest, (val_loss, _) = digest_of(model), task.evaluate(model)
+    shards = prints_of(sessions)  # before `exact`, which gives standbys what owners have
+    with exact(model), exact(second):
+        digest, (val_loss, _) = digest_of(*models), task.evaluate(model)
         log.write(end=session.steps, val_loss=val_loss, digest=digest, scale=program.scale(), shards=shards)
     group.transport.close()
 
 
-def _compare(model: nn.Module, session: Any, log: Log) -> None:
+def _compare(models: Sequence[nn.Module], session: Any, log: Log) -> None:
     """Writes the digest of the exact parameters, or why there are none: silent differences are what we look for."""
     try:
-        with exact(model):
-            log.write(step=session.steps, digest=digest_of(model))
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(exact(model))
+            log.write(step=session.steps, digest=digest_of(*models))
     except StormError as error:
         log.write(step=session.steps, refused=str(error)[:500])
 
 
-def digest_of(model: nn.Module) -> str:
+def digest_of(*models: nn.Module) -> str:
     """Digest of all parameters, bit for bit."""
     found = hashlib.blake2b(digest_size=8)
-    for parameter in model.parameters():
-        found.update(parameter.detach().numpy().tobytes())
+    for model in models:
+        for parameter in model.parameters():
+            found.update(parameter.detach().numpy().tobytes())
     return found.hexdigest()
+
+
+def prints_of(sessions: Sequence[Any]) -> dict[int, list[int]]:
+    """Fingerprints of the shards that this rank has, of all models one after the other, by the rank that owns them."""
+    found: dict[int, list[int]] = {}
+    for session in sessions:
+        for owner, prints in session.shard_prints().items():
+            found.setdefault(owner, []).extend(prints)
+    return found
 
 
 class Stop:
@@ -172,7 +189,8 @@ def enter(given: argparse.Namespace, *, again: bool) -> Group:
     """Comes into the training, by one command for the first start and for every other: with the others by the store if
     nothing runs yet, or into what runs. A further host, and one that cannot reach the store, asks any live rank.
     """
-    options = Options(interface=DEVICE, silence_s=given.silence_s, port=PORT)
+    key = os.environ.get(KEY_VARIABLE)
+    options = Options(interface=DEVICE, silence_s=given.silence_s, port=PORT, key=key.encode() if key else None)
     if given.host >= given.hosts:
         return _join(given, options)
     try:
