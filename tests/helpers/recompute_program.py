@@ -19,7 +19,8 @@ from training import perceptron, regression, vectors
 POINTS = ("rest", "bucket", "reduced", "taking", "stepping", "sending", "arrived", "any")
 """Moments of a step at which a rank may die: between two steps; with some buckets of gradients on their way; when they
 are averaged; before and after its standby is sent them; with some buckets of parameters on their way; when all have
-arrived; and some milliseconds after the step has begun, wherever that is."""
+arrived; and some milliseconds after the step has begun, wherever that is. Under DiLoCo also "followed": when its
+standby has what it needs to follow, and nobody the answer."""
 SILENCE_S = 2.0
 LARGEST_SCALE = 4096.0
 """Scale of gradients above which this program's overflow."""
@@ -176,7 +177,19 @@ def draw(seed: int, kinds: Sequence[str] = ()) -> Schedule:
         diloco=diloco,
         loss=0.1 if kind == "lossy" else 0.0,
     )
-    return Schedule(seed, ranks, program, tuple(_events(drawn, ranks, program)))
+    return Schedule(seed, ranks, program, tuple(_possible(_events(drawn, ranks, program))))
+
+
+def _possible(events: Sequence[Event]) -> list[Event]:
+    """Leaves out what would befall a process that is dead already: its successor has the rank, but not the events."""
+    dead: set[int] = set()
+    found = []
+    for each in events:
+        if each.kind == "join" or each.rank not in dead:
+            found.append(each)
+        if each.kind == "die":
+            dead.add(each.rank)
+    return found
 
 
 def _events(drawn: random.Random, ranks: int, program: Program) -> list[Event]:

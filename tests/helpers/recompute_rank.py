@@ -35,10 +35,11 @@ def run(schedule: Schedule, folder: str, rank: int, incarnation: int) -> None:
     torch.set_num_threads(1)
     where = Path(folder)
     board = Board(where / "board")
-    mine = [each for each in schedule.events if each.rank == rank and each.kind != "join"] if incarnation == 0 else []
+    events = schedule.events if incarnation == 0 else ()
+    mine = [number for number, each in enumerate(events) if each.rank == rank and each.kind != "join"]
     with (where / f"errors-{rank}-{incarnation}").open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    book = Book(where / f"book-{rank}-{incarnation}", mine, board)
+    book = Book(where / f"book-{rank}-{incarnation}", schedule.events, mine, board)
     logging.getLogger("stormtorch").addHandler(book)
     watch(book)
     apart.watch(book)
@@ -113,7 +114,7 @@ def _befall(book: Book, session: Any) -> None:
     book.reach(session, "rest")
     event = book.due(session, "rest")
     if event is not None:
-        book.events.remove(event)
+        book.begin(event, session)
         if event.kind == "leave":
             time.sleep(event.seconds)
             book.write("leaves", steps=session.steps)
@@ -125,7 +126,7 @@ def _befall(book: Book, session: Any) -> None:
         book.board.tell(book.rank, session.steps)
     event = book.due(session, "any")
     if event is not None:
-        book.events.remove(event)
+        book.begin(event, session)
         timer = threading.Timer(0.004 * (1 + event.place), lambda: book.die(session.steps, "any"))
         timer.daemon = True
         timer.start()

@@ -10,6 +10,7 @@ import signal
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from stormtorch.runtime.sharded import ShardedSession
 
 PLACES = 32
 """Most ranks of a job."""
+EVENTS = 16
+"""Most events of a job."""
 _ROW = struct.Struct("qqd")
 
 
 class Board:
-    """A page that all processes of a job share: each rank's steps and incarnation, and the step at which all end."""
+    """A page that all processes of a job share: each rank's steps, what has happened, and the step at which all end."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(bytes(_ROW.size * (PLACES + 1)))
+            path.write_bytes(bytes(_ROW.size * (PLACES + 1 + EVENTS)))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 0)
 
@@ -50,20 +53,38 @@ class Board:
         """Step at which all end; 0 while nobody knows."""
         return self.read(PLACES)[0]
 
+    def happen(self, number: int, steps: int, view: int = 0) -> None:
+        """Writes that an event happens, at some step and in some view."""
+        self.tell(PLACES + 1 + number, steps, 1, view)
+
+    def happened(self) -> list[tuple[int, int]]:
+        """Returns steps and views of the events that have happened: each waits for those before it."""
+        rows = [self.read(PLACES + 1 + number) for number in range(EVENTS)]
+        return [(steps, int(view)) for steps, there, view in rows if there]
+
+    def reaches(self, events: Sequence[Event], number: int, steps: int) -> bool:
+        """Whether an event is next, and as many steps after the one before as its schedule says."""
+        happened = self.happened()
+        if len(happened) != number or steps < events[number].step:
+            return False
+        return not number or steps - happened[-1][0] >= events[number].step - events[number - 1].step
+
 
 class Book(logging.Handler):
     """Writes records to a file, each at once, so that a process that is killed leaves what it has given.
 
     Args:
         path: The file.
-        session_events: What befalls this rank.
+        events: What befalls the ranks.
+        mine: Numbers of those that befall this one.
+        board: What has happened so far.
     """
 
-    def __init__(self, path: Path, events: list[Event], board: Board) -> None:
+    def __init__(self, path: Path, events: Sequence[Event], mine: list[int], board: Board) -> None:
         super().__init__(logging.INFO)
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
-        self.events = events
+        self._events, self._mine = events, mine
         self.board = board
         self.rank = -1
         self.order: list[Any] = []
@@ -80,11 +101,26 @@ class Book(logging.Handler):
     # --- what befalls this rank ---------------------------------------------------------------------------------------
 
     def due(self, session: Any, point: str) -> Event | None:
-        """Returns what befalls this rank at a point of the present step, once."""
-        for each in self.events:
-            if each.point == point and session.steps >= each.step and len(session.view.members) >= each.members:
-                return each
+        """Returns what befalls this rank at a point of the present step, once.
+
+        Of each view, a majority must be left to agree on the next one. So what may make a member fewer, and the ranks
+        have not seen yet, counts.
+        """
+        for number in self._mine:
+            event, members = self._events[number], len(session.view.members)
+            if event.point != point or members < event.members:
+                continue
+            unseen = sum(view >= session.view.number for _, view in self.board.happened())
+            enough = not unseen or 2 * (members - unseen - 1) > members
+            if enough and self.board.reaches(self._events, number, session.steps):
+                return event
         return None
+
+    def begin(self, event: Event, session: Any) -> None:
+        """Writes that an event happens."""
+        number = next(each for each in self._mine if self._events[each] is event)
+        self._mine.remove(number)
+        self.board.happen(number, session.steps, session.view.number)
 
     def reach(self, session: Any, point: str, place: int = 0) -> None:
         """Dies here if it is time."""
@@ -92,6 +128,7 @@ class Book(logging.Handler):
             return
         event = self.due(session, point)
         if event is not None and event.kind == "die" and place >= event.place * (point in ("bucket", "sending")):
+            self.begin(event, session)
             self.die(session.steps, point)
 
     def die(self, steps: int, point: str) -> None:

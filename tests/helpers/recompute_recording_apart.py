@@ -45,6 +45,7 @@ def watch(book: Book) -> None:
     kind, entering = ModelSession, ModelSession._enter
     start_before, finish_before, take_before = Averages.start, Averages.finish, Averages._take
     give_before, update_before, view_before = Averages._give_back, Averages._update, kind._begin_view
+    follow_before = Averages._let_follow
     now = threading.local()
 
     def about(averages: Any, round_: int) -> dict[str, Any]:
@@ -75,17 +76,25 @@ def watch(book: Book) -> None:
         finally:
             now.bucket = None
 
+    def about_mean(self: Any, bucket: Bucket, mean: torch.Tensor) -> dict[str, Any]:
+        ranks = now.round.group.ranks
+        masks = {ranks.index(rank): up.mask(rank) for up in now.round.up for rank in up.links() if rank != book.rank}
+        return {**about(self, now.call.round), "bucket": bucket.index, "masks": masks, "mean": mean.clone()}
+
+    def let_follow(self: Any, bucket: Bucket, round_: Any, combined: torch.Tensor) -> Any:
+        book.write("combined", **about_mean(self, bucket, combined))
+        begun = follow_before(self, bucket, round_, combined)
+        if book.due(self.book_session, "followed") is not None:
+            begun[0].wait()
+            book.reach(self.book_session, "followed")
+        return begun
+
     def update(self: Any, memory: Any, per_chunk: int, combined: torch.Tensor) -> torch.Tensor:
         mean = combined.clone()
         found = update_before(self, memory, per_chunk, combined)
         bucket = getattr(now, "bucket", None)
         if bucket is not None:
-            ranks = now.round.group.ranks
-            masks = {
-                ranks.index(rank): up.mask(rank) for up in now.round.up for rank in up.links() if rank != book.rank
-            }
-            row = about(self, now.call.round)
-            book.write("updated", **row, bucket=bucket.index, masks=masks, mean=mean, answer=found.clone())
+            book.write("updated", **about_mean(self, bucket, mean), answer=found.clone())
         return found
 
     def finish(self: Any, bucket: Bucket) -> None:
@@ -101,4 +110,5 @@ def watch(book: Book) -> None:
 
     Averages.start, Averages.finish, Averages._take = start, finish, take  # type: ignore[method-assign]
     Averages._give_back, Averages._update = give_back, update  # type: ignore[method-assign]
+    Averages._let_follow = let_follow  # type: ignore[method-assign]
     kind._begin_view, kind._enter = begin_view, enter  # type: ignore[method-assign]

@@ -55,6 +55,23 @@ def test_deaths_within_steps_under_loss_leave_the_numbers_that_are_promised() ->
     assert counts["copies"] > 50 and counts["gradient given"] > 50
 
 
+def test_outer_step_of_an_owner_that_dies_before_its_answer_is_the_standbys() -> None:
+    counts = recompute(Schedule(3, 4, Program(diloco=True), (Event("die", 1, 8, "followed"),)))
+    assert counts["views"] == 2 and counts["anchors"] > 8
+
+
+def test_ranks_die_one_after_the_other_also_where_all_wait_for_the_same_view() -> None:
+    """Each at its own step, so that a majority of every view is left, and whoever returns does so before the end."""
+    events = (
+        Event("join", 4, 3),
+        Event("die", 3, 5, seconds=0.2, members=5),
+        Event("die", 1, 7, "arrived", seconds=0.2, members=5),
+        Event("die", 2, 9, "arrived", members=5),
+    )
+    counts = recompute(Schedule(4, 4, Program(diloco=True), events))
+    assert counts["views"] >= 4 and counts["ends"] == 4
+
+
 def change(kind: str, name: str) -> Callable[[list[dict[str, Any]]], None]:
     """Returns what changes the last bits of a number in the fifth record of a kind."""
 
