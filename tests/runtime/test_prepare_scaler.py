@@ -99,6 +99,42 @@ def test_rank_that_was_away_takes_the_scale_that_the_others_have_come_to(policy:
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize("scaled_first", [True, False])
+def test_rank_that_was_away_comes_back_with_a_step_of_another_kind(scaled_first: bool) -> None:
+    """The others make steps without a scaler by then, and it is in the midst of one with a scaler; or the reverse."""
+
+    def work(member: Member) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+        def turn() -> None:
+            if (member.session.steps < 4) == scaled_first:
+                return scaled_step(member.model, member.optimizer, scaler)
+            member.model(ONES).backward()
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+
+        while member.session.steps < 3:
+            turn()
+        if member.rank == 2:
+            member.session.wait()
+            member.network.set_dark(2, True)
+        while member.rank != 2 and (len(member.session.view.members) > 2 or member.session.steps < 12):
+            turn()
+        if member.rank == 0:
+            member.network.set_dark(2, False)
+        while member.rank != 2 and len(member.session.view.members) < 3:
+            turn()
+            member.transport.wait_view(1 << 62, 0.05)
+        while member.session.steps < 60:
+            turn()
+        member.session.wait()
+        return member.model.numbers.detach().clone(), member.session.steps
+
+    for numbers, made in with_members(work, world=3, model=Vector(6), make=unit_steps, policy=POLICIES["BoundedDrift"]):
+        torch.testing.assert_close(numbers, -torch.full((6,), float(made)), rtol=0.0, atol=0.34)
+
+
+@pytest.mark.pure
 @by_policy
 def test_scale_that_one_rank_sets_costs_a_step_and_never_a_wrong_one(policy: Policy) -> None:
     def work(member: Member) -> Any:

@@ -1,8 +1,9 @@
 """The loss scale of `torch.amp.GradScaler`: it belongs to the round, so that gradients of one scale alone are averaged.
 
 A rank that comes in, or was away, gives its gradients the scale of the others before they leave, and its scaler takes
-the scale and the growth counter. Ranks whose scales differ all the same, as a program has set one of them, leave the
-step out and go on with the smallest.
+the scale and the growth counter. If its gradients are left out, its program may be at a step with a scaler where the
+others are at one without, or the reverse: it gets the averaged ones in the scale that it expects. Ranks whose scales
+differ all the same, as a program has set one of them, leave the step out and go on with the smallest.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ class LossScale:
         """Scale that this rank's gradients get before they leave; None leaves them as they are."""
         self._at: dict[int, float] = {}
         """Scale of the gradients of each bucket that got another one."""
+        self._left_out = False
+        self.shown = 1.0
+        """What this rank's program must find the averaged gradients multiplied by."""
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -144,6 +148,10 @@ class LossScale:
                 self._wanted = None
             self._scaler, self._given = found.scaler, found.scale
 
+    def left_out(self) -> None:
+        """Called when this rank's gradients become zeros, which have every scale."""
+        self._left_out = True
+
     @torch.no_grad()
     def fit(self, bucket: Bucket) -> None:
         """Gives the gradients of a bucket the scale of the others, before they leave."""
@@ -161,6 +169,8 @@ class LossScale:
     def report(self, buckets: Iterable[Bucket]) -> Scale:
         """Returns what this rank reports of its gradients."""
         state = self._state()
+        if self._left_out:
+            return UNKNOWN
         if self._bare:
             # Zeros have every scale: ranks without data send some.
             return Scale(0.0) if any(bool(bucket.grads.any()) for bucket in buckets) else UNKNOWN
@@ -182,11 +192,15 @@ class LossScale:
         Raises:
             ValueError: Some ranks scale their loss, and others do not.
         """
+        left_out, bare_here = self._left_out, self._bare or self._given is None
         self._given = self._wanted = None
-        self._bare = False
+        self._left_out = self._bare = False
+        self.shown = 1.0
         known = {rank: each for rank, each in scales.items() if each.scale > 0.0}
         bare = [rank for rank, each in scales.items() if each.scale == 0.0]
         if not known:
+            if left_out and not bare_here and (own := self._state()) is not None:
+                self.shown = own.scale
             return ""
         if bare:
             raise ValueError(
@@ -194,6 +208,8 @@ class LossScale:
                 f"{known[min(known)].scale:g}: their gradients have no mean; use a GradScaler on all ranks, or on none"
             )
         agreed = min(known.values())
+        if left_out and bare_here:
+            self.shown = 1.0 / agreed.scale
         differ = len({each.scale for each in known.values()}) > 1
         if differ:
             agreed = Scale(agreed.scale, 0.0)

@@ -256,6 +256,7 @@ class ShardedSession(Session):
         for bucket in self.buckets:
             bucket.grads.zero_()
             bucket.finite = True
+        self.scaling.left_out()
 
     def _miss(self) -> None:
         """Leaves out a round and the step: the others have gone on without this rank, which comes in with a turn."""
@@ -307,6 +308,9 @@ class ShardedSession(Session):
             used_P |= report.used_P
             not_finite |= report.not_finite
         not_finite |= self.agree_on_scale(scale, reports, row)
+        if self.scaling.shown != 1.0:
+            for bucket in self.buckets:
+                bucket.own_grads.mul_(self.scaling.shown)
         self._hear(reports, row)
         self._give(used_P, not_finite)
         return True
