@@ -113,11 +113,12 @@ private:
     [[nodiscard]] std::uint16_t rank_of(std::uint16_t source) const {
         return world_ == 0 ? source : static_cast<std::uint16_t>(source % world_);
     }
-    // The value of the header's check field while the check is computed: the lower halves of both incarnations, mixed with
-    // the upper ones. Zero between two first processes.
+    // The value of the header's check field while the check is computed: for whom the datagram is, as the header does not say
+    // it, and the lower halves of both incarnations, mixed with the upper ones.
     [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
         const std::uint32_t to = incarnation(target), from = incarnation(source);
-        return (to << 16 | (from & 0xffffU)) ^ ((to >> 16) * 0x9e37'79b1U + (from >> 16) * 0x85eb'ca77U);
+        return (to << 16 | (from & 0xffffU)) ^
+               ((to >> 16) * 0x9e37'79b1U + (from >> 16) * 0x85eb'ca77U + target * 0xc2b2'ae35U);
     }
 
     Secrets secrets_;

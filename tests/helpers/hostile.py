@@ -224,16 +224,44 @@ def changed(packed: bytes, **changes: Any) -> bytes:
     return json.dumps(values).encode()
 
 
-def forge(datagram: bytes, cookie: bytes, *, payload: bytes) -> bytes:
+def forge(datagram: Datagram, cookie: bytes, *, payload: bytes) -> bytes:
     """A datagram with another content, and the check of who knows the cookie but no key."""
     secret = int(cookie, 16)
-    header = bytearray(datagram[:HEADER_BYTES])
+    header = bytearray(datagram.data[:HEADER_BYTES])
     header[_FLAGS] = bytes([header[1] & ~_SEALED])
-    header[_CHECK] = bytes(4)
     header[_COOKIE] = (secret & 0xFFFFFFFF).to_bytes(4, "little")
-    check = secret >> 32
-    for part in (payload, bytes(header)):
+    header[_CHECK] = _check(datagram.target, header, payload, secret >> 32).to_bytes(4, "little")
+    return bytes(header) + payload
+
+
+def cookie_of(datagram: Datagram) -> bytes:
+    """The cookie, as one datagram shows it that is not sealed: the check is linear in the half that is hidden."""
+    header, payload = datagram.data[:HEADER_BYTES], datagram.payload
+    nothing = _check(datagram.target, header, payload, 0)
+    # Sets of bits of the hidden half, and what each changes in the check; each with a highest bit of its own.
+    rows: dict[int, tuple[int, int]] = {}
+    for bit in range(32):
+        row = _reduced((1 << bit, _check(datagram.target, header, payload, 1 << bit) ^ nothing), rows)
+        rows[row[1].bit_length()] = row
+    hidden, left = _reduced((0, int.from_bytes(header[_CHECK], "little") ^ nothing), rows)
+    assert left == 0, "the check is a function of the hidden half that can be turned round"
+    return f"{hidden << 32 | int.from_bytes(header[_COOKIE], 'little'):016x}".encode()
+
+
+def _reduced(row: tuple[int, int], rows: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    bits, change = row
+    while change.bit_length() in rows:
+        others, its_change = rows[change.bit_length()]
+        bits, change = bits ^ others, change ^ its_change
+    return bits, change
+
+
+def _check(target: int, header: bytes | bytearray, payload: bytes, hidden: int) -> int:
+    """Check of a datagram between first processes, as docs/protocol.md has it."""
+    marked = bytearray(header)
+    marked[_CHECK] = (target * 0xC2B2AE35 & 0xFFFFFFFF).to_bytes(4, "little")
+    check = hidden
+    for part in (payload, bytes(marked)):
         held = ctypes.create_string_buffer(part, len(part))
         check = crc32c_at(ctypes.addressof(held), len(part), check)
-    header[_CHECK] = check.to_bytes(4, "little")
-    return bytes(header) + payload
+    return check

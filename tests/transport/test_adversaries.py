@@ -15,7 +15,7 @@ import torch
 from conftest import OPTIONS, local_world
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but its types do not
 
-from hostile import HEADER_BYTES, Datagram, Wire, entries, forge, on_ranks
+from hostile import HEADER_BYTES, Datagram, Wire, cookie_of, entries, forge, on_ranks
 from reference import same_bits, values
 from stormtorch import Options
 from stormtorch.collectives import Group, Op, all_reduce, barrier
@@ -47,10 +47,14 @@ TRIED: dict[str, tuple[list[str], list[str]]] = {
     "replays packets, of this job or of an earlier one": (
         [
             "test_who_replays_packets_of_the_same_job_changes_nothing",
+            "test_datagrams_for_one_rank_do_not_count_at_another",
+            "test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one",
             "test_datagrams_of_an_earlier_job_are_foreign_by_its_cookie",
         ],
         [
             "test_who_replays_packets_of_the_same_job_changes_nothing",
+            "test_datagrams_for_one_rank_do_not_count_at_another",
+            "test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one",
             "test_datagrams_of_an_earlier_job_are_not_authentic_in_a_later_one_whatever_the_store_shows",
             "test_datagrams_of_another_job_with_the_same_key_are_corrupt_under_this_ones_cookie",
             "test_keys_of_an_earlier_job_never_come_again_whatever_the_store_shows",
@@ -74,12 +78,20 @@ TRIED: dict[str, tuple[list[str], list[str]]] = {
             "test_a_store_that_changes_a_cookie_is_noticed_by_the_rank_that_drew_it",
             "test_an_entry_that_is_deleted_once_it_was_seen_ends_the_start_within_the_stores_timeout",
             "test_own_nonce_is_never_taken_from_the_store",
+            "test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one",
+            "test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key",
             "test_a_wrong_number_of_returned_processes_is_an_error_or_nobody",
         ],
     ),
     "reaches the TCP port of a rank": (
-        ["test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key"],
-        ["test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key"],
+        [
+            "test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key",
+            "test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key",
+        ],
+        [
+            "test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key",
+            "test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key",
+        ],
     ),
     "is a rank of the job, or has its key": (
         ["test_a_rank_can_send_any_gradient"],
@@ -229,19 +241,43 @@ def test_no_datagram_of_a_sealed_job_counts_once_it_is_altered(name: str) -> Non
         assert health["corrupt"] + health["malformed"] + health["foreign"] > 20, health
 
 
+@BOTH
+def test_datagrams_for_one_rank_do_not_count_at_another(options: Options) -> None:
+    """A replay that has been seen by nobody there; or a rank that has got the address that another one had before."""
+    passed = [0, 0, 0]
+    with Wire(3) as wire:
+
+        def misled(datagram: Datagram) -> bytes:
+            wire.send(datagram.source, 3 - datagram.source - datagram.target, datagram.data)
+            passed[datagram.target] += 1
+            return datagram.data
+
+        wire.tap = misled
+        said = on_ranks(3, summed, options, wire=wire)
+    assert_undisturbed(said)
+    for rank, (_, health) in enumerate(said):
+        assert health["authenticated"] <= passed[rank]
+        assert health["corrupt"] > 20, health
+
+
 # --- forges ----------------------------------------------------------------------------------------------------------
 
 
 @BOTH
-def test_who_knows_the_cookie_forges_without_a_key(options: Options) -> None:
-    """All else is known from the protocol. What is forged overtakes what it replaces, which is then a duplicate."""
+@pytest.mark.parametrize("known_from", ["store", "packets"])
+def test_who_knows_the_cookie_forges_without_a_key(options: Options, known_from: str) -> None:
+    """Packets show half of it, and its other half follows from their checks; all else is known from the protocol.
+
+    What is forged overtakes what it replaces, which is then a duplicate.
+    """
     store = HashStore()
     with Wire(2) as wire:
 
         def forged(datagram: Datagram) -> bytes:
             if datagram.source == 0 and datagram.is_data:
                 twos = struct.pack("<f", 2.0) * ((len(datagram.payload) - 16 * (options.key is not None)) // 4)
-                wire.send(0, 1, forge(datagram.data, entries(store, 2)["storm/cookie"], payload=twos))
+                told = entries(store, 2)["storm/cookie"] if known_from == "store" else cookie_of(datagram)
+                wire.send(0, 1, forge(datagram, told, payload=twos))
             return datagram.data
 
         def work(transport: UdpTransport) -> tuple[torch.Tensor, dict[str, Any]]:

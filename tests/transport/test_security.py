@@ -9,7 +9,9 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from hostile import HEADER_BYTES, Datagram, Lie, Wire, changed, entries, on_rank
 from reference import same_bits, values
 from stormtorch import Options, StormError
 from stormtorch.collectives import Group, Op, all_reduce, barrier
-from stormtorch.errors import PeerFailed, PeerLeft, PeerSilent, RanksMissing
-from stormtorch.transport import cards
+from stormtorch.errors import NotAdmitted, PeerFailed, PeerLeft, PeerSilent, RanksMissing
+from stormtorch.transport import cards, frames
 from stormtorch.transport.cards import LinkKeys, unpack
+from stormtorch.transport.frames import Garbage
 from stormtorch.transport.udp import UdpTransport
 
 KEY = b"a job key of any length from sixteen bytes"
@@ -66,7 +69,7 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
 
 @BOTH
 def test_who_sees_nothing_and_sends_anything_changes_nothing_and_is_counted(options: Options) -> None:
-    draw = random.Random(5)
+    draw, passed = random.Random(5), [0, 0]
     with Wire(2) as wire:
 
         def forged(datagram: Datagram) -> bytes:
@@ -75,16 +78,20 @@ def test_who_sees_nothing_and_sends_anything_changes_nothing_and_is_counted(opti
             for _ in range(2):
                 header[8:12] = draw.randbytes(4)
                 wire.send(datagram.source, datagram.target, bytes(header) + draw.randbytes(draw.randrange(200)))
+                # With luck he has guessed the half that packets show, or knows one datagram's header.
+                header[4:8], header[8:12] = draw.randbytes(4), datagram.data[8:12]
+                wire.send(datagram.source, datagram.target, bytes(header) + draw.randbytes(len(datagram.payload)))
                 wire.send(datagram.source, datagram.target, draw.randbytes(draw.randrange(1500)))
+            passed[datagram.target] += 1
             return datagram.data
 
         wire.tap = forged
         said = on_ranks(2, with_health, options, wire=wire)
     expected = undisturbed(2)
-    for results, health in said:
+    for rank, (results, health) in enumerate(said):
         assert_equal(results, expected)
-        assert health["foreign"] > 20 and health["malformed"] > 20
-        assert health["authenticated"] <= health["datagrams_received"] - health["foreign"] - health["malformed"]
+        assert health["foreign"] > 20 and health["malformed"] > 20 and health["corrupt"] > 20
+        assert health["authenticated"] <= passed[rank]
 
 
 # --- sees the packets of a job ---------------------------------------------------------------------------------------
@@ -379,8 +386,9 @@ def test_own_nonce_is_never_taken_from_the_store(monkeypatch: pytest.MonkeyPatch
     assert not [datagram for datagram in both if datagram.payload[:8] == sealed[datagram.name][:8]]
 
 
-def test_a_store_that_shows_a_returned_rank_that_is_none_costs_that_rank_only_its_link() -> None:
-    """The same process under a higher number: numbers and window begin anew, and old datagrams still do not count."""
+@BOTH
+def test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one(options: Options) -> None:
+    """The store shows the same process under a higher number, so that packet numbers and window begin anew."""
     store = HashStore()
     with Wire(2) as wire:
 
@@ -400,7 +408,7 @@ def test_a_store_that_shows_a_returned_rank_that_is_none_costs_that_rank_only_it
             return {name: after[name] - before[name] for name in ("authenticated", "corrupt")}
 
         hold = threading.Event()
-        said = on_ranks(2, work, replace(SEALED, linger_s=0.0), wire=wire, store=store)
+        said = on_ranks(2, work, replace(options, linger_s=0.0), wire=wire, store=store)
     assert said[0]["corrupt"] > 20, said
     assert said[0]["authenticated"] == 0
 
@@ -472,6 +480,75 @@ def test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key(option
                 assert json.loads(rest[5:]) == {"refused": "key"}
         if options.key is None:
             assert b'"cookie"' in said[0][1] and b'"cards"' in said[0][1]
+
+
+@BOTH
+def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key(options: Options) -> None:
+    """Whoever reaches the store can have a process that returns talk to any address."""
+    draw = random.Random(10)
+
+    def work(transport: UdpTransport) -> list[Any]:
+        card = transport.cards[transport.rank]
+        question = {"op": "learn"}
+        found: list[Any] = []
+        for turn in range(12):
+            with between((card.host, card.reception), altered=turn % 2, draw=draw) as (address, heard):
+                try:
+                    found.append(frames.ask(address, question, key=options.key, version=version("stormtorch")))
+                except (Garbage, NotAdmitted, OSError) as error:
+                    found.append(error)
+            # What was recorded is no answer to another greeting.
+            found.append(talk((card.host, card.reception), b"".join(heard))[1])
+        return found
+
+    (said,) = on_ranks(1, work, replace(options, linger_s=0.0))
+    assert isinstance(said, list), said
+    answers, replays = said[::2], said[1::2]
+    believed = [each for each in answers if isinstance(each, dict)]
+    if options.key is None:
+        assert any(each.get("world") == 9 for each in believed)
+    else:
+        assert not believed and all(json.loads(each[5:]) == {"refused": "key"} for each in replays)
+
+
+@contextlib.contextmanager
+def between(address: tuple[str, int], *, altered: int, draw: random.Random) -> Iterator[tuple[Any, list[bytes]]]:
+    """Listens in the place of a rank, passes on what is said, and alters the question (0) or the answer (1).
+
+    Yields where it listens, and what it has heard of the newcomer.
+    """
+    heard: list[bytes] = []
+
+    def alter(said: bytes) -> bytes:
+        other = said.replace(b'"world":1', b'"world":9').replace(b'"learn"', b'"tell",  ')
+        if other == said:
+            at = draw.randrange(5, len(said))
+            other = said[:at] + bytes([said[at] ^ 1]) + said[at + 1 :]
+        return other
+
+    def carry() -> None:
+        newcomer, _ = listening.accept()
+        with newcomer, socket.create_connection(address, timeout=5.0) as rank, contextlib.suppress(OSError):
+            newcomer.settimeout(5.0)
+            newcomer.sendall(whole(rank))
+            heard.append(whole(newcomer))
+            rank.sendall(heard[-1])
+            heard.append(whole(newcomer))
+            rank.sendall(heard[-1] if altered else alter(heard[-1]))
+            newcomer.sendall(alter(whole(rank)) if altered else whole(rank))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=carry, daemon=True)
+        thread.start()
+        yield listening.getsockname(), heard
+        thread.join(10.0)
+
+
+def whole(connection: socket.socket) -> bytes:
+    """One frame."""
+    head = connection.recv(5, socket.MSG_WAITALL)
+    _, length = struct.unpack("!BI", head)
+    return head + connection.recv(length, socket.MSG_WAITALL)
 
 
 # --- is a rank of the job, or has its key ----------------------------------------------------------------------------
