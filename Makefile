@@ -242,7 +242,8 @@ driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
 thread-build: build/thread/build.ninja
 	@cmake --build build/thread --target engine_tests
 
-# Those that need no clock share the cores; the others get them one by one. Exit code 5: none was chosen.
+# Tests share the cores, two at a time; those that measure lines or times, and slow ones, get them one by one. Exit code 5:
+# none was chosen.
 python-test: python-pure
 	@$(MAKE) --no-print-directory python-clocked
 # A machine that is busy with something else can make a test miss its time. So up to ten tests that failed run once more,
@@ -251,10 +252,15 @@ few_failed = $(BIN)/python -c 'import json; exit(len(json.load(open(".pytest_cac
 again = { status=$$?; [ $$status = 5 ] || { [ $$status = 1 ] && $(few_failed) && \
 	echo "== what failed runs once more, alone" && \
 	$(BIN)/python -m pytest -m '($(1)) and ($(MARKS))' --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }; }
+pytest = $(BIN)/python -m pytest -m '($(1)) and ($(MARKS))' $(2) --cache-clear $(PYTEST_ARGS) || $(call again,$(1))
+# A worker keeps to one part of the tests, in order, until it has no more: files that share something make it once.
+SHARED := -n 2 --dist worksteal
+ALONE := lab or alone or slow
 python-pure: setup
-	$(BIN)/python -m pytest -m 'pure and ($(MARKS))' -n 2 --cache-clear $(PYTEST_ARGS) || $(call again,pure)
+	$(call pytest,pure,$(SHARED))
 python-clocked: setup
-	$(BIN)/python -m pytest -m 'not pure and ($(MARKS))' --cache-clear $(PYTEST_ARGS) || $(call again,not pure)
+	$(call pytest,not pure and not ($(ALONE)),$(SHARED))
+	$(call pytest,not pure and ($(ALONE)))
 
 python-all: setup
 	@$(MAKE) --no-print-directory python-test MARKS='slow or not slow'

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stormtorch
 from stormtorch.jobs.ranks import Member, run_ranks
 
+pytestmark = pytest.mark.alone
+
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Check = Callable[[], None]

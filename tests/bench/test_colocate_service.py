@@ -21,6 +21,8 @@ pytest.importorskip("aiohttp")
 
 from stormtorch.bench.service_client import Load, Request, arrivals, open_session
 
+pytestmark = pytest.mark.alone
+
 SIZE = 100_000
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
+import warm_scripts
 from stormtorch import BoundedDrift, Options, connect, prepare
 from stormtorch.collectives import Group
 from stormtorch.lab import Lab
@@ -33,6 +34,7 @@ from stormtorch.lab import Lab
 LEFT = 3
 """Fewer could not tell whether they are the majority."""
 STEP_S = 0.005
+Process = subprocess.Popen[bytes] | warm_scripts.Script
 
 
 def train(rank: int, world: int, folder: Path, interface: str, children: int) -> None:
@@ -71,8 +73,8 @@ class Job:
     """Processes that train, by rank, and how to send one a signal."""
 
     folder: Path
-    processes: dict[int, "subprocess.Popen[bytes]"]
-    send: Callable[["subprocess.Popen[bytes]", int], None] = subprocess.Popen.send_signal
+    processes: dict[int, Process]
+    send: Callable[[Any, int], None] = lambda process, number: process.send_signal(number)
 
     def _lines(self, rank: int) -> list[list[str]]:
         path = self.folder / f"steps-{rank}"
@@ -120,27 +122,25 @@ class Job:
 def job(world: int, lab: Lab | None = None, *, children: int = 0) -> Iterator[Job]:
     """A job whose ranks have all made some steps, and forked so many children each."""
     with tempfile.TemporaryDirectory() as name:
-        folder, processes = Path(name), {}
+        folder = Path(name)
+        processes: dict[int, Process] = {}
         for rank in range(world):
-            words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(rank), "--world", str(world)]
+            words = [str(Path(__file__).resolve()), "--rank", str(rank), "--world", str(world)]
             words += ["--folder", name, "--children", str(children)]
             if lab is None:
-                processes[rank] = subprocess.Popen([*words, "--interface", "lo"])
+                processes[rank] = warm_scripts.start([*words, "--interface", "lo"])
             else:
-                processes[rank] = lab.start(rank, [*words, "--interface", lab.address(rank)])
+                processes[rank] = lab.start(rank, [sys.executable, *words, "--interface", lab.address(rank)])
         running = Job(folder, processes) if lab is None else Job(folder, processes, lab.signal)
         everyone = dict(processes)
         try:
             running.wait_for(lambda: all(len(running.steps(rank)) >= 20 for rank in range(world)))
             yield running
         finally:
-            (folder / "over").touch()
+            (folder / "over").touch()  # for the children
             for process in everyone.values():
-                running.send(process, signal.SIGCONT)
-            for process in everyone.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(2.0)
                 running.send(process, signal.SIGKILL)
+            for process in everyone.values():
                 process.wait()
 
 

@@ -373,7 +373,9 @@ def test_ctrl_c_tells_how_to_go_on_and_exits_with_130(kept: bool, tmp_path: Path
         process.wait()
     assert (process.returncode, output) == (130, "")
     if kept:
-        assert errors == f"interrupted: the same command goes on from here: what is done is in {folder}\n"
+        # A busy machine may have had the time to tell how far it is.
+        last = f"interrupted: the same command goes on from here: what is done is in {folder}"
+        assert errors.splitlines()[-1] == last
         assert {each.name for each in folder.iterdir()} == {"settings.json", "lossless-0.pt"}
     else:
         assert "with --checkpoint DIR the same command would go on" in errors

@@ -1,5 +1,6 @@
 """Lanes: large messages are divided between sockets and threads of a rank, and the result does not show it."""
 
+import hashlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ def with_lanes(lanes: int, options: Options = OPTIONS, **changes: Any) -> Option
 
 
 def collectives(transport: UdpTransport) -> list[bytes]:
-    """Results of large and small collectives in turn, as bytes."""
+    """Digests of the results of large and small collectives in turn."""
     group = Group(transport)
     results: list[torch.Tensor] = []
     for turn, count in enumerate(SHAPES):
@@ -40,7 +41,7 @@ def collectives(transport: UdpTransport) -> list[bytes]:
             all_to_all(group, swapped, [own * peer for peer in range(group.size)]).wait()
             broadcast(group, told := own.clone(), turn % group.size).wait()
             results += [summed, shard, *rooms, *swapped, told]
-    return [each.view(torch.uint8).numpy().tobytes() for each in results]
+    return [hashlib.blake2b(each.view(torch.uint8).numpy().tobytes()).digest() for each in results]
 
 
 def near_collectives(transport: UdpTransport) -> tuple[list[bytes], list[int]]:
@@ -104,7 +105,8 @@ def test_parity_of_all_lanes_is_counted(low: bool) -> None:
         coded = replace(LOSSY, redundancy=0.5)
         arrival = all_gather(group, rooms, torch.ones(elements), reliability=coded).wait()[0]
         health = transport.health()
-        assert health["parity_bytes"] > 0.45 * 4 * elements
+        # Half as much as data, but for what need not leave any more when all has come.
+        assert health["parity_bytes"] > 0.4 * 4 * elements
         assert health["recovered"] == sum(arrival.recovered().values()) > 0
 
     options = with_lanes(1 if low else 4, datagram_bytes=1472, priority="both" if low else "normal")
