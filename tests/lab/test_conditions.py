@@ -173,7 +173,7 @@ def test_drawn_bursts_have_their_length() -> None:
 
 
 def test_ruleset_names_every_link_once_and_drops_only_where_asked() -> None:
-    rules = ruleset(Conditions(loss=PerLink(links={(0, 1): Bernoulli(p=0.5)})), 3)
+    rules = "".join(ruleset(Conditions(loss=PerLink(links={(0, 1): Bernoulli(p=0.5)})), 3))
     assert rules.count(" drop") == 1
     assert rules.count("jump link_") == 6
     assert "lost_0_1 drop" in rules

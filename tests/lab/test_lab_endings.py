@@ -231,20 +231,6 @@ def test_bad_option_is_refused_by_name(words: tuple[str, ...], option: str) -> N
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None or os.getuid() != 0, reason="needs setpriv and root to give it up")
-def test_lab_without_root_is_made_in_a_user_namespace(home: Path) -> None:
-    # Root without capabilities stands in for a user: this Python may lie where others cannot read. The one that is left
-    # is what the kernel asks of uid 0 for writing an id map.
-    drop = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--"]
-    if subprocess.run([*drop, "unshare", "-Urn", "true"], capture_output=True).returncode != 0:
-        pytest.skip("this kernel lets only root make user namespaces")
-    words = ["lab", "run", "--hosts", "2", "--rate", "50mbit", "--loss", "0.1", "--", "sh", "-c", "echo $RANK"]
-    done = subprocess.run([*drop, *STORMTORCH, *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "in a user namespace" in done.stderr
-    assert sorted(done.stdout.splitlines()) == ["h0 | 0", "h1 | 1"]
-
-
-@pytest.mark.skipif(shutil.which("setpriv") is None or os.getuid() != 0, reason="needs setpriv and root to give it up")
 def test_without_any_privilege_the_error_says_what_to_do(home: Path) -> None:
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--"]
     done = subprocess.run([*drop, *STORMTORCH, "lab", "run", "--", "true"], capture_output=True, text=True, timeout=60)

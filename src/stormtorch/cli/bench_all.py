@@ -68,11 +68,12 @@ def _reasons() -> dict[str, str]:
     """Reasons why this machine has no lab, or no MPI; empty where it has."""
     from stormtorch.checks import BadSetting
     from stormtorch.jobs.mpi import check_mpi
-    from stormtorch.lab.access import LabUnavailable, find_access
+    from stormtorch.lab.access import LabUnavailable
+    from stormtorch.lab.lab import try_lab
 
     reasons = {}
     try:
-        find_access()
+        try_lab()
     except LabUnavailable as error:
         reasons["lab"] = str(error)
     try:

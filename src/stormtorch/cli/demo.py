@@ -138,8 +138,9 @@ def _settings(
 ) -> tuple[ConvergenceSettings, str]:
     """Chooses the contenders that this machine allows; returns them with a sentence about what is compared."""
     from stormtorch.bench.convergence import ConvergenceSettings
-    from stormtorch.lab.access import LabUnavailable, available_tcp, find_access
+    from stormtorch.lab.access import LabUnavailable, available_tcp
     from stormtorch.lab.conditions import Conditions
+    from stormtorch.lab.lab import try_lab
     from stormtorch.report.text import percent
     from stormtorch.results.text import network_text
 
@@ -160,7 +161,7 @@ def _settings(
     reason = "--no-lab was given"
     try:
         if lab:
-            access = find_access().name
+            access = try_lab(ranks, network).name
             peers = ("gloo-bbr", "gloo-cubic") if "bbr" in available_tcp() else ("gloo-cubic",)
             settings = ConvergenceSettings(backends=("storm-drift", *peers), network=network, **common)
             line = f"{network_text(network.to_json())}, {percent(loss)} loss"

@@ -17,7 +17,8 @@ from stormtorch.doctor.interfaces import check_interfaces
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
 from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES
 from stormtorch.doctor.worker import cuda_version, versions
-from stormtorch.lab.access import LabUnavailable, find_access
+from stormtorch.lab.access import LabUnavailable
+from stormtorch.lab.lab import try_lab
 from stormtorch.results.text import size_text
 
 _OLDEST_KERNEL = (5, 0)
@@ -259,7 +260,7 @@ def _check_versions() -> Iterator[Finding]:
 
 def _check_lab() -> Iterator[Finding]:
     try:
-        access = find_access()
+        access = try_lab()
     except LabUnavailable as error:
         yield Finding(
             subject="lab",
@@ -267,8 +268,6 @@ def _check_lab() -> Iterator[Finding]:
             text="`stormtorch lab` cannot run here; training does not need it",
             remedy=str(error),
         )
-    except OSError as error:
-        yield Finding(subject="lab", level=Level.NOTE, text=f"`stormtorch lab` cannot run here: {error}")
     else:
         how = "in a user namespace" if access.user_namespace else "as root"
         tools = ", ".join(each for each in ("ip", "tc", "nft", "ethtool") if shutil.which(each))

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
+_PACKAGES |= {"mount": "util-linux", "hostname": "hostname"}
 _PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
 # Debian keeps administrators' tools in folders that are not in an ordinary user's PATH.
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-_WITHOUT = (
+WITHOUT_LAB = (
     "Without a lab, `with stormtorch.faults(loss=0.1):` drops datagrams of stormtorch's own transports on loopback, "
     "and `stormtorch bench allreduce --faults 0.1` measures with it."
 )
@@ -86,7 +87,7 @@ def find_access() -> Access:
     raise LabUnavailable(
         "a lab needs root, or a kernel that lets users make user namespaces "
         "(sysctl kernel.unprivileged_userns_clone=1 on Debian, kernel.apparmor_restrict_unprivileged_userns=0 on "
-        f"Ubuntu, --privileged in a container). It failed {' and '.join(problems)}. {_WITHOUT}"
+        f"Ubuntu, --privileged in a container). It failed {' and '.join(problems)}. {WITHOUT_LAB}"
     )
 
 
@@ -131,4 +132,4 @@ def allowed_tcp(name: str) -> Iterator[None]:
 
 def _missing(names: list[str]) -> str:
     packages = " ".join(sorted({_PACKAGES[name] for name in names}))
-    return f"a lab needs {', '.join(names)}: apt-get install {packages}. {_WITHOUT}"
+    return f"a lab needs {', '.join(names)}: apt-get install {packages}. {WITHOUT_LAB}"

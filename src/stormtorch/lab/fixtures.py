@@ -15,26 +15,34 @@ STORMTORCH_REQUIRE_LAB=1 in the environment they fail instead, for use in CI.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from stormtorch.lab.access import LabUnavailable, find_access
-from stormtorch.lab.lab import Lab
+from stormtorch.lab.access import LabUnavailable
+from stormtorch.lab.lab import Lab, try_lab
 
 REQUIRE = "STORMTORCH_REQUIRE_LAB"
 
 
 def lab_or_skip() -> None:
     """Returns if this machine can run a lab; otherwise skips the test, or fails it if labs are required."""
-    try:
-        find_access()
-    except LabUnavailable as error:
+    if reason := _why_not():
         if os.environ.get(REQUIRE, "0") not in ("", "0"):
-            pytest.fail(f"{REQUIRE} is set, but this machine cannot run a lab: {error}")
-        pytest.skip(str(error))
+            pytest.fail(f"{REQUIRE} is set, but this machine cannot run a lab: {reason}")
+        pytest.skip(reason)
+
+
+@functools.cache
+def _why_not() -> str:
+    try:
+        try_lab()
+    except LabUnavailable as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture

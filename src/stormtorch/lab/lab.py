@@ -20,7 +20,17 @@ from types import TracebackType
 from typing import Any
 
 from stormtorch.checks import BadCondition
-from stormtorch.lab.access import Access, LabError, allowed_tcp, checked_tcp, find_access, has_netem, tool
+from stormtorch.lab.access import (
+    WITHOUT_LAB,
+    Access,
+    LabError,
+    LabUnavailable,
+    allowed_tcp,
+    checked_tcp,
+    find_access,
+    has_netem,
+    tool,
+)
 from stormtorch.lab.cable import CableNetwork
 from stormtorch.lab.conditions import MOST_HOSTS, Conditions
 from stormtorch.lab.measured import LinkCount, Measured
@@ -183,7 +193,8 @@ class Lab:
         table.write_text("\n".join(["127.0.0.1 localhost", *names, ""]), encoding="utf-8")
         table.chmod(0o644)
         for host, holder in enumerate(self.holders):
-            script = f"echo h{host} > /proc/sys/kernel/hostname && mount --bind {shlex.quote(str(table))} /etc/hosts"
+            # `hostname` and not /proc/sys/kernel/hostname: in a user namespace, that file belongs to the real root.
+            script = f"{tool('hostname')} h{host} && {tool('mount')} --bind {shlex.quote(str(table))} /etc/hosts"
             holder.run(["sh", "-c", script], processes=True)
 
     # --- properties ---------------------------------------------------------------------------------------------------
@@ -444,3 +455,25 @@ class Lab:
             "measured": self.measured().to_json(),
             "host": socket.gethostname(),
         }
+
+
+def try_lab(hosts: int = 2, conditions: Conditions | None = None) -> Access:
+    """Opens a lab and closes it, so that all that a lab needs has been tried; takes a fifth of a second.
+
+    Args:
+        hosts: Number of hosts.
+        conditions: Conditions of the network between them.
+
+    Returns:
+        How this machine makes namespaces.
+
+    Raises:
+        LabUnavailable: This machine cannot run such a lab.
+    """
+    try:
+        with Lab(hosts, conditions, probe=False) as lab:
+            return lab.access
+    except LabUnavailable:
+        raise
+    except (LabError, OSError, subprocess.SubprocessError) as error:
+        raise LabUnavailable(f"this machine cannot run a lab: {error}. {WITHOUT_LAB}") from None

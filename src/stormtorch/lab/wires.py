@@ -7,7 +7,7 @@ numbers have neither a seed nor bursts.
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +26,9 @@ _PERIOD = 1 << 16
 # Number of traces with bursts to draw; the one whose loss is nearest to the requested loss is used.
 _DRAWS = 8
 _TABLE = "stormtorch"
+# Most text in a transaction of nft, of which six times as much travels to the kernel; and most numbers that are added
+# to a set at once, each of which travels as 20 bytes.
+_TRANSACTION_BYTES, _NUMBERS = 50_000, 12_000
 LOW_DSCP = (1, 8)
 """Differentiated services that mean low priority: lower effort (RFC 8622), and CS1, which it took the place of."""
 # Handle of the queue of low priority.
@@ -45,6 +48,8 @@ class Wiring:
     """Names of one path of the network under test: each path is a bridge, with an interface of every host."""
 
     path: int = 0
+    turned: bool = False
+    """Whether rules are in the second of two tables, of which each takes the place of the other."""
 
     @property
     def bridge(self) -> str:
@@ -64,7 +69,7 @@ class Wiring:
     @property
     def table(self) -> str:
         """Table of nft."""
-        return _TABLE if self.path == 0 else f"{_TABLE}{self.path}"
+        return f"{_TABLE}{self.path}{'b' if self.turned else ''}"
 
     def address(self, host: int) -> str:
         """Address of a host."""
@@ -148,8 +153,10 @@ class KernelNetwork:
             self._conditions = conditions
             return
         self._count()
-        self._switch.run([tool("nft"), "-f", "-"], ruleset(conditions, len(self._hosts), names))
-        self._conditions = conditions
+        new = replace(names, turned=not names.turned)
+        for transaction in ruleset(conditions, len(self._hosts), new, former="" if before is None else names.table):
+            self._switch.run([tool("nft"), "-f", "-"], transaction)
+        self._conditions, self._wiring = conditions, new
 
     def links(self) -> list[LinkCount]:
         """Packets of every link since the network was made."""
@@ -304,43 +311,62 @@ def _classes(device: str, bits: float, queue_bytes: int, low_share: float, low_q
     ]
 
 
-def ruleset(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
-    """All rules of nft, in one transaction that replaces the former ones."""
+def ruleset(conditions: Conditions, hosts: int, names: Wiring | None = None, former: str = "") -> list[str]:
+    """Transactions of nft that make the rules in a new table; the last one puts it in the place of the former one.
+
+    There are several of them, as the kernel takes only some 400 kB from an ordinary user at a time.
+    """
     names = names or Wiring()
-    address = names.address
+    address, table = names.address, f"bridge {names.table}"
     links = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
     sets: dict[LinkModel, str] = {}
-    chains: list[str] = []
+    rules: list[str] = []
     for source, target in links:
         model = conditions.model(source, target)
-        rules = [f"counter name seen_{source}_{target}"]
+        chain = f"{table} link_{source}_{target}"
+        rules += [f"add chain {chain}", f"add rule {chain} counter name seen_{source}_{target}"]
         if not _harmless(model):
             name = sets.setdefault(model, f"lost{len(sets)}")
             length = len(model.bits) if isinstance(model, Trace) else _PERIOD
             start = random.Random(f"{conditions.seed} {source} {target}").randrange(length)
-            rules += [
-                f"meta mark set numgen inc mod {length} offset {start}",
-                f"meta mark @{name} counter name lost_{source}_{target} drop",
-            ]
-        chains.append(_block(f"chain link_{source}_{target}", rules))
-    jumps = ", ".join(f"{address(a)} . {address(b)} : jump link_{a}_{b}" for a, b in links)
-    hook = "type filter hook forward priority 0; policy accept;"
-    parts = [f"counter {kind}_{a}_{b} {{ }}" for a, b in links for kind in ("seen", "lost")]
-    parts += [
+            rules.append(f"add rule {chain} meta mark set numgen inc mod {length} offset {start}")
+            rules.append(f"add rule {chain} meta mark @{name} counter name lost_{source}_{target} drop")
+    made = [f"add table {table}", f"delete table {table}", f"add table {table}", f"add chain {table} barriers"]
+    made += [f"add counter {table} {kind}_{a}_{b}" for a, b in links for kind in ("seen", "lost")]
+    for model, name in sets.items():
         # The trace stands twice in a row: each link starts elsewhere in it, and nft cannot wrap an offset around.
+        positions = _positions(_bits(model, conditions.seed) * 2)
         # With a given size, the kernel uses a plain hash table instead of a growing one, which is faster.
-        _block(
-            f"set {name}",
-            ["type mark;", f"size {len(positions)};", f"elements = {{ {', '.join(map(str, positions))} }}"],
-        )
-        for model, name in sets.items()
-        for positions in (_positions(_bits(model, conditions.seed) * 2),)
+        made.append(f"add set {table} {name} {{ type mark; size {len(positions)}; }}")
+        made += _elements(f"{table} {name}", list(map(str, positions)), _NUMBERS)
+    made += rules
+    made.append(f"add map {table} links {{ type ipv4_addr . ipv4_addr : verdict; }}")
+    made += _elements(f"{table} links", [f"{address(a)} . {address(b)} : jump link_{a}_{b}" for a, b in links], 1000)
+    switched = [
+        f"add chain {table} forward {{ type filter hook forward priority 0; policy accept; }}",
+        f"add rule {table} forward jump barriers",
+        f"add rule {table} forward ip saddr . ip daddr vmap @links",
+        *([f"delete table bridge {former}"] if former else []),
     ]
-    parts += chains
-    parts.append("chain barriers { }")
-    parts.append(_block("chain forward", [hook, "jump barriers", f"ip saddr . ip daddr vmap {{ {jumps} }}"]))
-    table = f"table bridge {names.table}"
-    return f"{table}\ndelete {table}\n{_block(table, parts)}\n{barriers(conditions, hosts, names)}"
+    return [*_transactions(made), "\n".join([barriers(conditions, hosts, names), *switched, ""])]
+
+
+def _elements(name: str, elements: Sequence[str], most: int) -> list[str]:
+    portions = (elements[first : first + most] for first in range(0, len(elements), most))
+    return [f"add element {name} {{ {', '.join(each)} }}" for each in portions]
+
+
+def _transactions(commands: Sequence[str]) -> Iterator[str]:
+    """Puts commands together to transactions that the kernel takes."""
+    some: list[str] = []
+    size = 0
+    for each in commands:
+        if some and size + len(each) > _TRANSACTION_BYTES:
+            yield "\n".join([*some, ""])
+            some, size = [], 0
+        some.append(each)
+        size += len(each)
+    yield "\n".join([*some, ""])
 
 
 def barriers(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
