@@ -130,11 +130,8 @@ class GradientSession(ReplicatedSession):
         homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         ours = [number for number, parameter in enumerate(trained(self.optimizer)) if id(parameter) in homes]
         message = objects.pack({number: whole["state"][number] for number in ours if number in whole["state"]})
-        size = torch.tensor([message.numel()], device="cpu")
-        self.hand(group, size, root)
-        if group.rank != root:
-            message = objects.room(int(size), group.ranks[root], group)
-        self.hand(group, message, root)
+        message = self._handed(group, message, root)
+        beside = self._handed(group, self.beside.told(whole=True), root)
         if not new:
             return
         kept = {number: each for number, each in whole["state"].items() if number not in ours}
@@ -147,6 +144,17 @@ class GradientSession(ReplicatedSession):
             )
             return
         self.optimizer.load_state_dict(whole | {"state": kept | state})
+        self.take_beside(beside)
+
+    def _handed(self, group: Group, message: torch.Tensor, root: int) -> torch.Tensor:
+        """Gives all ranks the root's message of bytes."""
+        size = torch.tensor([message.numel()], device="cpu")
+        self.hand(group, size, root)
+        if group.rank != root:
+            message = objects.room(int(size), group.ranks[root], group)
+        if message.numel():
+            self.hand(group, message, root)
+        return message
 
     def loaded(self) -> None:
         """Does nothing: parameters are views of the buckets."""

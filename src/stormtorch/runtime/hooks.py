@@ -73,6 +73,7 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
             closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
             with doing("optimizer.step()"):
                 session.before_step(closure=closure)
+            session.beside.before_step()
 
     def last(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,6 +106,7 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
         if optimizer is optimizer_of() and outermost.now(sys._getframe(1)):
             outermost.ends()
             within_step.ends()
+            session.beside.after_step()
             for bucket in session.buckets:
                 bucket.clear_pruned()
             with doing("optimizer.step()"):

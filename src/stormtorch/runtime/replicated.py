@@ -335,7 +335,7 @@ class ReplicatedSession(Session):
             root, newcomers = min(there), [rank for rank in members if rank not in there]
             if not holds:
                 self.count_from(max(int(told[rank]["steps"]) for rank in there))
-                self.take_scale(told[root])
+                self.come(told[root])
             membership.enter(latest, self.steps_of_rounds(), members)
             if newcomers:
                 self._hand_over(members.index(root), new=rank in newcomers)
@@ -360,6 +360,7 @@ class ReplicatedSession(Session):
         words = self.told_of(before, members, newcomers)
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
+        self.say_how_it_came(self._row)
         self.taken({rank: each["carried"] for rank, each in told.items()})
         return holds
 

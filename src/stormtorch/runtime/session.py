@@ -22,6 +22,7 @@ from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime import personal
+from stormtorch.runtime.beside import Beside
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
 from stormtorch.runtime.layout import Layout, Slot, plan
@@ -42,6 +43,14 @@ _log = logging.getLogger("stormtorch")
 _PRUNINGS = "stormtorch/prunings"
 # Name under which it tells its loss scale.
 _SCALE = "stormtorch/scale"
+# Name under which it tells what its optimizer keeps beside the state of parameters.
+_BESIDE = "stormtorch/beside"
+# Name under which it tells which parameters its program has frozen since `prepare`.
+_FROZEN = "stormtorch/frozen"
+_OWN = (
+    "this process has come into a running job, with the others' parameters, buffers, optimizer and settings: what the "
+    "program itself keeps, as schedulers, averages or slow weights, comes along only by session.carry()"
+)
 # What ranks tell each other about a step: steps would wait for it behind everything else if it had low priority.
 _SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms", "settle", "weights"})
 
@@ -116,6 +125,10 @@ class Session(Together, ABC):
         """Step before which parameters were pruned last, and how often they were before it."""
         self._pruned_ahead = (0, 0)
         """Calls that other ranks had made before this process came; its own program makes them once more."""
+        self.beside = Beside(optimizer, self.parameters)
+        """What the optimizer keeps beside the state of parameters."""
+        self._come: list[str] = []
+        """What is to be said of how this process came into the job, once the view has begun."""
         self.scaling = LossScale()
         """The loss scale of the gradients, where ranks exchange gradients."""
         self.looked = False
@@ -454,6 +467,10 @@ class Session(Together, ABC):
         own = {_PRUNINGS: " ".join(map(str, (self.prunings, *self._pruned_at)))} if self.prunings else {}
         if scale := self.scaling.told():
             own[_SCALE] = scale
+        if self.splits_optimizer and (message := self.beside.told(whole=False)).numel():
+            own[_BESIDE] = message.numpy().tobytes().decode("latin-1")
+        if frozen := self._frozen_since():
+            own[_FROZEN] = " ".join(map(str, sorted(frozen)))
         return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
     def taken(self, told: dict[int, dict[str, str]]) -> None:
@@ -464,9 +481,52 @@ class Session(Together, ABC):
         for name, (_, take) in self._carried.items():
             take({rank: each[name] for rank, each in self._told.items() if name in each})
 
-    def take_scale(self, told: Mapping[str, Any]) -> None:
-        """Takes the loss scale that a member has told, as this rank is new or was away."""
-        self.scaling.come(str(told["carried"].get(_SCALE, "")))
+    def come(self, told: Mapping[str, Any]) -> None:
+        """Takes what a member has told, as this rank is new or was away: all that follows from steps without it.
+
+        Args:
+            told: The loss scale, what the optimizer keeps beside the state of parameters, and what is frozen.
+        """
+        carried = told["carried"]
+        self.scaling.come(str(carried.get(_SCALE, "")))
+        self._come = [_OWN] if self.turns.welcomes() else []
+        self._freeze({*map(int, str(carried.get(_FROZEN, "")).split())})
+        message = str(carried.get(_BESIDE, "")).encode("latin-1")
+        self.take_beside(torch.tensor(list(message), dtype=torch.uint8, device="cpu"))
+
+    def take_beside(self, message: torch.Tensor) -> None:
+        """Takes what a member's optimizer keeps beside the state of parameters."""
+        lacking = self.beside.take(message)
+        if lacking:
+            self._come.append(
+                f"{type(self.optimizer).__name__} keeps {', '.join(map(repr, lacking))} beside the state of "
+                "parameters, which cannot be sent: this process begins it anew, and its steps may differ from others'"
+            )
+
+    def _frozen_since(self) -> set[int]:
+        """Returns the numbers of the parameters that the program has frozen since `prepare`."""
+        others = {*map(id, self.frozen), *map(id, self.personal)}
+        pairs = enumerate(self.parameters)
+        return {number for number, each in pairs if not each.requires_grad and id(each) not in others}
+
+    def _freeze(self, frozen: set[int]) -> None:
+        """Freezes the parameters that the others' programs have frozen since `prepare`, and no others."""
+        changed = [self.parameters[number] for number in frozen ^ self._frozen_since()]
+        for each in changed:
+            each.requires_grad_(not each.requires_grad)
+        if changed:
+            names = {id(each): name for name, each in self.model.named_parameters()}
+            told = ", ".join(names.get(id(each), "a parameter") for each in changed)
+            self._come.append(
+                f"requires_grad of {told} is here now what it is on the others, whose programs changed it"
+            )
+
+    def say_how_it_came(self, row: Row) -> None:
+        """Notes in the ledger, and logs, what this process has not got of the others, or changed to be like them."""
+        words, self._come = self._come, []
+        for each in words:
+            row.events.append(each)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), each)
 
     def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: Row) -> bool:
         """Agrees on the loss scale with the members. Returns whether the gradients have different ones."""

@@ -559,7 +559,7 @@ class ShardedSession(Session):
             self.steps = hello.steps
             membership.enter(latest, self.steps, members)
             if held is None:
-                self.take_scale(hello.told[hello.giver(members)])
+                self.come(hello.told[hello.giver(members)])
             self.machines = hello.machines
             learns = self.learn_masks(hello.told, new=held is None)
             self._recut(after, moved.masters)
@@ -623,6 +623,7 @@ class ShardedSession(Session):
         for words in told:
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
+        self.say_how_it_came(self._row)
 
     @torch.no_grad()
     def shard_prints(self) -> dict[int, list[int]]:

@@ -24,6 +24,7 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.runtime import fingerprints, objects
+from stormtorch.runtime.beside import Beside, Path
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.holdings import Holding, Record, State, build
 from stormtorch.runtime.layout import Piece
@@ -109,7 +110,8 @@ class Standby:
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         # Some optimizers keep numbers of their own beside the state of parameters.
         kept: dict[Any, Any] = dict(optimizer.state)
-        self._state.update({key: value for key, value in kept.items() if not isinstance(key, torch.Tensor)})
+        self._state.update({key: _copied(value) for key, value in kept.items() if not isinstance(key, torch.Tensor)})
+        self._beside = Beside(optimizer, ())
         by_parameter: dict[int, list[nn.Parameter]] = {}
         for bucket, layout in enumerate(holding.layouts):
             begin, _ = layout.spans[self.shard]
@@ -173,6 +175,7 @@ class Standby:
             if bucket.host_own_grads.numel():
                 gradients[bucket.index] = self._take_gradients(bucket)
         self._taken = _Taken(used, seeds[1], refill, self._optimizer, gradients)
+        self._taken.within_objects = self._beside.within_objects()
         if refill is Refill.VALUES:
             self._taken.values = [each.detach().to("cpu", copy=True) for each in own.masters]
         elif refill is Refill.ALL:
@@ -320,12 +323,15 @@ class Standby:
 
     def _step(self, taken: _Taken) -> None:
         optimizer = self._optimizer
-        kept = dict(optimizer.__dict__)
+        kept, within = dict(optimizer.__dict__), self._beside.within_objects()
         groups = [{**each, "params": params} for each, params in zip(taken.settings, self._groups, strict=True)]
+        for name in kept.keys() - taken.attributes.keys() - {"param_groups", "state"}:
+            del optimizer.__dict__[name]  # this rank's own step has made it
         optimizer.__dict__.update(taken.attributes, param_groups=groups, state=self._state)
         # They belong to the optimizer's own parameters, and the step of a base class would call them.
         hooks: OrderedDict[int, Any] = OrderedDict()
         optimizer.__dict__.update(_optimizer_step_pre_hooks=hooks, _optimizer_step_post_hooks=hooks)
+        self._beside.put(taken.within_objects)
         self._randomness.begin(taken.seed)
         try:
             plain_step(optimizer)()
@@ -334,6 +340,7 @@ class Standby:
             for name in vars(optimizer).keys() - kept.keys():
                 del optimizer.__dict__[name]
             optimizer.__dict__.update(kept)
+            self._beside.put(within)
 
     @torch.no_grad()
     def load(self, state_of: Callable[[Piece], State] | None, buckets: Sequence[Bucket]) -> None:
@@ -484,6 +491,8 @@ class _Taken:
         self.attributes = {
             name: _copied(value) for name, value in vars(optimizer).items() if name not in ("param_groups", "state")
         }
+        self.within_objects: dict[Path, Any] = {}
+        """Numbers of objects that the optimizer keeps: its attributes are the same objects here."""
         self.sent = False
         self.values: list[torch.Tensor] = []
         self.records = torch.empty(0, dtype=torch.uint8)

@@ -75,6 +75,12 @@ class Turns:
         """Number of rounds so far when this rank last asked for a view with which newcomers come in."""
         self._longest: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
         self._decided = 0, False
+        self._welcomed = False
+
+    def welcomes(self) -> bool:
+        """Whether this is the first time that the process comes into a running job."""
+        first, self._welcomed = not self._welcomed, True
+        return first
 
     def add(self, session: Session) -> None:
         """Adds a session that is prepared."""
