@@ -219,8 +219,8 @@ soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datag
 recompute: setup  ## JOBS random jobs (200) with deaths, returns, joins, leaves and pauses, each recomputed in one process (KINDS=, SEED=)
 	$(BIN)/python tests/helpers/recompute.py --jobs $(JOBS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
-# Of timm and pytorch_optimizer only if they are installed: make setup does not. What build/survey.json has is not run again.
-survey: setup  ## all optimizers and idioms of training loops beside one process, a quarter of an hour; writes docs/optimizers.md
+# Of timm and pytorch_optimizer only if they are installed, as make setup does not: what benchmarks/survey.json has of them stays.
+survey: setup  ## all optimizers and idioms of training loops beside one process, a quarter of an hour; writes benchmarks/survey.json, docs/optimizers.md
 	$(BIN)/python tests/helpers/survey.py --write docs/optimizers.md
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share

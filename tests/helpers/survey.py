@@ -2,10 +2,11 @@
 
     python tests/helpers/survey.py --write docs/optimizers.md     # or: make survey
     python tests/helpers/survey.py --only lamb "closure"
-    python tests/helpers/survey.py --libraries --json benchmarks/survey.json --write docs/optimizers.md # the page
+    python tests/helpers/survey.py --libraries --write docs/optimizers.md         # the page, of what is known
 
-Optimizers of timm and pytorch_optimizer take part where these are installed. Each subject has a process of its own, as
-some of them start threads, and some hang.
+Optimizers of timm and pytorch_optimizer take part where these are installed; otherwise what benchmarks/survey.json has
+of them stays. Each subject has a process of its own, as
+some of them start threads, and some hang. Every result is written at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import warm_start
 from survey_cases import CASES, Subject, alone, judge
 from survey_idioms import IDIOMS
 from survey_optimizers import libraries, subjects
-from survey_page import FINE, page
+from survey_page import FINE, PACKAGES, page
 
 _WITHIN_S = 150.0
+_RESULTS = Path(__file__).parents[2] / "benchmarks" / "survey.json"
 
 
 def subject_of(library: str, name: str) -> Subject:
@@ -70,9 +73,9 @@ def survey(library: str, name: str, cases: list[str]) -> dict[str, tuple[str, st
     return found
 
 
-def _lines(known: dict[str, dict[str, tuple[str, str]]]) -> str:
+def _lines(known: dict[str, dict[str, tuple[str, str]]], versions: dict[str, str]) -> str:
     """Returns a file with a line for each subject. Where all cases have one verdict, it is said once."""
-    lines = []
+    lines = [f' "versions": {json.dumps(versions)}']
     for key, found in known.items():
         verdicts = list(found.values())
         one = len(found) == len(CASES) and all(list(each) == list(verdicts[0]) for each in verdicts)
@@ -86,15 +89,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="names of subjects")
     parser.add_argument("--libraries", nargs="*", default=[*libraries(), "idioms"])
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument(
-        "--json", type=Path, default=Path("build/survey.json"), help="where results go; known ones stay"
-    )
+    parser.add_argument("--json", type=Path, default=_RESULTS, help="where results go; those of others stay")
     parser.add_argument("--write", type=Path, help="page to write")
     asked = parser.parse_args()
     warm_start.PRELOADED += [each for each in libraries() if each == "pytorch_optimizer"]
     warm_start.use()
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    versions: dict[str, str] = known.pop("versions", {})
     # Where all cases have one verdict, a file may say it once.
     known = {key: dict.fromkeys(CASES, each["all"]) if "all" in each else each for key, each in known.items()}
     wrong = []
@@ -103,14 +105,14 @@ def main() -> int:
             if asked.only and name not in asked.only:
                 continue
             key = f"{library}/{name}"
-            if key in known and not asked.only:
-                continue
             known[key] = found = survey(library, name, asked.cases)
             print(key, {case: " ".join(each)[:160] for case, each in found.items()}, flush=True)
-            asked.json.write_text(_lines(known))
+            if library in PACKAGES:
+                versions[library] = version(PACKAGES[library][0])
+            asked.json.write_text(_lines(known, versions))
             wrong += [key for each in found.values() if each[0] not in FINE]
     if asked.write:
-        asked.write.write_text(page(known))
+        asked.write.write_text(page(known, versions))
     print(f"{len(known)} subjects; neither right nor refused: {sorted(set(wrong))}")
     return 1 if wrong else 0
 

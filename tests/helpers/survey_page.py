@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from importlib.metadata import version
 from typing import Any
 
 from survey_cases import CASES
 
 FINE = ("same bits", "rounding", "refused", "documented", "not tried")
-_LIBRARIES = {
+PACKAGES = {
     "torch": ("torch", "torch.optim"),
     "timm": ("timm", "timm"),
     "pytorch_optimizer": ("pytorch-optimizer", "pytorch_optimizer"),
@@ -67,16 +66,15 @@ def _sentence(words: str, name: str) -> str:
     return " ".join(words.split())[:220]
 
 
-def page(known: dict[str, Any]) -> str:
+def page(known: dict[str, Any], versions: dict[str, str]) -> str:
     """Returns the page."""
     parts = [_BEGIN]
     libraries = dict.fromkeys(key.partition("/")[0] for key in known)
     for library in libraries:
         names = {key.partition("/")[2]: found for key, found in known.items() if key.startswith(library + "/")}
         title = "Idioms of training loops"
-        if library in _LIBRARIES:
-            package, title = _LIBRARIES[library]
-            title += f" {version(package)}"
+        if library in PACKAGES:
+            title = f"{PACKAGES[library][1]} {versions.get(library, '')}".strip()
         counts = {verdict: 0 for verdict in FINE}
         for found in names.values():
             verdict = _all(found)
