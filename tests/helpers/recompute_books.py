@@ -93,4 +93,6 @@ def longest_wait(process: Process) -> float:
 
 def _says_why(record: dict[str, Any]) -> bool:
     """Whether a record is a warning from which one knows what a rank waits for."""
-    return record["kind"] == "log" and record["level"] >= logging.WARNING and " begins at step " not in record["words"]
+    if record["kind"] != "log" or record["level"] < logging.WARNING:
+        return False
+    return not any(each in record["words"] for each in (" begins at step ", "has come into a running job"))
