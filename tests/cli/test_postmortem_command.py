@@ -30,8 +30,9 @@ def operation(number: int, name: str = "all_reduce", size: int = 1000, **more: A
 
 
 def write(folder: Path, rank: int, operations: list[dict[str, Any]], world: int = 4, **more: Any) -> Path:
-    path = folder / f"storm-flight-world-rank{rank}-1.json"
+    path = folder / f"storm-flight-world-rank{rank}-{more.get('job', 1)}.json"
     content = {
+        "job": "1",
         "group": "world",
         "rank": rank,
         "ranks": list(range(world)),
@@ -153,6 +154,26 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     assert "holds no flight records" in text
 
 
+@pytest.mark.pure
+def test_records_of_two_runs_in_one_folder_are_not_compared(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, [operation(1, size=8)], world=2, job="old", time=100.0)
+    write(tmp_path, 0, [operation(1, size=16)], world=2, job="new")
+    code, text = call("postmortem", str(tmp_path))
+    assert code == 0
+    assert "gave" not in text
+    assert "Rank 1 wrote no record" in text
+    assert "left out: 2 records of a run that failed at 1970-01-01" in text
+    assert "--job old" in text
+    code, text = call("postmortem", str(tmp_path), "--job", "old")
+    assert "All 2 ranks of group world did the same collectives" in text
+    assert "--job new" in text
+    code, text = call("postmortem", str(tmp_path), "--job", "other")
+    assert code == 2
+    assert "there are old, new" in " ".join(text.split())
+    assert len(find(read_flights([tmp_path]))) == 2
+
+
 def branching_job(member: Member, folder: str) -> str:
     os.environ["STORM_FLIGHT_DIR"] = folder
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world)
@@ -169,9 +190,11 @@ def branching_job(member: Member, folder: str) -> str:
 
 
 def test_ranks_that_really_differ_leave_records_that_name_the_culprit(tmp_path: Path) -> None:
+    run_ranks(failing_job, 2, (str(tmp_path),), timeout_s=60)  # another run's records in the same folder
     texts = run_ranks(branching_job, 3, (str(tmp_path),), timeout_s=60)
     assert all(texts)
-    (finding,) = find(read_flights([tmp_path]))
+    _, finding = find(read_flights([tmp_path]))
+    assert len(finding.flights) == 3
     assert finding.number == 4
     assert finding.culprits == [1]
     assert "Rank 1 gave all_reduce float32 [500], 2 KB where ranks 0, 2 gave float32 [1000], 4 KB" in finding.sentence

@@ -36,7 +36,8 @@ def told(
             "stormtorch": "0.1.0",
             "chunk_bytes": 1400,
             "started": START,
-            "job": "world",
+            "job": "first",
+            "group": "world",
         }
         records = [about | _of(more, "rank_", rank)]
         records.append({"kind": "view", "time": START, "number": 1, "step": 0, "members": list(range(world))})

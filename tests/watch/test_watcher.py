@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from records import START, told
+from stormtorch.results.record_files import read_run
 from stormtorch.results.records import Record, line_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
@@ -55,6 +56,28 @@ def test_a_run_that_was_copied_is_as_old_as_its_records(tmp_path: Path) -> None:
     watcher.read()
     assert watcher.snapshot()["state"] == "silent"
     assert watcher.snapshot()["ranks"][0]["told_s"] == pytest.approx(7200.0, abs=5.0)
+
+
+def test_of_two_runs_in_a_folder_the_latest_is_watched_also_if_it_begins_meanwhile(tmp_path: Path) -> None:
+    write(tmp_path, told(3), {rank: 7200.0 for rank in range(3)})
+    watcher = Watcher(FolderSource(tmp_path))
+    watcher.read()
+    assert len(watcher.snapshot()["ranks"]) == 3
+    for rank, mine in told(2, rank_job="second").items():
+        shift = time.time() - max(each["time"] for each in mine)
+        lines = [line_of(each | {"time": each["time"] + shift}) + "\n" for each in mine]
+        (tmp_path / f"rank-{rank}-0-{10 + rank}.jsonl").write_text("".join(lines))
+    watcher.read()
+    shown = watcher.snapshot()
+    assert [each["rank"] for each in shown["ranks"]] == [0, 1]
+    assert shown["state"] == "running"
+    assert shown["source"].endswith("without 3 files of earlier runs")
+    # A file of the first run still grows, as where both have written to the folder at once.
+    with (tmp_path / "rank-2-0-2.jsonl").open("a") as file:
+        file.write(line_of(told(3)[2][-1]) + "\n")
+    watcher.read()
+    assert [each["rank"] for each in watcher.snapshot()["ranks"]] == [0, 1]
+    assert {who.pid for who in read_run(tmp_path)} == {10, 11}
 
 
 def test_nobody_is_silent_in_a_run_that_is_over(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from stormtorch.folders import own_folder, write_new
 
 DIRECTORY_VARIABLE = "STORM_FLIGHT_DIR"
 """Environment variable with the folder for flight records; by default one that only this user can read."""
-VERSION = 2
+VERSION = 3
 """Number of the file's layout."""
 _NAME = "stormtorch-flights"
 _LENGTH = 256
@@ -108,6 +108,7 @@ class Flight:
         file = f"storm-flight-{name}-rank{self._group.rank}-{os.getpid()}.json"
         content = {
             "version": VERSION,
+            "job": self._group.transport.job,
             "group": self._group.name,
             "rank": self._group.rank,
             "ranks": list(self._group.ranks),

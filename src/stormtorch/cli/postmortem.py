@@ -1,5 +1,6 @@
 """`stormtorch postmortem`: where ranks first did different things, from their flight records."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,10 @@ def postmortem(
             show_default=False,
         ),
     ],
+    job: Annotated[
+        str | None,
+        typer.Option(help="The run to explain.", show_default="the one that failed last", metavar="ID"),
+    ] = None,
     json: Json = None,
     torch: Annotated[
         Path | None,
@@ -31,12 +36,13 @@ def postmortem(
 
     A rank of torch.distributed writes its last operations to a file when one of them fails: into the folder of
     STORM_FLIGHT_DIR, or a private one that its log names. Collect the files of all hosts and give them here.
+    Records of several runs may lie in one folder: the run that failed last is explained, and the others are counted.
     The answer comes first, then what each rank did around that point. Collectives are compared by their number in
     their group, with their names and sizes; sends and receives are only listed.
 
     [bold]Examples[/bold]
 
-      stormtorch postmortem /tmp/stormtorch-flights-1000
+      stormtorch postmortem flights                    what STORM_FLIGHT_DIR=flights has collected
 
       stormtorch postmortem flights/storm-flight-*.json --json found.json
 
@@ -54,11 +60,28 @@ def postmortem(
             flights = read_flights(files)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
+        flights = _of_job(flights, job)
         findings = find(flights)
         save(lambda path: write_json(path, {"findings": [_plain(each) for each in findings]}), json)
         if torch is not None:
             _write_for_torch(flights, torch)
         show_findings(findings, Console())
+
+
+def _of_job(flights: "list[Flight]", job: str | None) -> "list[Flight]":
+    """Chooses the records of one run, and says how many others there are."""
+    runs: dict[str, list[Flight]] = {}
+    for flight in sorted(flights, key=lambda each: each.time):
+        runs.setdefault(flight.job, []).append(flight)
+    chosen = next(reversed(runs)) if job is None else job
+    if chosen not in runs:
+        raise typer.BadParameter(f"no record is of a run {chosen!r}: there are {', '.join(runs)}", param_hint="--job")
+    for name, others in runs.items():
+        if name != chosen:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(others[-1].time))
+            records = "1 record" if len(others) == 1 else f"{len(others)} records"
+            typer.echo(f"left out: {records} of a run that failed at {when}; see them by --job {name}", err=True)
+    return runs[chosen]
 
 
 def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:

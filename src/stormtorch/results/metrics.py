@@ -108,9 +108,9 @@ def _info(rank: RankMetrics) -> Samples:
     own = rank.latest.get("rank")
     if own is None:
         return ()
-    names = ("host", "policy", "stormtorch", "torch", "world", "incarnation")
-    # Prometheus has a label "job" of its own.
-    return (({"group": str(own.get("job", "")), **{name: str(own.get(name, "")) for name in names}}, 1.0),)
+    # Not "job": Prometheus has a label of that name.
+    names = ("group", "host", "policy", "stormtorch", "torch", "world", "incarnation")
+    return (({name: str(own.get(name, "")) for name in names}, 1.0),)
 
 
 def _lag(rank: RankMetrics) -> Samples:

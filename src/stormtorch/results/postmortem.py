@@ -63,6 +63,8 @@ class Flight:
     """The record of one rank in one group."""
 
     path: Path
+    job: str
+    """The run that the process belonged to."""
     group: str
     rank: int
     ranks: list[int]
@@ -123,7 +125,9 @@ def _flight(path: Path) -> Flight:
         said: Any = json.loads(text)
         ranks = [_whole(each) for each in said["ranks"]]
         place, operations = _whole(said["rank"]), list(said["operations"])[-_MOST_OPERATIONS:]
-        flight = Flight(path, _text(said["group"]), ranks[place], ranks, 0.0, _text(said["error"]))
+        flight = Flight(
+            path, _text(said.get("job", ""))[:80], _text(said["group"]), ranks[place], ranks, 0.0, _text(said["error"])
+        )
         found = [_operation(each) for each in operations]
         flight.time = _number(said.get("time", found[-1].started if found else 0.0))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError) as error:
@@ -179,11 +183,11 @@ def _text(value: object) -> str:
 
 def find(flights: Sequence[Flight]) -> list[Finding]:
     """Returns a finding for each group, that of the group that failed first at first."""
-    groups: dict[str, list[Flight]] = {}
+    groups: dict[tuple[str, str], list[Flight]] = {}
     for flight in flights:
-        groups.setdefault(flight.group, []).append(flight)
+        groups.setdefault((flight.job, flight.group), []).append(flight)
     ordered = sorted(groups.items(), key=lambda item: min(flight.time for flight in item[1]))
-    return [_of_group(name, sorted(those, key=lambda each: each.rank)) for name, those in ordered]
+    return [_of_group(name, sorted(those, key=lambda each: each.rank)) for (_, name), those in ordered]
 
 
 def _of_group(group: str, flights: list[Flight]) -> Finding:

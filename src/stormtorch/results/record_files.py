@@ -79,7 +79,7 @@ class Tail:
 
 
 class Folder:
-    """Reads the folder of a run, in which files appear and grow.
+    """Reads the folder of a run, in which files appear and grow. Of several runs, it reads the one that began last.
 
     Args:
         path: The folder; it need not exist yet.
@@ -87,7 +87,10 @@ class Folder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.job: str | None = None
+        """The run that is read; None while there is none."""
         self._tails: dict[Who, Tail] = {}
+        self._jobs: dict[Who, tuple[float, str]] = {}
         self._refused: set[Path] = set()
 
     def read(self, most_bytes: int | None = None) -> dict[Who, list[Record]]:
@@ -102,8 +105,24 @@ class Folder:
             found = []
         for who, path in found:
             self._tails.setdefault(who, Tail(path))
-        read = {who: self._read(tail, most_bytes) for who, tail in sorted(self._tails.items())}
-        return {who: records for who, records in read.items() if records}
+        read = {who: self._read(tail, most_bytes) for who, tail in sorted(self._tails.items()) if self._is_of_job(who)}
+        for who, records in read.items():
+            first = next((each for each in records if each["kind"] == "rank"), None)
+            if first is not None:
+                self._jobs.setdefault(who, (first["time"], str(first.get("job", ""))))
+        began: dict[str, float] = {}
+        for time_, job in self._jobs.values():
+            began[job] = min(time_, began.get(job, time_))
+        self.job = max(began, key=lambda job: began[job], default=self.job)
+        return {who: records for who, records in read.items() if records and self._is_of_job(who)}
+
+    def _is_of_job(self, who: Who) -> bool:
+        return who not in self._jobs or self._jobs[who][1] == self.job
+
+    @property
+    def others(self) -> int:
+        """Number of processes of earlier runs, whose files are left out."""
+        return sum(not self._is_of_job(who) for who in self._jobs)
 
     def _read(self, tail: Tail, most_bytes: int | None) -> list[Record]:
         try:
@@ -132,7 +151,11 @@ def read_run(path: str | Path) -> dict[Who, list[Record]]:
     """
     path = Path(path)
     if path.is_dir():
-        found = Folder(path).read()
+        folder = Folder(path)
+        found = folder.read()
+        if folder.others:
+            what = "file" if folder.others == 1 else "files"
+            _log.warning("%s: %d %s of earlier runs left out; name files to read those", path, folder.others, what)
     elif path.exists():
         records = Tail(path).read()
         first = next((each for each in records if each["kind"] == "rank"), {})

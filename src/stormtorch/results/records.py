@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
-VERSION = 1
+VERSION = 2
 """Number of this schema."""
 KINDS = ("rank", "steps", "links", "view", "event", "end")
 MOST_LINE_BYTES = 1 << 20
@@ -41,6 +41,8 @@ class RankRecord(TypedDict, total=False):
     host: str
     pid: int
     job: str
+    """The run: the same on all its ranks, and on those that return to it or join it."""
+    group: str
     """Name of the group of all ranks."""
     address: str
     """host:port at which this process answers `stormtorch watch`; empty if it answers nowhere."""
@@ -381,7 +383,7 @@ _LINK: dict[str, Callable[[object], Any]] = {
 _FIELDS: dict[str, dict[str, Callable[[object], Any]]] = {
     "rank": {
         **dict.fromkeys(("version", "rank", "world", "incarnation", "pid", "parameters", "chunk_bytes"), _whole),
-        **dict.fromkeys(("host", "job", "address", "policy", "stormtorch", "torch", "python"), _text),
+        **dict.fromkeys(("host", "job", "group", "address", "policy", "stormtorch", "torch", "python"), _text),
         "settings": _settings,
         "transport": _settings,
         "started": _number,

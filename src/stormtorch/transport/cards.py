@@ -118,6 +118,11 @@ class Job:
     """Name of the group of all ranks."""
 
     @property
+    def id(self) -> str:
+        """Name of this run, the same on all its ranks and on no other run's; the cookie does not follow from it."""
+        return hashlib.sha256(b"job" + self.cookie).hexdigest()[:12]
+
+    @property
     def capacity(self) -> int:
         """Number of slots: the ranks of the start and spare ones, as many as the ranks can agree about."""
         return max(self.world, min(self.world + self.agreement.spare_ranks, _MOST_SLOTS))

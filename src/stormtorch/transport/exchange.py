@@ -247,6 +247,8 @@ class Transport(Membership, Protocol):
 
     rank: int
     world: int
+    job: str
+    """The run, for records: the same on all ranks, and on no other run's."""
     chunk_bytes: int
     """Payload of one datagram, which is lost as a whole."""
     trip_bytes: int

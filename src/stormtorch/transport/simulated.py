@@ -134,6 +134,7 @@ class SimulatedTransport:
         self.world = network.world
         self.chunk_bytes = network.chunk_bytes
         self.trip_bytes = 16 << 10
+        self.job = "simulated"
         self.channels = Channels()
         self.servers = Servers()
 

@@ -178,7 +178,7 @@ def start(
         cards=cards,
         keys_of=keys_of,
     )
-    transport.name = job.name
+    transport.name, transport.job = job.name, job.id
     if not own.loopback:
         transport.roaming = Roaming(
             [own.host, *(host for host, _ in own.more_paths())], list(options.interfaces or (options.interface,))

@@ -175,7 +175,7 @@ class UdpTransport(EndpointMembership):
         self.store = store
         self.prefix = prefix
         self.options = options
-        self.name = "world"
+        self.name, self.job = "world", ""
         self.cards = dict(cards)
         self.leaving = self.leaves_later = False
         self.resting: Callable[[], bool] = lambda: True

@@ -132,7 +132,7 @@ class Process:
         self.rank = named[0] if named else None
         self.incarnation = count(record, "incarnation") or 0
         self.world = count(record, "world") or 0
-        self.host, self.pid, self.name = text(record, "host"), count(record, "pid") or 0, text(record, "job")
+        self.host, self.pid, self.name = text(record, "host"), count(record, "pid") or 0, text(record, "group")
         self.policy, self.parameters = text(record, "policy"), count(record, "parameters")
         self.chunk_bytes = count(record, "chunk_bytes") or 0
         self.settings = {

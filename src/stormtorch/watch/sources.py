@@ -17,10 +17,16 @@ _MOST_BYTES = 1 << 20
 class Source(Protocol):
     """Place that has new records from time to time."""
 
-    name: str
-    """What it is, in words."""
     in_parts: bool
     """Whether a read returns only a part of what is new, so that the next one may follow at once."""
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+
+    @property
+    def job(self) -> str | None:
+        """The run whose records it has; another one may begin. None while it has none."""
 
     def read(self) -> dict[Who, list[Record]]:
         """Returns the records that are new, by process."""
@@ -40,8 +46,19 @@ class FolderSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name, self.in_parts = str(path), True
+        self.in_parts = True
         self._folder = Folder(path)
+
+    @property
+    def name(self) -> str:
+        """The folder, and how many files in it are left out."""
+        others = self._folder.others
+        return f"{self._folder.path}" + (f", without {others} files of earlier runs" if others else "")
+
+    @property
+    def job(self) -> str | None:
+        """The run that began last."""
+        return self._folder.job
 
     def read(self) -> dict[Who, list[Record]]:
         """Returns what stands on lines that are new."""
@@ -64,7 +81,7 @@ class LiveSource:
     """
 
     def __init__(self, where: str, key: bytes | None) -> None:
-        self.name, self.in_parts = where, False
+        self.name, self.job, self.in_parts = where, "", False
         self._live = LiveJob(where, key=key)
 
     def read(self) -> dict[Who, list[Record]]:

@@ -28,12 +28,14 @@ class Watcher:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.job = Job()
-        self._metrics = JobMetrics()
+        self._begin()
         self._lock = threading.Lock()
         # Unix time that nobody sets back or forth while this watches.
         self._ahead_s = time.time() - time.monotonic()
         self._cached: tuple[tuple[int, int, int, float | None], bytes] | None = None
+
+    def _begin(self) -> None:
+        self.job, self._metrics, self._read = Job(), JobMetrics(), self.source.job
 
     def read(self) -> bool:
         """Adds what is new; returns whether there was anything."""
@@ -42,6 +44,9 @@ class Watcher:
         while found := self.source.read():  # may take seconds: nobody else waits meanwhile
             any_new = True
             with self._lock:
+                if self._read not in (None, self.source.job):
+                    self._begin()  # another run in the same folder
+                self._read = self.source.job
                 for who, records in found.items():
                     self._add(who, records)
                 self._metrics.take(found)
