@@ -266,19 +266,22 @@ bool Views::advance(const Position& position) {
     const auto found = std::find_if(sessions_.begin(), sessions_.end(),
                                     [&](const Session& each) { return each.position.session == position.session; });
     if (found == sessions_.end()) return false;
-    const bool settles = takes_part() && position.settled == latest_.number;
-    const std::uint32_t place = settles ? latest_.number : found->place;
+    const Start* start = latest_.start(position.session);
+    // A view from which all go on is in place, also where this process hears so only with the next one.
+    const bool settles = takes_part() && (position.settled == latest_.number ||
+                                          (start != nullptr && position.settled == start->base &&
+                                           position.settled > found->place && !latest_.takes_in(self_)));
+    const std::uint32_t place = settles ? position.settled : found->place;
     if (position.steps != found->position.steps) {
         if (frozen() || !takes_part()) return false;
         if (place < latest_.number || latest_.lets_go(self_)) {
-            const Start* start = latest_.start(position.session);
             if (position.steps > (start == nullptr ? found->position.steps : start->steps)) return false;
         }
         found->position.steps = position.steps;
     }
     found->place = place;
     if (settles) {
-        found->position.settled = latest_.number;
+        found->position.settled = position.settled;
         found->blank = blank_ = false;
     }
     return true;

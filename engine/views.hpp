@@ -63,9 +63,9 @@ public:
     void enroll(const Position& position);
     // Whether the session may go on to that position; if not, nothing has changed. Its steps do not change while this
     // process is frozen or outside. In a view that began after the session last settled they go up to that view's start
-    // and no further: the step was made in an older view. `settled` is taken if it is the number of the latest view, also
-    // while frozen; but what the session began that view with must be kept until more steps are granted, as the next
-    // view may have been agreed on without knowing that this one is in place.
+    // and no further: the step was made in an older view. `settled` is taken if it is the number of the latest view, or of
+    // the one from which all go on to that, also while frozen; but what the session began that view with must be kept
+    // until more steps are granted, as the next view may have been agreed on without knowing that this one is in place.
     [[nodiscard]] bool advance(const Position& position);
     void withdraw(std::uint32_t session);
     // Whether this process came in, and the session has not settled since: what it holds is of no worth in the view.

@@ -240,6 +240,26 @@ TEST(outsider_knocks_ever_less_often_when_it_is_thrown_out_again) {
     CHECK(waits[2] > waits[1] + second / 2);
 }
 
+TEST(newcomer_that_hears_of_the_next_view_first_settles_in_the_one_from_which_all_go_on) {
+    World world(3, 5, 13);
+    world.run_for(silence);
+    world.join(3, 0);
+    world.run_for(silence);
+    check_agreed(world, ranks({0, 1, 2, 3}));
+    // The newcomer has what it needs, as all others know, but has not heard that of the one who goes now.
+    for (const std::uint16_t rank : {0, 1}) CHECK(world.at(rank).views->advance({World::session, 5, 2}));
+    Views& views = *world.at(3).views;
+    world.close(2);
+    world.run_for(silence);
+    CHECK_EQUAL(views.view()->number, 3U);
+    CHECK_EQUAL(views.view()->start(World::session)->base, 2U);
+    CHECK(views.blank(World::session));
+    CHECK(views.advance({World::session, 4, 2}));
+    CHECK(!views.blank(World::session));
+    CHECK(views.advance({World::session, 5, 2}));
+    CHECK(!views.advance({World::session, 6, 2}));
+}
+
 TEST(process_that_holds_nothing_does_not_go_on_without_those_who_do) {
     World world(2, 4, 12);
     world.run_for(silence);

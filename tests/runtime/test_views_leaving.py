@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from training import adamw
+from stormtorch import BoundedDrift, DiLoCo, GradientAveraging, ModelAveraging
+from stormtorch.policies.policy import Policy
+from training import adamw, sgd
 from views import Member, all_same, with_members
 
 pytestmark = pytest.mark.pure
@@ -50,3 +52,30 @@ def test_a_newcomer_gets_all_where_the_lowest_rank_leaves(after_s: float, at_onc
     assert len(values) == WORLD - 1
     assert all_same(values)
     assert at_once == any("rank 0 is gone; rank 3 is new" in each for each in events), events
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BoundedDrift(bucket_mb=5e-4),
+        DiLoCo(every=2, bucket_mb=5e-4),
+        ModelAveraging(bucket_mb=5e-4),
+        GradientAveraging(bucket_mb=5e-4),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_rank_leaves_when_the_others_have_begun_their_next_round(policy: Policy) -> None:
+    def work(member: Member) -> Any:
+        member.train(5)
+        if member.rank == 1:
+            member.session.wait()
+            member.transport.wait_view(1 << 62, 1.0)
+            member.transport.ask_out()
+            member.session.hand_over()
+            return None
+        member.train(24)
+        return member.session.view, member.session.membership.round
+
+    found = [each for each in with_members(work, world=WORLD, make=sgd, policy=policy) if each is not None]
+    assert len(found) == WORLD - 1 and len({rounds for _, rounds in found}) == 1
+    assert all(view.members == (0, 2, 3) and view.number == 2 for view, _ in found)

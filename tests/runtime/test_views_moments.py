@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, StormError, exact, prepare
+from stormtorch import BoundedDrift, DiLoCo, GradientAveraging, ModelAveraging, Options, StormError, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
@@ -230,6 +230,43 @@ def test_every_policy_goes_on_without_a_dead_rank_and_takes_it_back(policy: Poli
     events = found[(victim + 1) % 4][3]
     assert any(f"rank {victim} is gone" in event for event in events)
     assert any(f"rank {victim} is new" in event or f"rank {victim} is back" in event for event in events), events
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [DiLoCo(every=2, bucket_mb=5e-4), ModelAveraging(bucket_mb=5e-4), GradientAveraging(bucket_mb=5e-4)],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_rank_that_hears_of_the_next_view_first_makes_the_round_that_others_have_begun(policy: Policy) -> None:
+    """Else it would wait for them in the next view, and they for it in their round."""
+
+    def work(member: Member) -> Any:
+        session, membership = member.session, member.session.membership
+        transport: Any = member.transport
+        settle = membership.settle
+
+        def late(rounds: int) -> bool:
+            # All others know that this rank has what it needs. They begin a round, and somebody asks for another view.
+            number = membership.view.number
+            membership.settle = settle
+            transport.wait_view(1 << 62, 1.0)
+            transport.ask_anew()
+            while transport.view().number == number:
+                transport.wait_view(number, 0.1)
+            return bool(settle(rounds))
+
+        if member.rank == 1:
+            membership.settle = late
+        member.train(4)
+        if member.rank == 3:
+            member.die()
+            return None
+        member.train(24)
+        return member.values(), session.view, membership.round
+
+    found = alive(with_members(work, world=4, make=sgd, policy=policy))
+    assert len({view.number for _, view, _ in found}) == len({rounds for *_, rounds in found}) == 1
+    assert all(view.members == (0, 1, 2) and view.number >= 3 for _, view, _ in found)
 
 
 def test_two_optimizers_of_one_model_change_views_together() -> None:

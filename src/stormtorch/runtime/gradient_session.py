@@ -96,6 +96,19 @@ class GradientSession(ReplicatedSession):
         self.complete_row(row, self._waited_s)
         self.stepped()
 
+    def make_up(self) -> None:
+        """Takes part in the round with zeros, as this rank leaves and computes no more: others wait for it."""
+        _log.warning(
+            "rank %d: leaves when the others have begun step %d, and counts with zeros in it",
+            *(self.label(self.group.transport.rank), self.steps),
+        )
+        self._gradients.clear(True)
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+            self._start(bucket)
+        self._finish()
+        self._unstepped = False
+
     def at_rest(self) -> bool:
         """Whether this rank exchanges nothing, and begins no view."""
         return not (self._exchanging or self._entering)

@@ -227,6 +227,25 @@ class Membership:
         self.settled, self.round, self.newcomer = number, rounds, False
         return True
 
+    def overtaken(self, rounds: int) -> bool:
+        """Begins the view that was entered, although there is a later one, where others have begun a round in it.
+
+        They wait for this rank, which has all that it needs: it makes that round before it goes on to the later view.
+        """
+        number = self.view.number
+        while True:
+            latest = self._transport.view()
+            base, starts = self.base(latest)
+            if latest.number <= number or base != number or starts <= rounds or not self._transport.inside():
+                return False
+            if self._transport.advance(self._id, rounds, number, latest.number):
+                break
+            self._transport.wait_view(latest.number, _SLICE_S)
+        if self.blank():  # it was left out meanwhile
+            return False
+        self.settled, self.round, self.newcomer = number, rounds, False
+        return True
+
     def superseded(self, number: int) -> bool:
         """Whether there is a later view than that one."""
         return bool(self._transport.view().number > number)

@@ -273,6 +273,7 @@ class ReplicatedSession(Session):
             return False
         return not self.membership.cut_off()
 
+    @abstractmethod
     def make_up(self) -> None:
         """Makes a round that the others have begun in the view that ends, before this rank told them that it leaves."""
 
@@ -351,9 +352,10 @@ class ReplicatedSession(Session):
             self._begin_view()
             self._ready = latest.number
             objects.gather(True, self.channel("settle", interruptible=True))
+            settled = membership.settle(round_)
         except Interrupted:
-            return None
-        if not membership.settle(round_):
+            settled = False
+        if not settled and not (self._ready == latest.number and membership.overtaken(round_)):
             return None
         memories.settle()
         self.forget_channels()
