@@ -197,8 +197,10 @@ void Views::try_vote(Nanos now) {
             among.add(who.rank);
         }
         std::sort(own.value.leaving.begin(), own.value.leaving.end());
-        // Those who hold nothing must not begin anew without those who hold something: they wait for them.
-        if (!latest_.starts.empty() && (own.holders & among).empty()) return abandon(now);
+        // Those who hold nothing must not begin anew without those who hold something: they wait for them. If all others are
+        // gone for good, nothing is left to wait for, and a view without holders says so.
+        const bool lost = (voters() - own.promised - own.replaced - net_.left()).empty();
+        if (!latest_.starts.empty() && (own.holders & among).empty() && !lost) return abandon(now);
         own.value.blank = own.value.ranks() - (own.holders & choice.stay);
         own.value.starts = own.starts(among);
         // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.

@@ -278,6 +278,31 @@ TEST(process_that_holds_nothing_does_not_go_on_without_those_who_do) {
     CHECK_EQUAL(world.view(1).number, 3U);
 }
 
+TEST(processes_that_hold_nothing_learn_that_all_who_did_are_gone_for_good) {
+    for (const bool returns : {true, false}) {
+        World world(3, 4, 17);
+        world.run_for(silence);
+        CHECK(world.at(0).views->advance({World::session, 3, 1}));
+        world.kill(1);
+        world.kill(2);
+        world.join(1, 0);
+        world.join(2, 0);
+        world.run_for(3 * silence);
+        check_agreed(world, ranks({0, 1, 2}));
+        const std::uint64_t before = world.view(1).number;
+        world.kill(0);
+        world.run_for(3 * silence);
+        CHECK_EQUAL(world.view(1).number, before);
+        if (!returns) continue;
+        // Its successor says that it is gone: the others have nobody to wait for, and what they begin has nothing.
+        world.join(0, 1);
+        world.run_for(3 * silence);
+        check_agreed(world, ranks({0, 1, 2}));
+        CHECK(world.view(1).number > before);
+        CHECK(world.view(1).blank == ranks({0, 1, 2}));
+    }
+}
+
 TEST(paused_process_learns_that_it_is_out_and_comes_back) {
     World world(3, 4, 13);
     world.run_for(silence);

@@ -1,8 +1,10 @@
 """A process that starts a job, joins it, or returns to it. It does what it is told, and says how it went."""
 
+import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +26,11 @@ def enter(how: dict[str, Any]) -> UdpTransport:
         rejoin=how.get("rejoin", False),
         spare_ranks=how.get("spare_ranks", 4),
         leave_s=how.get("leave_s", 30.0),
+        lanes=how.get("lanes"),
+        shared_memory=how.get("shared_memory", True),
     )
+    if "faults" in how:
+        stormtorch.faults(**how["faults"]).start()
     if "join" in how:
         transport: Any = stormtorch.join(how["join"], options).transport
     else:
@@ -64,6 +70,38 @@ class Rank:
         all_reduce(group, tensor).wait()
         assert tensor.min() == tensor.max()
         return tensor[0].item()
+
+    def add_up_until_a_death(self, number: int) -> bool:
+        """Adds up again and again until another view begins; returns whether all sums were right.
+
+        Every sum is of other numbers. Those of a view that ends may lack what one rank would have given, which is dead,
+        and the part that it would have added up.
+        """
+        view = self.transport.view()
+        assert view is not None
+        ranks = [rank for rank, _ in view.members]
+        over = self._is_over(number)
+        group = Group(self.transport, ranks, name=f"until {number}", view=number, interrupted=over)
+        for turn in itertools.count():
+            given = {rank: rank + 1.0 + 8.0 * (turn % 1000) for rank in ranks}
+            whole, own = sum(given.values()), given[self.transport.rank]
+            tensor = torch.full((100_000,), own)
+            try:
+                all_reduce(group, tensor).wait()
+            except stormtorch.StormError:
+                return True
+            if not set(tensor.tolist()) <= {whole, own, *(whole - each for each in given.values())}:
+                return False
+            if over():
+                return True
+        raise AssertionError
+
+    def _is_over(self, number: int) -> Callable[[], bool]:
+        def over() -> bool:
+            view = self.transport.view()
+            return view is not None and view.number > number
+
+        return over
 
     def listen_for_sigterm(self) -> None:
         """Leaves by SIGTERM. The training, which there is none of here, would hand over: it is only noted."""

@@ -48,14 +48,14 @@ class Job:
 
     def up(self, name: str) -> dict[str, Any]:
         """Waits until a process is in the job, and returns its rank and incarnation."""
-        said: dict[str, Any] = self._hear(name)
+        said: dict[str, Any] = self.hear(name)
         assert "error" not in said, said
         self.address[name] = said["address"]
         return said
 
     def refused(self, name: str) -> str:
         """Waits until a process is refused, and returns why."""
-        return str(self._hear(name)["error"])
+        return str(self.hear(name)["error"])
 
     def kill(self, name: str) -> None:
         process = self._processes.pop(name)
@@ -71,11 +71,14 @@ class Job:
 
     def tell(self, names: list[str], *what: Any) -> list[Any]:
         for name in names:
-            pipe = self._processes[name].stdin
-            assert pipe is not None
-            pipe.write(json.dumps(what) + "\n")
-            pipe.flush()
-        return [self._hear(name) for name in names]
+            self.say(name, *what)
+        return [self.hear(name) for name in names]
+
+    def say(self, name: str, *what: Any) -> None:
+        pipe = self._processes[name].stdin
+        assert pipe is not None
+        pipe.write(json.dumps(what) + "\n")
+        pipe.flush()
 
     def check_together(self, names: list[str], ranks: list[int]) -> int:
         """All see one view with these ranks, and add up exactly in it; returns its number."""
@@ -85,7 +88,7 @@ class Job:
         assert self.tell(names, "add_up", number) == [sum(rank + 1.0 for rank in ranks)] * len(names)
         return number
 
-    def _hear(self, name: str) -> Any:
+    def hear(self, name: str) -> Any:
         pipe = self._processes[name].stdout
         assert pipe is not None
         line = pipe.readline()
@@ -139,6 +142,28 @@ def test_a_killed_rank_is_started_again_by_the_store(rejoin: bool | str) -> None
             said = job.up("0")
             assert (said["rank"], said["incarnation"] > turn) == (0, True)
             job.check_together(["0", "1", "2"], [0, 1, 2])
+    finally:
+        job.close()
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_are_killed_in_the_midst_of_sealed_sums_return_over_lanes_that_lose_and_reorder() -> None:
+    """Each process has packet numbers and keys of its own: nothing of an earlier one counts, and nobody is shut out."""
+    faults = {"loss": 0.1, "reorder": 0.3, "duplicate": 0.05, "corrupt": 0.02, "seed": 5}
+    job = Job(key=KEY, rejoin="auto", lanes=3, shared_memory=False, faults=faults)
+    try:
+        number = job.check_together(job.names, [0, 1, 2])
+        for turn, victim in enumerate(job.names):
+            left = [name for name in job.names if name != victim]
+            for name in job.names:
+                job.say(name, "add_up_until_a_death", number)
+            time.sleep(0.3 * turn)
+            job.kill(victim)
+            assert [job.hear(name) for name in left] == [True, True]
+            job.check_together(left, [int(name) for name in left])
+            job.launch(victim, rank=int(victim))
+            assert job.up(victim)["rank"] == int(victim)
+            number = job.check_together(job.names, [0, 1, 2])
     finally:
         job.close()
 
