@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,7 @@ class _Session(Protocol):
 
     def zero_grad(self, set_to_none: bool) -> None: ...
     def wait(self) -> None: ...
-    def all_moved(self) -> bool: ...
-    def moved(self) -> None: ...
-    def change(self) -> bool: ...
+    def moves(self, method: Callable[[], Any]) -> Any: ...
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]: ...
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -79,29 +77,13 @@ def _mode(kind: Any, name: str) -> Any:
     @functools.wraps(plain)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Changes the mode, on all ranks: each moves its own shard, and gets the others'."""
-        self.session.wait()
-        while True:
-            before = _settings(self)
-            kept = [(each, each.detach().clone()) for each in trained(self)]
-            groups = [dict(each) for each in self.param_groups]
-            result = plain(self, *args, **kwargs)
-            if _settings(self) == before:
-                return result
-            if self.session.all_moved():
-                self.session.moved()
-                return result
-            # A rank is gone: what it owned comes as it was before, and so must this rank's shard be.
-            with torch.no_grad():
-                for each, values in kept:
-                    each.copy_(values)
-            for group, old in zip(self.param_groups, groups, strict=True):
-                group.update(old)
-            self.session.change()
+        return self.session.moves(lambda: plain(self, *args, **kwargs))
 
     return change
 
 
-def _settings(optimizer: Any) -> list[dict[str, Any]]:
+def settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the plain settings of an optimizer's groups, among which a mode would be."""
     return [
         {name: value for name, value in group.items() if isinstance(value, bool | int | str)}
         for group in optimizer.param_groups

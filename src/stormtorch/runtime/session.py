@@ -173,12 +173,9 @@ class Session(Together, ABC):
         """Returns the optimizer's groups with the model's parameters; None if it has them."""
         return None
 
-    def all_moved(self) -> bool:
-        """Waits until the optimizers of all ranks have moved parameters outside a step; False if a rank is gone."""
-        return True
-
-    def moved(self) -> None:  # only where each rank has a part of the optimizer
-        """Called on all ranks when their optimizers have moved the parameters outside a step."""
+    def moves(self, method: Callable[[], Any]) -> Any:
+        """Calls a method of the optimizer that may move parameters outside a step, for all that this rank has."""
+        return method()
 
     def closure_begins(self) -> None:
         """Called when the optimizer calls its closure."""

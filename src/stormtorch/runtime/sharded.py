@@ -32,7 +32,7 @@ from stormtorch.runtime.meeting import Meeting
 from stormtorch.runtime.moves import Cut
 from stormtorch.runtime.norms import Norms
 from stormtorch.runtime.owned import Owned
-from stormtorch.runtime.prepared import plain_state
+from stormtorch.runtime.prepared import plain_state, settings
 from stormtorch.runtime.protection import Protection
 from stormtorch.runtime.reduction import Reduction
 from stormtorch.runtime.relays import Relays
@@ -87,7 +87,11 @@ class ShardedSession(Session):
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
-        self._seeds, self._moves = (0, 0), (-1, 0)
+        self._seeds = 0, 0
+        self._moves = 0
+        """How often the optimizer's methods have moved parameters outside steps."""
+        self._undo: Callable[[], None] | None = None
+        """Undoes it, while this rank waits for the others to do so."""
         self._refill = Refill.NOTHING
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
@@ -541,7 +545,8 @@ class ShardedSession(Session):
         try:
             group = self.moving(latest, without=() if rank in waiting else waiting)
             told = held, self.steps, self.given(), machine, self._cutting.speed
-            hello = greet(group, *told, open_=self.turns.takes_in(latest.number))
+            takes_in = self.turns.takes_in(latest.number) and self._undo is None
+            hello = greet(group, *told, moves=self._moves, open_=takes_in)
             if not hello.open:
                 waiting = [each for each in members if each not in hello.there]
                 members = tuple(each for each in members if each not in waiting)
@@ -550,7 +555,12 @@ class ShardedSession(Session):
                     return None
             elif waiting and rank not in waiting:
                 group = self.moving(latest)
-                hello = greet(group, *told)
+                hello = greet(group, *told, moves=self._moves)
+            if held is None:
+                self._moves = hello.moves
+            elif self._undo is not None and hello.moves < self._moves:
+                self._undo()
+                self._moves, self._undo = hello.moves, None
             before, after = self._cutting.change(hello, members)
             moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
             if rank not in members:
@@ -665,23 +675,69 @@ class ShardedSession(Session):
         ]
 
     @torch.no_grad()
-    def moved(self) -> None:
-        """Gives every rank what the owners' optimizers have made of their shards outside a step."""
-        for bucket in self.buckets:
-            bucket.settle()
-        self._calls.forget()
-        self.synchronise()
+    def moves(self, method: Callable[[], Any]) -> Any:
+        """Calls a method that may move parameters, on all ranks: each moves its own shard and the one that it follows.
 
-    def all_moved(self) -> bool:
-        """Waits until all ranks have moved their shards, as others would give old ones; False if a rank is gone."""
-        self._moves = (self.steps, self._moves[1] + 1 if self._moves[0] == self.steps else 0)
-        group = self.channel("moves/{}/{}".format(*self._moves), interruptible=True)
+        At any time a rank has moved both or none, so nobody needs what one that dies meanwhile has moved.
+        """
+        self.wait()
+        while True:
+            before = settings(self.optimizer)
+            undo = self._undoing()
+            result = method()
+            if settings(self.optimizer) == before:
+                return result
+            for bucket in self.buckets:
+                bucket.settle()
+            self._calls.forget()
+            if self._standby is not None:
+                self._standby.move(method, self._shards.holding())
+            self._moves, self._undo = self._moves + 1, undo
+            if self._all_moved():
+                return result
+
+    def _undoing(self) -> Callable[[], None]:
+        """Returns what undoes a move that is about to be made."""
+        standby, optimizer = self._standby, self.optimizer
+        own = [(each, each.clone()) for each in self._shards.holding().masters]
+        followed = None if standby is None else standby.kept()
+        groups = [dict(each) for each in optimizer.param_groups]
+        states = {key: dict(each) for key, each in optimizer.state.items() if isinstance(each, dict)}
+
+        @torch.no_grad()
+        def undo() -> None:
+            for each, values in own:
+                each.copy_(values)
+            for group, old in zip(optimizer.param_groups, groups, strict=True):
+                group.update(old)
+            optimizer.state.update(states)
+            for bucket in self.buckets:
+                bucket.settle()
+            if standby is not None and followed is not None:
+                standby.restore(followed)
+
+        return undo
+
+    def _all_moved(self) -> bool:
+        """Waits until all ranks have moved their shards, and gives everyone all parameters.
+
+        Where a rank is gone, a view begins with what has moved, and gives it to everyone. If a rank enters it that has
+        not moved its own, none has gone on: they undo it. Returns False if that has happened here.
+        """
         try:
             with doing("the optimizer's train() or eval()"):
+                group = self.channel(f"moves/{self._moves}", interruptible=True)
                 objects.gather(True, group)
+                with self._calls.occupied():
+                    self._owned.share(group)
+            if self._standby is not None:
+                self._standby.adopt()
+            return True
         except Interrupted:
-            return False
-        return True
+            self.change()
+            return self._undo is not None
+        finally:
+            self._undo = None
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:

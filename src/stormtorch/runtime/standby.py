@@ -121,6 +121,7 @@ class Standby:
                 self._pieces.append((bucket, piece, stand_in))
                 by_parameter.setdefault(piece.parameter, []).append(stand_in)
                 self._give_state(stand_in, holding.state_of(bucket, piece))
+        self._settings: list[dict[str, Any]] = []
         self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
         self._taken: _Taken | None = None
         """What the step under way, or the last one, takes to repeat."""
@@ -320,6 +321,54 @@ class Standby:
             self._state.pop(stand_in, None)
             self._give_state(stand_in, states[bucket, piece])
         self.differs = False
+
+    @torch.no_grad()
+    def move(self, method: Callable[[], object], own: Holding) -> None:
+        """Moves the shard that this rank follows by a method of the optimizer, which has just moved its own.
+
+        Args:
+            method: It.
+            own: This rank's shard.
+        """
+        optimizer = self._optimizer
+        kept = dict(optimizer.__dict__)
+        groups = [
+            {**each, **old, "params": params}
+            for each, old, params in zip(optimizer.param_groups, self._settings, self._groups, strict=True)
+        ]
+        optimizer.__dict__.update(param_groups=groups, state=self._state)
+        try:
+            method()
+        finally:
+            optimizer.__dict__.update(kept)
+        self._show()
+        self._seal = fingerprints.Seal(self._buckets, own)
+
+    def _show(self) -> None:
+        """Gives this rank's copies of parameters the values of the shard that it follows."""
+        for masters, copies in zip(self._masters, self._followed_copies(), strict=True):
+            copies.copy_(masters)
+        self.arrived()
+
+    def kept(self) -> tuple[list[torch.Tensor], dict[Any, State]]:
+        """Returns the shard that this rank follows as it is now, before a method of the optimizer moves it."""
+        self.follow()
+        self._settings = [
+            {name: _copied(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return [each.clone() for each in self._masters], {key: dict(each) for key, each in self._of_parameters()}
+
+    @torch.no_grad()
+    def restore(self, kept: tuple[list[torch.Tensor], dict[Any, State]]) -> None:
+        """Undoes a move."""
+        for masters, values in zip(self._masters, kept[0], strict=True):
+            masters.copy_(values)
+        self._state.update(kept[1])
+        self._show()
+
+    def _of_parameters(self) -> list[tuple[Any, State]]:
+        return [(key, each) for key, each in self._state.items() if isinstance(key, torch.Tensor)]
 
     def _step(self, taken: _Taken) -> None:
         optimizer = self._optimizer

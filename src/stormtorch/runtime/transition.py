@@ -79,6 +79,11 @@ class Hello:
         """Whether newcomers can come in: all who hold something are where a turn begins."""
         return all(bool(each["open"]) for each in self.there.values())
 
+    @property
+    def moves(self) -> int:
+        """How often methods of the optimizers have moved shards outside steps, on the rank that is behind."""
+        return min(int(each["moves"]) for each in self.there.values())
+
     def newcomers(self, members: Sequence[int]) -> list[int]:
         """Returns the members that hold nothing yet."""
         return [rank for rank in members if rank not in self.there]
@@ -92,6 +97,7 @@ def greet(
     machine: str,
     speed: Sequence[float] = (),
     *,
+    moves: int = 0,
     open_: bool = True,
 ) -> Hello:
     """Tells all ranks what this one holds, and learns what they hold.
@@ -103,6 +109,7 @@ def greet(
         carried: What else this rank has to tell.
         machine: Machine of this rank; empty if it does not exchange by machines, so that nobody does.
         speed: Measured speed of this rank; empty if shares do not depend on it.
+        moves: How often methods of this rank's optimizer have moved its shards outside steps.
         open_: Whether newcomers could go on with this rank from here.
 
     Raises:
@@ -123,6 +130,7 @@ def greet(
         "carried": carried,
         "machine": machine,
         "open": open_,
+        "moves": moves,
     }
     told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
     there = {rank: each for rank, each in told.items() if each["holds"]}
