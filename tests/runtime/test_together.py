@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-call"
 """Means, sums and lists over whoever is there: they go on through deaths and returns, and all who are left agree."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, StormError, collectives, prepare
 from stormtorch.collectives import Group
+from stormtorch.runtime.together import counted
 from stormtorch.transport.exchange import Transport
 from training import sgd
 from views import EXACTLY, Member, with_members
@@ -36,16 +38,41 @@ def test_mean_sum_and_list_are_those_of_all_ranks(policy: Any) -> None:
         member.train(4)
         return [*found, session.sum(1.0)]
 
-    for number, scalar, half, counted, averaged, nothing, listed, ranks in with_members(
+    for number, scalar, half, summed, averaged, nothing, listed, ranks in with_members(
         work, world=3, make=sgd, policy=policy
     ):
         assert number == 1.0 and ranks == 3.0
         assert scalar.shape == () and scalar.dtype == torch.float64 and float(scalar) == 1.0
         assert half.dtype == torch.bfloat16 and half.tolist() == [[1.0] * 3] * 2
-        assert counted.dtype == torch.int64 and counted.tolist() == [3, 3] and averaged.tolist() == [1.0, 1.0]
+        assert summed.dtype == torch.int64 and summed.tolist() == [3, 3] and averaged.tolist() == [1.0, 1.0]
         assert nothing.shape == (0,)
         assert [(rank, each["values"]) for rank, each in listed.items()] == [(0, []), (1, [1]), (2, [2, 2])]
         assert listed[2]["tensor"].tolist() == [0, 1]
+
+
+def test_where_two_die_within_a_call_all_count_the_same_or_say_that_they_cannot_know() -> None:
+    """Each of the two has reached any of the others: one with its value, and one with whose values it has."""
+    everyone, said = [*range(5)], 0
+    alive = [2, 3, 4]
+    subsets = [{each for place, each in enumerate(alive) if bits >> place & 1} for bits in range(8)]
+    # Rank 0 dies when it sends its value: some have it. Rank 1 may have it, and dies when it tells what it has.
+    for has_first, first_reached, told in itertools.product([False, True], subsets, subsets):
+        here = {rank: {1, 2, 3, 4} | ({0} if rank in first_reached else set()) for rank in alive}
+        here[1] = {1, 2, 3, 4} | ({0} if has_first else set())
+        results = []
+        for rank in alive:
+            known = {each: here[each] for each in alive} | ({1: here[1]} if rank in told else {})
+            count, unsure = counted(everyone, here[rank], known, ())
+            if unsure:
+                said += 1
+                assert {*unsure} == {0, 1}
+            else:
+                results.append(count)
+        assert all(each == results[0] for each in results)
+    assert said
+    # A machine with two ranks dies, and all know it before they tell what they have: nobody else can have been told.
+    full = {rank: {*everyone} for rank in alive}
+    assert counted(everyone, full[2], full, {0, 1}) == ({*everyone}, [])
 
 
 @pytest.mark.parametrize("victim", range(3))

@@ -8,7 +8,7 @@ before a view begins and another one enters it after that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,26 @@ from stormtorch.transport.waiting import doing
 
 Value = TypeVar("Value", float, torch.Tensor)
 _MOST_BYTES = 64 << 20
+
+
+def counted(
+    members: Sequence[int], here: Collection[int], known: Mapping[int, Collection[int]], mute: Collection[int]
+) -> tuple[set[int], list[int]]:
+    """Returns the ranks whose values count, and those because of whom others may count other ones.
+
+    What a rank that dies has not sent to all is left out by whoever is told so by those who lack it. Where one of these
+    dies, too, and may have told some alone, nobody knows what the others count. In all other cases, all count the same.
+
+    Args:
+        members: Ranks that take part.
+        here: Ranks whose values this one has.
+        known: Ranks whose values each rank has, of those that have said so.
+        mute: Ranks that cannot have told anybody, as all knew that they were gone.
+    """
+    count = {rank for rank in here if all(rank in each for each in known.values())}
+    silent = [rank for rank in members if rank not in known]
+    unsure = any(other != rank and other not in mute for rank in count.intersection(silent) for other in silent)
+    return count, silent if unsure else []
 
 
 class Together:
@@ -101,21 +121,35 @@ class Together:
             rows = [torch.zeros_like(own) for _ in members]
             here = self._collect(group, rows, own)
             slots: int = getattr(transport, "capacity", transport.world)
-            # Whose values this rank has; at the end, after how many steps.
+            # Whose values this rank has, and 2 more of who is gone already; at the end, after how many steps.
             told = torch.zeros(slots + 1, dtype=torch.int64, device="cpu")
+            latest = transport.view()
+            assert latest is not None, "members have views"
+            gone = {*members} - {rank for rank, _ in latest.members}
             told[[*here]], told[-1] = 1, self.steps
+            told[[*gone]] += 2
             all_told = [torch.zeros_like(told) for _ in members]
             confirmed = self._collect(group, all_told, told)
+        known: dict[int, set[int]] = {}
+        mute = gone
         for rank, each in zip(members, all_told, strict=True):
-            if rank not in confirmed:
+            if rank not in confirmed - gone:
                 continue
             if int(each[-1]) != self.steps:
                 raise StormError(
                     f"rank {self.label(transport.rank)}: {what} after {self.steps} steps, but rank {self.label(rank)} "
                     f"has made {int(each[-1])}: call it on every rank, at the same step"
                 )
-            here &= {other for other in here if each[other]}
-        return {self.label(rank): row for rank, row in zip(members, rows, strict=True) if rank in here}
+            known[rank] = {other for other in members if each[other] & 1}
+            mute &= {other for other in members if each[other] & 2}
+        count, unsure = counted(members, here, known, mute)
+        if unsure:
+            dead = ", ".join(str(self.label(each)) for each in unsure)
+            raise StormError(
+                f"rank {self.label(transport.rank)}: {what}: ranks {dead} "
+                "died within it, and others may count other ranks than this one: start it again"
+            )
+        return {self.label(rank): row for rank, row in zip(members, rows, strict=True) if rank in count}
 
     @staticmethod
     def _collect(group: Group, rows: list[torch.Tensor], own: torch.Tensor) -> set[int]:
