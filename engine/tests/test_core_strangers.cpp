@@ -16,15 +16,16 @@ CoreConfig core_config(std::uint16_t world) {
     return config;
 }
 
-// A datagram as a member of the job makes it, with any fields at all.
-Buffer forged(Header header, std::span<const std::byte> payload, std::uint64_t its_cookie = cookie) {
+// A datagram as a member of the job makes it for another one, with any fields at all.
+Buffer forged(Header header, std::span<const std::byte> payload, std::uint16_t target = 0,
+              std::uint64_t its_cookie = cookie) {
     const Seal seal({.cookie = its_cookie, .sealed = false, .links = {}}, header.source);
     header.cookie = seal.visible_cookie();
     Buffer bytes(header_bytes + payload.size());
     const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
     write_header(header, wire);
     std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
-    seal.protect(wire, 0, seal.payload_check(payload));
+    seal.protect(wire, target, seal.payload_check(payload));
     return bytes;
 }
 
@@ -135,9 +136,9 @@ TEST(datagrams_with_another_jobs_cookie_change_nothing) {
             const Buffer payload = random_buffer(1440, d.header.number);
             Header header = d.header;
             header.number += 1;
-            hand(net, d.target, forged(header, payload, other));
+            hand(net, d.target, forged(header, payload, d.target, other));
             header.kind = Kind::bye;
-            hand(net, d.target, forged(header, {}, other));
+            hand(net, d.target, forged(header, {}, d.target, other));
             injected += 2;
         });
     }
@@ -227,7 +228,7 @@ TEST(chunk_of_the_wrong_size_or_beyond_the_message_is_not_placed) {
     const auto offer = [&](std::uint32_t chunk, std::size_t bytes) {
         ++header.number;
         header.chunk = chunk;
-        net.inject(1, forged(header, Buffer(bytes, std::byte{0x77})));
+        net.inject(1, forged(header, Buffer(bytes, std::byte{0x77}), 1));
     };
     for (const auto& [chunk, bytes] : std::vector<std::pair<std::uint32_t, std::size_t>>{
              {0, 1439}, {0, 1441}, {0, 0}, {3, 99}, {3, 101}, {3, 1440}, {4, 1440}, {4, 0}, {0xffff'ffff, 1440}}) {
