@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,35 @@ def test_a_typo_at_the_prompt_does_not_end_the_job() -> None:
 
 def test_an_exception_that_ends_the_process_does() -> None:
     assert said("-c", TRANSPORT + "typo") == ["closed", "parted"]
+
+
+IN_CHILD = """
+import multiprocessing
+
+def child(by_exit):
+    namespace = {}
+    exec(TRANSPORT, namespace)
+    try:
+        raise MemoryError("no memory")
+    except MemoryError:
+        if by_exit:
+            raise SystemExit(1)
+        raise
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(how).Process(target=child, args=(by_exit,))
+    process.start()
+    process.join()
+    typo
+"""
+
+
+@pytest.mark.parametrize("by_exit", [False, True])
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_an_exception_that_ends_a_process_of_multiprocessing_does_too(how: str, by_exit: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"TRANSPORT = {TRANSPORT!r}\nhow, by_exit = {how!r}, {by_exit}\n{IN_CHILD}")
+    assert "closed" in said(str(script))
 
 
 def test_what_a_process_said_when_it_left_is_not_told_of_the_one_that_took_its_place(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -58,6 +59,17 @@ def say_goodbye_on_error(transport: Any) -> None:
             say_goodbye(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _end_of_child, exitpriority=0)
+
+
+def _end_of_child() -> None:
+    """Says goodbye where an exception ends a process of multiprocessing, which calls no hook for it."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None  # torch.multiprocessing exits where it has caught one
+    if error is not None and os.getpid() == _installed_in:
+        say_goodbye(f"{type(error).__name__}: {error}")
 
 
 def _at_a_prompt() -> bool:
