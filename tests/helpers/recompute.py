@@ -34,7 +34,7 @@ from recompute_rank import run
 from recompute_recording import PLACES, Board
 from recompute_table import Row, kind_of, table
 
-_WITHIN_S = 120.0
+_WITHIN_S = 240.0
 _AFTER_S = 15.0
 """How long after others a process may end; one that they have left out meanwhile would wait for them for ever."""
 _MARGIN = 30
