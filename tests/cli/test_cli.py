@@ -194,7 +194,9 @@ def test_a_benchmark_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
         timeout=100,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    # A busy machine takes a while to start.
+    assert all(line.startswith("starting 2 processes") for line in done.stderr.splitlines()), done.stderr
     assert "all-reduce of bfloat16 over 2 ranks" in done.stdout
     assert [each["backend"] for each in json.loads(out.read_text())["results"]] == ["storm", "gloo"]
     assert "<svg" in picture.read_text()

@@ -55,6 +55,7 @@ def test_the_shell_offers_values_also_within_a_list() -> None:
     assert offer_list("a,b", "b,c")("") == ["a", "b", "c"]
 
 
+@pytest.mark.alone
 def test_a_silent_command_in_a_lab_is_said_to_run_and_a_talking_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "EVERY_S", 0.1)
     console = Console(file=io.StringIO(), width=80)
