@@ -158,6 +158,23 @@ def test_a_parameter_without_gradient_and_an_empty_group_do_not_matter() -> None
         assert all(map(torch.equal, one[0], other[0]))
 
 
+class AllAtOnce(torch.optim.Optimizer):
+    """Takes for granted that all parameters have gradients, as optimizers do that stack them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Steps."""
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [each.grad for each in group["params"]], alpha=-group["lr"])
+
+
+def test_an_optimizer_meets_no_parameter_without_gradient_that_is_not_the_programs() -> None:
+    found = trained(lambda model: AllAtOnce(model.parameters(), {"lr": 0.05}))
+    expected = trained(lambda model: SGD(model.parameters(), lr=0.05))
+    for rank, (got, _) in found.items():
+        assert all(map(torch.equal, got, expected[rank][0]))
+
+
 class Coarse(torch.optim.Optimizer):
     """Keeps its momentum in bfloat16, or in eight bits with a scale for each row, as timm's and bitsandbytes' do."""
 

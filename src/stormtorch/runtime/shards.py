@@ -215,6 +215,10 @@ class Shards:
         """Called before the optimizer looks for gradients."""
         self.guard_state()
         self._spare.grad = None
+        # Some optimizers read the gradient of every parameter; but none expects a first group without any.
+        shown = self._optimizer.param_groups[0]["params"]
+        if len(shown) > 1 and shown[-1] is self._spare:
+            shown.pop()
         self._stepping = True
         self._versions = self._now()
 
@@ -228,6 +232,9 @@ class Shards:
 
     def end_step(self) -> None:
         """Called after the optimizer has stepped."""
+        shown = self._optimizer.param_groups[0]["params"]
+        if not shown or shown[-1] is not self._spare:
+            shown.append(self._spare)
         self._stepping = False
 
     def clear_gradients(self) -> None:
