@@ -20,10 +20,14 @@ import torch
 
 from stormtorch.errors import Closed
 from stormtorch.policies.ledger_file import LedgerFile
+from stormtorch.results.text import size_text
 
 _log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000
 _SHOWN_EVENTS = 10
+# Of fewer chunks, chance decides how far replicas are apart. Neighbouring steps have copies in common: so many parts of
+# a job are compared with each other.
+_MANY_CHUNKS, _PARTS = 32, 10
 # A row with more links than this packs them: a dictionary of a thousand takes 60 KB.
 _MOST_LOOSE = 64
 
@@ -131,15 +135,34 @@ class Row:
 
 
 class Summary(dict[str, Any]):
-    """The job in a few numbers. Printing it gives a line for each."""
+    """The job in a few numbers. Printing it tells the most important ones in five lines."""
 
     def __str__(self) -> str:
-        events = self.get("events", [])
-        lines = [f"{name.replace('_', ' '):<18}{_shown(name, self[name])}" for name in self if name != "events"]
-        lines.append(f"{'events':<18}{len(events) or 'none'}")
+        waits = f"{self['gradient_wait_s']:.3g} s for gradients and {self['broadcast_wait_s']:.3g} s for parameters"
+        guarded = f"; the guard made {self['guarded']} of them exact" if self["guarded"] else ""
+        oldest = f"; the oldest copy was of {self['most_lag']} steps before" if self["most_lag"] else ""
+        parity = f", {size_text(self['parity_bytes'])} of it parity" if self["parity_bytes"] else ""
+        events = self["events"]
+        lines = [
+            f"steps    {self['steps']}, waiting {waits}{guarded}",
+            f"arrived  {self['arrived']:.2%} of the chunks{oldest}",
+            f"sent     {size_text(self['bytes_sent'])}{parity}",
+            f"drift    {self._drift()}",
+            f"events   {len(events) or 'none'}",
+        ]
         if len(events) > _SHOWN_EVENTS:
             lines.append(f"  the last {_SHOWN_EVENTS} of them:")
         return "\n".join([*lines, *(f"  {event}" for event in events[-_SHOWN_EVENTS:])])
+
+    def _drift(self) -> str:
+        """Says how far replicas were apart, and what is expected, unless chance decides."""
+        pair, bound, error = self["pair_drift"], self["pair_bound"], self["pair_error"]
+        if not pair and not self["owner_drift"]:
+            return "none"
+        if pair is None:
+            return f"{self['owner_drift']:.2g} from the owners' parameters (mean squares)"
+        by_chance = "" if error is None or bound is None else f", expected {bound:.2g} ± {error:.1g}"
+        return f"{pair:.2g} between two replicas{by_chance} (mean squares)"
 
 
 class Ledger:
@@ -241,6 +264,7 @@ class Ledger:
             "pair_drift": _mean([row.pair_drift for row in rows]),
             "owner_drift": _mean([row.owner_drift for row in rows]),
             "pair_bound": _mean([row.pair_bound for row in rows]),
+            "pair_error": _error(rows),
             "published_bound": _mean([row.published_bound for row in rows]),
             "most_lag": max((max(row.lag) for row in rows if row.lag), default=0),
             "bytes_sent": sum(row.bytes_sent for row in rows),
@@ -308,18 +332,15 @@ def _nothing() -> None:
     """Completes no row. It is a function of the module, so that pickle can name it."""
 
 
-def _shown(name: str, value: object) -> str:
-    if value is None:
-        return "not measured"
-    if name == "arrived":
-        return f"{value:.2%} of the chunks"
-    if name in ("bytes_sent", "parity_bytes"):
-        return f"{value:,}"
-    if name.endswith("_s"):
-        return f"{value:.3f}"
-    if name == "most_lag":
-        return f"{value} steps"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _error(rows: Sequence[Row]) -> float | None:
+    """Returns the standard error of the mean of `pair_drift`, by parts of the job; None if it rests on few chunks."""
+    found = [row.pair_drift for row in rows if row.pair_drift is not None and sum(row.lag.values()) >= _MANY_CHUNKS]
+    size = len(found) // _PARTS
+    if size < _PARTS:
+        return None
+    means = [sum(found[first : first + size]) / size for first in range(0, size * _PARTS, size)]
+    middle = sum(means) / _PARTS
+    return float((sum((each - middle) ** 2 for each in means) / (_PARTS * (_PARTS - 1))) ** 0.5)
 
 
 def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Tensor]]:
