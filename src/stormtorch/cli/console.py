@@ -15,9 +15,9 @@ from stormtorch.checks import BadSetting
 
 
 @contextlib.contextmanager
-def friendly_errors() -> Iterator[None]:
+def friendly_errors(**arguments: str) -> Iterator[None]:
     """Exits with 2 and the option for a bad value, with 1 and one message for a rank or a lab that failed, and with
-    130 for Ctrl-C.
+    130 for Ctrl-C. `arguments` are settings that are no options, as the usage writes them: `hosts="HOST"`.
     """
     try:
         # Here, so that --help answers without them.
@@ -27,7 +27,9 @@ def friendly_errors() -> Iterator[None]:
         try:
             yield
         except BadSetting as error:
-            raise typer.BadParameter(error.problem, param_hint=f"--{error.name.replace('_', '-')}") from error
+            raise typer.BadParameter(
+                error.problem, param_hint=arguments.get(error.name, f"--{error.name.replace('_', '-')}")
+            ) from error
         except RankFailed as error:
             _show(str(error), error.details)
             raise typer.Exit(1) from error
@@ -111,11 +113,34 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def save(write: Callable[[Path], None], path: Path | None) -> None:
-    """Writes a result where a file was asked for; a disk that has become full is one message and exit code 1."""
+    """Writes a result where a file was asked for; a disk that has become full is one message and exit code 1.
+
+    The file is whole or as it was before: it is written beside its place first.
+    """
     if path is None:
         return
+    beside = (
+        path if path.exists() and not path.is_file() else path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    )
     try:
-        write(path)
+        write(beside)
+        if beside != path:
+            beside.replace(path)
     except OSError as error:
         _show(f"cannot write {path}: {error.strerror or error}")
         raise typer.Exit(1) from error
+    finally:
+        if beside != path and beside.is_file():
+            beside.unlink()
+
+
+def save_into(write: Callable[[Path], None], folder: Path | None) -> None:
+    """Writes several files into a folder if one was asked for; errors are those of `save`."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _show(f"cannot make {folder}: {error.strerror or error}")
+        raise typer.Exit(1) from error
+    save(write, folder)

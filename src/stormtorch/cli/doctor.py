@@ -25,7 +25,10 @@ _HOSTS, _MODEL = "Hosts and ranks", "The model"
 def doctor(
     hosts: Annotated[
         list[str] | None,
-        typer.Argument(help="Hosts to examine, by ssh; localhost is this machine. None examines this machine alone."),
+        typer.Argument(
+            help="Hosts to examine, by ssh; localhost is this machine. None examines this machine alone.",
+            metavar="HOST...",
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
@@ -97,7 +100,7 @@ def doctor(
 
       torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m stormtorch doctor
     """
-    with friendly_errors(), ending_signals():
+    with friendly_errors(hosts="HOST"), ending_signals():
         from stormtorch.doctor.starting import launched
         from stormtorch.doctor.worker import Post
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    with friendly_errors(), ending_signals():
+    with friendly_errors(command="COMMAND"), ending_signals():
         from stormtorch.lab.conditions import Conditions
         from stormtorch.lab.lab import Lab
         from stormtorch.lab.per_link import read_per_link
@@ -119,6 +120,8 @@ def run(
             low_queue=low_queue,
         )
         conditions = Conditions(seed=seed, tcp=tcp, cable=cable, nat=_routers(nat or [])).changed(**changes)
+        if shutil.which(command[0]) is None:
+            raise BadCondition("command", f"there is no program {command[0]!r} here")
         if per_link is not None:
             conditions = read_per_link(per_link, conditions, hosts)
         if not 1 <= per_node <= 64:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stormtorch.cli.console import check_outputs, friendly_errors, save
+from stormtorch.cli.console import check_outputs, friendly_errors, save, save_into
 from stormtorch.cli.options import Json
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:
             command = f"python -m torch.distributed.flight_recorder.fr_trace {inside} --prefix {PREFIX}"
             typer.echo(f"torch reads them by: {command}", err=True)
 
-    save(write, folder)
+    save_into(write, folder)
 
 
 def _plain(finding: "Finding") -> dict[str, object]:

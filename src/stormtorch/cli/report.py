@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.checks import BadSetting
-from stormtorch.cli.console import check_file, friendly_errors, save
+from stormtorch.cli.console import check_file, friendly_errors, save, save_into
 
 if TYPE_CHECKING:
     from stormtorch.report.parts import Page
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Files that commands wrote with --json; several of one command are compared.")
+        list[Path],
+        typer.Argument(
+            help="Files that commands wrote with --json, or folders of them; several of one command are compared.",
+            metavar="FILE...",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -40,11 +45,11 @@ def report(
 
       stormtorch report sweep.json --png pictures --csv tables
     """
-    with friendly_errors():
+    with friendly_errors(results="FILE"):
         from stormtorch.report.files import UnknownFile, page_of
         from stormtorch.report.page import page_html
 
-        out = out or results[0].with_suffix(".html")
+        out = out or (results[0].resolve() if results[0].is_dir() else results[0]).with_suffix(".html")
         try:
             page, kind = page_of(results)
         except UnknownFile as error:
@@ -52,11 +57,11 @@ def report(
         check_file("out", out)
         text = page_html(page)
         save(lambda path: _write(path, text), out)
-        save(lambda folder: _write_tables(page, folder), csv)
+        save_into(lambda folder: _write_tables(page, folder), csv)
         if png is not None:
             from stormtorch.cli.plots.report import plot_page
 
-            save(lambda folder: plot_page(page, folder), png)
+            save_into(lambda folder: plot_page(page, folder), png)
         typer.echo(page.verdict)
         typer.echo(f"{kind}: {out.resolve().as_uri()}")
 
@@ -70,7 +75,6 @@ def _write_tables(page: "Page", folder: Path) -> None:
 
     from stormtorch.report.names import file_names
 
-    folder.mkdir(parents=True, exist_ok=True)
     for name, part in file_names(page):
         table = part.table()
         with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:

@@ -42,7 +42,7 @@ class Start:
             raise BadSetting(
                 "hosts",
                 f"must be 2 to {MOST_HOSTS}, got {len(self.hosts)}: a link has two ends. {HERE} is this machine, "
-                f"as in: stormtorch doctor {HERE} {next(iter(self.hosts), 'HOST')}",
+                f"as in: stormtorch doctor {HERE} {next((each for each in self.hosts if each != HERE), 'HOST')}",
             )
         for host in self.hosts:
             if not host or host.startswith("-"):

@@ -4,9 +4,10 @@
            {"from": 1, "to": 0, "loss": 0.2, "burst": "5ms"},
            {"from": 2, "to": "*", "delay": "80ms"},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
- "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb", "mtu": 1200}]}
+ "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb", "mtu": 1200, "loss": 0.1}]}
 
 A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
+Loss of a host is that of all links from it and to it; entries of links count before it.
 The file of a trace is relative to the folder of the file that names it.
 """
 
@@ -15,11 +16,10 @@ from typing import Any
 
 from stormtorch.checks import BadCondition
 from stormtorch.lab.conditions import Conditions, HostLine, checked_delay, checked_mtu, checked_queue, checked_rate
-from stormtorch.network.link_file import entries, link_entries, ranks_of, read_file
+from stormtorch.network.link_file import HOST_KEYS, entries, link_entries, ranks_of, read_file
 from stormtorch.network.loss import PerLink
 
 _NAME = "per_link"
-_HOST_KEYS = {"host", "rate", "up", "down", "queue", "mtu"}
 
 
 def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
@@ -31,15 +31,15 @@ def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
     delays, lines = dict(base.delays), dict(base.lines)
     try:
         data = read_file(path)
+        for number, host_entry in enumerate(entries(data, "hosts", HOST_KEYS)):
+            line = _entry_line(f"hosts[{number}]", host_entry)
+            for host in ranks_of(f"hosts[{number}].host", host_entry.get("host"), hosts):
+                lines[host] = line
         for entry in link_entries(data, path.parent, hosts):
             if entry.model is not None:
                 models.update(dict.fromkeys(entry.links, entry.model))
             if "delay" in entry.given:
                 delays.update(dict.fromkeys(entry.links, checked_delay(f"{entry.where}.delay", entry.given["delay"])))
-        for number, host_entry in enumerate(entries(data, "hosts", _HOST_KEYS)):
-            line = _entry_line(f"hosts[{number}]", host_entry)
-            for host in ranks_of(f"hosts[{number}].host", host_entry.get("host"), hosts):
-                lines[host] = line
     except BadCondition:
         raise
     except ValueError as error:

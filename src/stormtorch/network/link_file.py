@@ -2,9 +2,11 @@
 
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
            {"from": 2, "to": "*", "loss": 0.05, "burst": "5ms"},
-           {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}]}
+           {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
+ "hosts": [{"host": 1, "loss": 0.1}]}
 
 A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
+Loss of a host is that of all links from it and to it; entries of links count before it.
 The file of a trace is relative to the folder of the file that names it. The lab also reads delays and the lines of
 hosts; see `stormtorch.lab.per_link`.
 """
@@ -20,8 +22,10 @@ from typing import Any, NamedTuple
 from stormtorch.network.checked import checked_chance
 from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace, loss_in_bursts
 
-__all__ = ["LinkEntry", "entries", "link_entries", "ranks_of", "read_file", "read_links"]
+__all__ = ["HOST_KEYS", "LinkEntry", "entries", "link_entries", "ranks_of", "read_file", "read_links"]
 
+HOST_KEYS = {"host", "rate", "up", "down", "queue", "mtu", "loss", "burst"}
+"""Fields of an entry under "hosts"."""
 _LINK_KEYS = {"from", "to", "loss", "burst", "delay", "trace"}
 
 
@@ -41,7 +45,7 @@ class LinkEntry(NamedTuple):
 def read_links(path: str | PathLike[str], world: int, *, default: LinkModel | None = None) -> PerLink:
     """Read the loss of the links among `world` ranks. Links that are not named follow `default`, or lose nothing.
 
-    Delays and hosts in the file are for the lab and are ignored here. A ValueError names what is wrong.
+    Delays and lines of hosts in the file are for the lab and are ignored here. A ValueError names what is wrong.
     """
     models: dict[tuple[int, int], LinkModel] = {}
     for entry in link_entries(read_file(Path(path)), Path(path).parent, world):
@@ -64,15 +68,16 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def link_entries(data: dict[str, Any], folder: Path, world: int) -> Iterator[LinkEntry]:
-    """Read the entries under "links" in their order; files of traces are relative to `folder`."""
+    """Read the losses of hosts, then the entries under "links"; files of traces are relative to `folder`."""
+    for number, entry in enumerate(entries(data, "hosts", HOST_KEYS)):
+        where = f"hosts[{number}]"
+        named = ranks_of(f"{where}.host", entry.get("host"), world)
+        links = [(one, other) for one in range(world) for other in range(world) if one != other]
+        touched = [link for link in links if link[0] in named or link[1] in named]
+        yield LinkEntry(where, touched, _model(where, entry, folder), {})
     for number, entry in enumerate(entries(data, "links", _LINK_KEYS)):
         where = f"links[{number}]"
-        try:
-            model = _model(entry, folder)
-        except KeyError as error:
-            raise ValueError(f"{where}: trace must name a {error}") from error
-        except (OSError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
+        model = _model(where, entry, folder)
         sources = ranks_of(f"{where}.from", entry.get("from"), world)
         targets = ranks_of(f"{where}.to", entry.get("to"), world)
         links = [(source, target) for source in sources for target in targets if source != target]
@@ -103,7 +108,17 @@ def ranks_of(where: str, value: object, world: int) -> range | tuple[int, ...]:
     raise ValueError(f'{where} must be "*" or one of 0 to {world - 1}, got {value!r}')
 
 
-def _model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
+def _model(where: str, entry: dict[str, Any], folder: Path) -> LinkModel | None:
+    """Loss that an entry gives, or None; `where` names the entry in errors."""
+    try:
+        return _loss_model(entry, folder)
+    except KeyError as error:
+        raise ValueError(f"{where}: trace must name a {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _loss_model(entry: dict[str, Any], folder: Path) -> LinkModel | None:
     if "trace" in entry:
         if "loss" in entry:
             raise ValueError("has a loss and a trace: give one of them")

@@ -82,12 +82,23 @@ def kind_of(path: Path, data: dict[str, Any]) -> str:
     raise UnknownFile(f"{path} holds no results of a kind that is known: write a file with --json of {_commands()}")
 
 
+def _inside(path: Path) -> list[Path]:
+    """Returns the files of a folder, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise UnknownFile(f"{path} is a folder without *.json: write a file into it with --json of {_commands()}")
+    return found
+
+
 def page_of(paths: Sequence[Path]) -> tuple[Page, str]:
     """Makes the page of one file, or of several of one kind; returns it with the kind.
 
     Raises:
         UnknownFile: A file is unknown, or files are of different kinds.
     """
+    paths = [inside for path in paths for inside in _inside(path)]
     files = [(path.stem, read_file(path)) for path in paths]
     kinds = [kind_of(path, data) for path, (_, data) in zip(paths, files, strict=True)]
     if len(set(kinds)) > 1:

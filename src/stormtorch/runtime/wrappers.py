@@ -39,7 +39,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 def refusal(name: str) -> ValueError:
     """Returns the error for a wrapper around a model that is prepared, or about to be."""
     return ValueError(
-        f"prepare() takes the place of {name}: give prepare() the model itself, and do not wrap it afterwards either"
+        f"prepare() takes the place of {name}: give prepare() the model itself, and do not wrap it afterwards either."
     )
 
 
