@@ -247,7 +247,8 @@ TEST(newcomer_that_hears_of_the_next_view_first_settles_in_the_one_from_which_al
     world.run_for(silence);
     check_agreed(world, ranks({0, 1, 2, 3}));
     // The newcomer has what it needs, as all others know, but has not heard that of the one who goes now.
-    for (const std::uint16_t rank : {0, 1}) CHECK(world.at(rank).views->advance({World::session, 5, 2}));
+    for (const std::uint16_t rank : {std::uint16_t{0}, std::uint16_t{1}})
+        CHECK(world.at(rank).views->advance({World::session, 5, 2}));
     Views& views = *world.at(3).views;
     world.close(2);
     world.run_for(silence);

@@ -60,6 +60,13 @@ def test_outer_step_of_an_owner_that_dies_before_its_answer_is_the_standbys() ->
     assert counts["views"] == 2 and counts["anchors"] > 8
 
 
+def test_a_standby_that_is_new_says_that_it_lacks_what_the_program_has_changed() -> None:
+    """It has followed one step only, and owns nothing that it could have seen the program change."""
+    events = Event("join", 5, 4), Event("die", 4, 5, "sending", members=6)
+    counts = recompute(Schedule(5, 5, Program(clamp=True, optimizer="rmsprop"), events))
+    assert counts["named: unequal"] == 1
+
+
 def test_ranks_die_one_after_the_other_also_where_all_wait_for_the_same_view() -> None:
     """Each at its own step, so that a majority of every view is left, and whoever returns does so before the end."""
     events = (

@@ -529,8 +529,10 @@ class ShardedSession(Session):
         followed = None if standby is None else standby.holding()
         cut = self._cutting.now
         ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
-        behind, differs = (False, False) if standby is None else (standby.behind > 0, standby.differs)
-        return Held(cut, self._shards.holding(), followed, ages, behind, differs)
+        if standby is None:
+            return Held(cut, self._shards.holding(), followed, ages)
+        flags = standby.behind > 0, standby.differs, standby.older, standby.changes
+        return Held(cut, self._shards.holding(), followed, ages, *flags)
 
     def _enter(self, latest: Any) -> bool | None:
         """Moves shards to where they belong in a view.

@@ -141,8 +141,10 @@ class Standby:
         self._every = 1
         self._compare_at = 0
         self._refills = 0
-        self._changes = False
-        """Whether the program was seen to change parameters beside steps, on any rank."""
+        self.changes = False
+        """Whether the program was seen to change parameters beside steps: by this rank, or in a round by any."""
+        self.older = False
+        """Whether this rank's copies do not show what the program has changed of the shard since its last step."""
 
     def begin(self, own: Holding, step: int) -> None:
         """Begins a view, or goes on from loaded values: from now on, changes by the program are noticed.
@@ -436,7 +438,7 @@ class Standby:
             step: Number of the step.
         """
         equal = True
-        self._changes |= refill is not Refill.NOTHING
+        self.changes |= refill is not Refill.NOTHING
         if step >= self._compare_at:
             values, state = fingerprints.of_holding(self.holding())
             # Values that the program has changed since are sent in this step.
@@ -493,13 +495,12 @@ class Standby:
         self.follow()
         # What this rank's program has done to its own state, the owner's has done as well.
         self.differs |= self._seal.state_changed(own)
-        self._changes |= self._seal.values_changed(self._buckets, own)
+        self.changes |= self._seal.values_changed(self._buckets, own)
         pairs = zip(self._masters, self._followed_copies(), strict=True)
         for before, (masters, copies) in zip(self._copies.values(), pairs, strict=True):
             up_to_date = fingerprints.same([fingerprints.of(masters.to(copies.dtype))], [before])
             if fingerprints.same([fingerprints.of(copies)], [before]):
-                # A copy that is older does not show what the program would have changed of the shard.
-                self.differs |= self._changes and not up_to_date
+                self.older |= not up_to_date
             elif up_to_date:
                 _adopt(masters, copies)
             else:

@@ -35,6 +35,10 @@ class Held:
     """Whether it lacks an update of the owner that it follows."""
     differs: bool = False
     """Whether the shard that it follows is known to differ from the owner's."""
+    older: bool = False
+    """Whether it cannot see what the program may have changed of the shard that it follows since the last step."""
+    changes: bool = False
+    """Whether it has seen the program change parameters beside steps."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ def greet(
         "holds": held is not None,
         "behind": held is not None and held.behind,
         "differs": held is not None and held.differs,
+        "older": held is not None and held.older,
+        "changes": held is not None and held.changes,
         "own": _fingerprint(None if held is None else held.own),
         "followed": _fingerprint(None if held is None else held.followed),
         "members": [] if held is None else list(held.cut.members),
@@ -184,6 +190,8 @@ def move(
     freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
     there = hello.there
     late, unequal, equal = [], [], []
+    # A rank may have followed its owner for one step only, and owns perhaps nothing that the program changes.
+    changes = any(each["changes"] for each in there.values())
     for shard, owner in enumerate(before.members):
         standby = before.standby(shard)
         if standby is None or standby not in there:
@@ -192,7 +200,7 @@ def move(
             equal += [shard] if there[owner]["own"] == there[standby]["followed"] else []
         else:
             late += [shard] if there[standby]["behind"] else []
-            unequal += [shard] if there[standby]["differs"] else []
+            unequal += [shard] if there[standby]["differs"] or (changes and there[standby]["older"]) else []
     moves = plan_moves(before, after, there, equal, freshest)
     mine: dict[bool, list[Record]] = {False: [], True: []}
     for each in moves:
