@@ -21,6 +21,7 @@ def with_a_rank_that_returns(
     look: Callable[[Any], T],
     *,
     first: Callable[[Any], None] = lambda _model: None,
+    before: Callable[[Transport], None] | None = None,
     world: int = 3,
     within_s: float = 40.0,
 ) -> list[T]:
@@ -31,6 +32,7 @@ def with_a_rank_that_returns(
         step: Makes one step.
         look: Called under `exact` with the model.
         first: Called with the model after the first steps, on all ranks.
+        before: Called on the last rank with the transport of a process that comes back in vain, before the right one.
         world: Number of ranks.
         within_s: Seconds after which a rank is said to hang.
     """
@@ -51,6 +53,10 @@ def with_a_rank_that_returns(
         if rank == world - 1:
             step(model, optimizer)
             transport.close(0.2)
+            if before is not None:
+                transport = connect(store, rank, world, replace(OPTIONS, rejoin=True))
+                before(transport)
+                transport.close(0.2)
             transport = connect(store, rank, world, replace(OPTIONS, rejoin=True))
             model, optimizer = begin(transport, True)
         else:

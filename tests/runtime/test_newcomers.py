@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch import EXACT, GradientAveraging
+from returning import with_a_rank_that_returns
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, prepare
+from stormtorch.collectives import Group
 from stormtorch.runtime.beside import Beside
+from stormtorch.transport.exchange import Transport
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
 from survey_optimizers import step
@@ -223,3 +226,36 @@ def test_nothing_of_the_object_itself_can_be_replaced_from_outside() -> None:
     beside._values = lambda: dict.fromkeys(beside._changed, 5)  # type: ignore[method-assign]
     assert Beside(taker, []).take(beside.told(whole=False)) == ["param_groups", "__class__"]
     assert type(taker) is torch.optim.SGD and len(taker.param_groups) == 1
+
+
+def given(what: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """What a process prepares, in which one thing is another than usual."""
+    model = perceptron(inside=16 if what == "model" else 24)
+    if what == "frozen":
+        next(model.parameters()).requires_grad_(False)
+    kind = torch.optim.Adagrad if what == "optimizer" else torch.optim.SGD
+    return model, kind(model.parameters(), lr=0.05), BoundedDrift(max_lag=4 if what == "policy" else None)
+
+
+@pytest.mark.parametrize("what", ["model", "frozen", "optimizer", "policy", "averaging policy"])
+def test_newcomer_with_something_else_is_refused_and_the_others_go_on(what: str) -> None:
+    """Only the first processes of a job were compared: others trained something else in silence, or died obscurely."""
+
+    def begin(transport: Transport, _again: bool = False, what: str = "", **more: Any) -> tuple[Any, Any]:
+        model, optimizer, policy = given(what)
+        chosen = GradientAveraging(**more) if averaging else policy
+        return prepare(model, optimizer, policy=chosen, group=Group(transport))
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def in_vain(transport: Transport) -> None:
+        named = {"frozen": "model", "averaging policy": "policy"}.get(what, what)
+        with pytest.raises(ValueError, match=f"rank 2 comes into a running job with another {named} than the job's"):
+            step(*(begin(transport, reliability=EXACT) if averaging else begin(transport, what=what)))
+
+    averaging = what == "averaging policy"
+    found = with_a_rank_that_returns(begin, step, lambda model: next(model.parameters()).sum().item(), before=in_vain)
+    assert len(set(found)) == 1

@@ -335,6 +335,7 @@ class ReplicatedSession(Session):
                 )
             root, newcomers = min(there), [rank for rank in members if rank not in there]
             if not holds:
+                self.check_fits(told[root])
                 self.count_from(max(int(told[rank]["steps"]) for rank in there))
                 self.come(told[root])
             membership.enter(latest, self.steps_of_rounds(), members)

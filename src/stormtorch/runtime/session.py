@@ -21,7 +21,7 @@ from stormtorch.collectives.group import Islands
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime import personal
+from stormtorch.runtime import given, objects, personal
 from stormtorch.runtime.beside import Beside
 from stormtorch.runtime.bucket import Bucket
 from stormtorch.runtime.calls import EXACT_MODEL
@@ -45,6 +45,8 @@ _PRUNINGS = "stormtorch/prunings"
 _SCALE = "stormtorch/scale"
 # Name under which it tells what its optimizer keeps beside the state of parameters.
 _BESIDE = "stormtorch/beside"
+# Name under which it tells what it was given to prepare.
+_PREPARED = "stormtorch/prepared"
 # Name under which it tells which parameters its program has frozen since `prepare`.
 _FROZEN = "stormtorch/frozen"
 _OWN = (
@@ -98,16 +100,7 @@ class Session(Together, ABC):
         # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
         self._channels_used: set[str] = set()
         weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
-        self._given = {
-            "choice of personal parts": personal.names(model),
-            # Personal parameters never meet, so each rank's may have a shape of its own.
-            "model": [
-                None if personal.is_personal(each) else (each.shape, each.dtype, each.requires_grad)
-                for each in trained(optimizer)
-            ],
-            "optimizer": [type(optimizer).__name__, *(len(each["params"]) for each in optimizer.param_groups)],
-            "policy": policy,
-        }
+        self._given = given.describe(model, optimizer, policy)
         self.given_policy = policy
         """The policy as the user gave it."""
         self.parameters = trained(optimizer)
@@ -461,7 +454,9 @@ class Session(Together, ABC):
     def given(self) -> dict[str, str]:
         """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
         # As text: torch does not unpack bytes from data that it must not trust.
-        own = {_PRUNINGS: " ".join(map(str, (self.prunings, *self._pruned_at)))} if self.prunings else {}
+        own = {_PREPARED: " ".join(map(str, given.digests(self._given)))}
+        if self.prunings:
+            own[_PRUNINGS] = " ".join(map(str, (self.prunings, *self._pruned_at)))
         if scale := self.scaling.told():
             own[_SCALE] = scale
         if self.splits_optimizer and (message := self.beside.told(whole=False)).numel():
@@ -477,6 +472,20 @@ class Session(Together, ABC):
         }
         for name, (_, take) in self._carried.items():
             take({rank: each[name] for rank, each in self._told.items() if name in each})
+
+    def check_fits(self, told: Mapping[str, Any]) -> None:
+        """Compares what this process was given with what a member was, before it takes anything from the job.
+
+        Raises:
+            ValueError: It is another model, optimizer or policy.
+        """
+        theirs = map(int, str(told["carried"][_PREPARED]).split())
+        for what, own, other in zip(self._given, given.digests(self._given), theirs, strict=True):
+            if own != other:
+                raise ValueError(
+                    f"rank {self.group.transport.rank} comes into a running job with another {what} than the job's: "
+                    "give all processes the same"
+                )
 
     def come(self, told: Mapping[str, Any]) -> None:
         """Takes what a member has told, as this rank is new or was away: all that follows from steps without it.
@@ -672,7 +681,7 @@ class Session(Together, ABC):
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:
-        personal_parts, *digests = [zlib.crc32(repr(each).encode()) for each in self._given.values()]
+        personal_parts, *digests = given.digests(self._given)
         machine = zlib.crc32(group.transport.machine_of(group.transport.rank).encode())
         # Two digests share a number: the message stays as short as without personal parts.
         last = machine | personal_parts >> 1 << 32
@@ -685,9 +694,11 @@ class Session(Together, ABC):
         for what, first, *others in zip(self._given, *compared, strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
+                    # All ranks find the same, so that all take part.
+                    said = objects.gather(dict(self._given[what]), group)
                     raise ValueError(
-                        f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: give all "
-                        "ranks the same"
+                        f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: "
+                        f"{given.difference(said[peer], said[0])}. Give all ranks the same"
                     )
 
 

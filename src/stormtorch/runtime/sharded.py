@@ -559,6 +559,7 @@ class ShardedSession(Session):
                 group = self.moving(latest)
                 hello = greet(group, *told, moves=self._moves)
             if held is None:
+                self.check_fits(hello.told[hello.giver(members)])
                 self._moves = hello.moves
             elif self._undo is not None and hello.moves < self._moves:
                 self._undo()
