@@ -168,7 +168,10 @@ TOGETHER = {
 
 # Of each scenario: what the first rank is told, and what the second; a dash where a rank does nothing wrong.
 RANKS: dict[str, tuple[str, str]] = {
-    "different_models": ("another model than rank 0: 0.weight is float32 [9, 8], and float32 [8, 8] else", "rank 1 has prepared another model"),
+    "different_models": (
+        "rank 1 has prepared another model than rank 0",
+        "0.weight is float32 [9, 8], and float32 [8, 8] elsewhere",
+    ),
     "different_optimizers": ("rank 1 has prepared another optimizer than rank 0: class is ",) * 2,
     "different_policies": ("rank 1 has prepared another policy than rank 0",) * 2,
     "different_rates": ("lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1",) * 2,
