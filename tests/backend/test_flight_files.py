@@ -26,7 +26,7 @@ def record_of(folder: Path | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     else:
         monkeypatch.setenv(DIRECTORY_VARIABLE, str(folder))
     before = set(tmp_path.rglob("*.json"))
-    group: Any = SimpleNamespace(transport=None, name=name, rank=0, ranks=(0, 1))
+    group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name=name, rank=0, ranks=(0, 1))
     Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
     (path,) = set(tmp_path.rglob("*.json")) - before
     return path
@@ -93,7 +93,7 @@ def test_half_a_record_on_a_full_disk_is_removed_and_said(
 ) -> None:
     """It would keep `stormtorch postmortem` from reading those of the other ranks."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    group: Any = SimpleNamespace(transport=None, name="world", rank=0, ranks=(0, 1))
+    group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name="world", rank=0, ranks=(0, 1))
     with files_up_to(100):
         Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
     assert list(tmp_path.iterdir()) == []
