@@ -9,6 +9,7 @@ from stormtorch.cli import bench_all, bench_colocate, bench_steps, bench_virtual
 from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
 from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
+from stormtorch.cli.helping import App
 from stormtorch.cli.networks import lab_network, typed_burst, with_links
 from stormtorch.cli.options import (
     Backends,
@@ -33,7 +34,7 @@ from stormtorch.cli.options import (
     WarmupAnywhere,
 )
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app = App()
 app.command("all")(bench_all.all_parts)
 app.command()(bench_steps.ddp)
 app.command()(bench_steps.convergence)
@@ -90,21 +91,13 @@ def allreduce(
     [bold]Examples[/bold]
 
       stormtorch bench allreduce --ranks 4 --mb 25,100 --json out.json
-
       stormtorch bench allreduce --ranks 4 --rate 400mbit --loss 0.1
-
       stormtorch bench allreduce --ranks 4 --rate 100mbit --delay 20ms --mb 5 --loss 0.01 --burst 8
-
       stormtorch bench allreduce --ranks 4 --rate 100mbit --mb 5 --loss 0.1 --burst 5ms
-
       stormtorch bench allreduce --rate 50mbit --mb 5 --per-link links.json
-
       stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
-
       stormtorch bench allreduce --cable 9000 --mb 25,100
-
       stormtorch bench allreduce --ranks 2 --backends gloo,storm,storm-one-lane --mb 100
-
       stormtorch bench allreduce --faults 0.01 --datagram-bytes 1472 --plot out.png
     """
     with friendly_errors():
@@ -186,11 +179,8 @@ def sweep(
     [bold]Examples[/bold]
 
       stormtorch bench sweep --json sweep.json --plot sweep.png
-
       stormtorch bench sweep --rates 400mbit --delays 0ms --losses 0,0.001,0.01,0.05,0.1,0.2 --mb 25
-
       stormtorch bench sweep --rates 100mbit --delays 10ms,20ms,50ms --patience-s 60
-
       stormtorch bench sweep --losses 0.05,0.1,0.2 --bursts 8,20,64,5ms --backends storm,storm-lossy
     """
     with friendly_errors():
@@ -245,7 +235,6 @@ def latency(
     [bold]Examples[/bold]
 
       stormtorch bench latency
-
       stormtorch bench latency --ranks 4 --iters 1000 --json latency.json
     """
     with friendly_errors():
@@ -288,7 +277,6 @@ def manners(
     [bold]Examples[/bold]
 
       stormtorch bench manners
-
       stormtorch bench manners --only incast --queue 64kb --ranks 8
     """
     with friendly_errors():

@@ -35,7 +35,6 @@ def all_parts(
     [bold]Examples[/bold]
 
       stormtorch bench all
-
       stormtorch bench all --only allreduce,latency --out results
     """
     with friendly_errors():

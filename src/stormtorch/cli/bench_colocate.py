@@ -147,15 +147,10 @@ def colocate(
     [bold]Examples[/bold]
 
       stormtorch bench colocate --json colocate.json --plot colocate.png
-
       stormtorch bench colocate --ranks 4 --prefer equal,0.02 --requests 100 --seconds 5
-
       stormtorch bench colocate --train model-averaging,lead,ddp,ddp-low,none --seeds 3
-
       stormtorch bench colocate --deadline 200ms --at-latency 15ms --requests 50,100,200,400
-
       stormtorch bench colocate --allowed-loss 0.1 --requests 200 --seconds 20
-
       stormtorch bench colocate --prefer 0.02 --requests 100 --seconds 600
     """
     with friendly_errors(), ending_signals():

@@ -105,15 +105,10 @@ def ddp(
     [bold]Examples[/bold]
 
       stormtorch bench ddp
-
       stormtorch bench ddp --ranks 4 --params-m 25 --json ddp.json --plot ddp.png
-
       stormtorch bench ddp --rate 400mbit --loss 0.1 --iters 5
-
       stormtorch bench ddp --rate 1gbit --loss 0.01 --backends storm,gloo-bbr --params-m 100
-
       stormtorch bench ddp --rate 400mbit --loss 0.1 --wire float32,bfloat16,int8 --steps 4
-
       stormtorch bench ddp --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm-drift,storm-drift-flat
     """
     with friendly_errors():
@@ -198,11 +193,8 @@ def convergence(
     [bold]Examples[/bold]
 
       stormtorch bench convergence --seconds 20
-
       stormtorch bench convergence --rate 400mbit --loss 0.1 --json learning.json --plot learning.png
-
       stormtorch bench convergence --rate 100mbit --loss 0.01 --backends gloo-cubic,storm,storm-drift --wire int8
-
       stormtorch bench convergence --rate 20mbit --delay 50ms --loss 0.05 --backends gloo-bbr,diloco,streaming-diloco
     """
     with friendly_errors():

@@ -53,7 +53,6 @@ def colocate_virtual(
     [bold]Examples[/bold]
 
       stormtorch bench colocate-virtual --json virtual.json --plot virtual.png
-
       stormtorch bench colocate-virtual --scale lab --requests 100,200,400 --seeds 3
     """
     with friendly_errors(), ending_signals():

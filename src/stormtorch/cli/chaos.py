@@ -69,11 +69,8 @@ def chaos(
     [bold]Examples[/bold]
 
       stormtorch chaos
-
       stormtorch chaos --hosts 5 --minutes 3 --seed 1 --loss 0.1 --json chaos.json --plot chaos.png
-
       stormtorch chaos --minutes 30 --faults kill,pause,cut --keep logs
-
       stormtorch chaos --hosts 3 --minutes 1 --rate 100mbit --delay 5ms --no-baseline
     """
     with friendly_errors(), ending_signals():

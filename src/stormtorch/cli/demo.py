@@ -82,11 +82,8 @@ def demo(
     [bold]Examples[/bold]
 
       stormtorch demo
-
       stormtorch demo --loss 0.01 --rate 400mbit --delay 0ms
-
       stormtorch demo --seconds 40 --page race.html --json race.json
-
       stormtorch demo --no-lab
     """
     interrupted = False

@@ -93,11 +93,8 @@ def doctor(
     [bold]Examples[/bold]
 
       stormtorch doctor
-
       stormtorch doctor node0 node1 node2 --params-m 25
-
       stormtorch doctor localhost node1 --interface eth0 --port 29500 --capture links.json
-
       torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m stormtorch doctor
     """
     with friendly_errors(hosts="HOST"), ending_signals():

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.helping import App
 from stormtorch.cli.networks import typed_burst
 from stormtorch.cli.options import (
     Cable,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from stormtorch.lab.conditions import Conditions
     from stormtorch.lab.running import Line
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app = App()
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
 
@@ -84,21 +85,13 @@ def run(
     [bold]Examples[/bold]
 
       stormtorch lab run --hosts 4 --rate 400mbit --loss 0.1 -- python train.py
-
       stormtorch lab run --rate 100mbit --delay 20ms --burst 8 --loss 0.05 -- python train.py
-
       stormtorch lab run --rate 100mbit --burst 5ms --loss 0.05 -- python train.py
-
       stormtorch lab run --hosts 2 --per-node 2 --loss 0.01 --tcp cubic -- python train.py
-
       stormtorch lab run --trace links.jsonl:7 -- python train.py
-
       stormtorch lab run --loss 0.1 --management -- torchrun train.py
-
       stormtorch lab run --hosts 3 --nat 1 --nat 2 -- python train.py
-
       stormtorch lab run --paths 2 --rate 100mbit -- python train.py
-
       stormtorch lab run --rate 100mbit --low-share 0.05 -- python train.py
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
@@ -183,13 +176,9 @@ def change(
     [bold]Examples[/bold]
 
       stormtorch lab set --loss 0.3
-
       stormtorch lab set --rate 200mbit
-
       stormtorch lab set --cut 2
-
       stormtorch lab set --join 2
-
       stormtorch lab set --cut 0-1 --cut 2:3 --mtu 1200
     """
     with friendly_errors():

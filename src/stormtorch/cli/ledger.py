@@ -37,9 +37,7 @@ def ledger(
     [bold]Examples[/bold]
 
       stormtorch ledger ledger.jsonl                   what optimizer.ledger.follow("ledger.jsonl") wrote
-
       stormtorch ledger runs/today                     what all ranks wrote with STORM_RECORD=runs/today
-
       stormtorch ledger runs/today --plot today.png --csv today.csv
     """
     with friendly_errors():

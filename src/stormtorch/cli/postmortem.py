@@ -43,9 +43,7 @@ def postmortem(
     [bold]Examples[/bold]
 
       stormtorch postmortem flights                    what STORM_FLIGHT_DIR=flights has collected
-
       stormtorch postmortem flights/storm-flight-*.json --json found.json
-
       stormtorch postmortem flights --torch traces     for torch.distributed.flight_recorder.fr_trace
     """
     with friendly_errors():

@@ -40,9 +40,7 @@ def report(
     [bold]Examples[/bold]
 
       stormtorch report learning.json -o learning.html
-
       stormtorch report monday.json tuesday.json -o both.html
-
       stormtorch report sweep.json --png pictures --csv tables
     """
     with friendly_errors(results="FILE"):

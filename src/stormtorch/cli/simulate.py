@@ -110,19 +110,12 @@ def simulate(
     [bold]Examples[/bold]
 
       stormtorch simulate
-
       stormtorch simulate --loss 0.4 --policy lossless,plain,lead --seeds 3 --json out.json --plot out.png
-
       stormtorch simulate --loss 0.1 --burst 64 --policy lossless,plain
-
       stormtorch simulate --policy lossless,lead,my.py:MyPolicy
-
       stormtorch simulate --workers 8 --policy diloco,sparse-diloco --every 30 --steps 300
-
       stormtorch simulate --workers 16 --policy lossless,model-averaging --model resnet20
-
       stormtorch simulate --per-link links.json --checkpoint run
-
       torchrun --nproc-per-node 2 -m stormtorch.cli simulate --workers 1024
     """
     with friendly_errors(), _one_voice(checkpoint):

@@ -35,9 +35,7 @@ def theory(
     [bold]Examples[/bold]
 
       stormtorch theory
-
       stormtorch theory --ranks 64 --loss 0.1 --max-lag 4
-
       stormtorch theory --ranks 16 --loss 0.3 --json theory.json --plot theory.png
     """
     with friendly_errors():

@@ -7,6 +7,7 @@ import typer
 
 from stormtorch.cli.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
+from stormtorch.cli.helping import App
 from stormtorch.cli.networks import lab_network, typed_burst
 from stormtorch.cli.options import (
     Batch,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from stormtorch.lab.conditions import Conditions
     from stormtorch.studies.settings import TrainSettings
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app = App()
 
 
 @app.command()
@@ -91,19 +92,12 @@ def lm(
     [bold]Examples[/bold]
 
       stormtorch train lm
-
       stormtorch train lm --loss 0.3 --steps 100
-
-      stormtorch train lm --policy lossless,lead,model-averaging,gradient-averaging --seeds 3 --json lm.json
-
+      stormtorch train lm --policy lossless,lead,model-averaging --seeds 3 --json lm.json
       stormtorch train lm --policy lossless,lead,my.py:MyPolicy
-
       stormtorch train lm --policy diloco,streaming-diloco --every 20 --set outer_lr=1 --set momentum=0.5
-
       stormtorch train lm --loss 0.1 --burst 8 --wire int8 --plot lm.png
-
       stormtorch train lm --loss 0.1 --burst 5ms
-
       stormtorch train lm --rate 400mbit --delay 5ms --loss 0.1
     """
     with friendly_errors():
@@ -180,9 +174,7 @@ def image(
     [bold]Examples[/bold]
 
       stormtorch train image
-
       stormtorch train image --loss 0.3 --policy lossless,lead --seeds 3
-
       stormtorch train image --data ~/data/cifar-10-batches-py --batch 32 --steps 2000 --json image.json
     """
     with friendly_errors():

@@ -77,15 +77,10 @@ def watch(
     [bold]Examples[/bold]
 
       STORM_RECORD=run torchrun --nproc-per-node 4 train.py    a job that records
-
       stormtorch watch run                             in this terminal; q quits
-
       stormtorch watch host2:29500                     a live job, by any of its ranks
-
       stormtorch watch run --web                       as a web page
-
       stormtorch watch run --once                      print the state and end
-
       stormtorch watch run --export run.html           one file that shows the run anywhere
     """
     with friendly_errors():
