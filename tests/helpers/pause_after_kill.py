@@ -3,6 +3,7 @@
     python tests/helpers/pause_after_kill.py --kills 20            # SIGKILL, over loopback, default settings
     python tests/helpers/pause_after_kill.py --kills 20 --lab      # on hosts of a network lab
     python tests/helpers/pause_after_kill.py --kills 4 --stop      # SIGSTOP: the socket stays, so it takes the silence
+    python tests/helpers/pause_after_kill.py --kills 4 --cut       # its host is cut off: likewise
 
 Ranks train until three are left, one killed after the other; then another job begins.
 """
@@ -144,20 +145,36 @@ def job(world: int, lab: Lab | None = None, *, children: int = 0) -> Iterator[Jo
                 process.wait()
 
 
-def measure(kills: int, world: int, number: int, on_lab: bool) -> list[float]:
-    """Returns one pause for each kill."""
+def measure(kills: int, world: int, number: int, on_lab: bool, cut: bool = False) -> list[float]:
+    """Returns one pause for each kill, or for each host that is cut off."""
     drawn = random.Random(1)
     pauses: list[float] = []
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(Lab(world)) if on_lab else None
+        lab = stack.enter_context(Lab(world)) if on_lab or cut else None
         while len(pauses) < kills:
+            if lab is not None and cut:
+                lab.set(cut=frozenset())
             with job(world, lab) as running:
                 while len(pauses) < kills and len(running.processes) > LEFT:
                     time.sleep(drawn.uniform(0.5, 1.5))
                     rank = drawn.choice(sorted(running.processes))
+                    if lab is not None and cut:
+                        running.send = _cutter(lab, lab.conditions.cut | {rank})
                     pauses.append(running.strike(rank, number))
                     print(f"rank {rank}, {len(running.processes)} left: {pauses[-1]:.2f} s", flush=True)
     return pauses
+
+
+def _cutter(lab: Lab, hosts: frozenset[int]) -> Callable[[Any, int], None]:
+    """Returns what cuts hosts off in place of stopping a process; at the end of a job it kills, as always."""
+
+    def send(process: Any, number: int) -> None:
+        if number == signal.SIGKILL:
+            lab.signal(process, number)
+        else:
+            lab.set(cut=hosts)
+
+    return send
 
 
 def main() -> None:
@@ -166,6 +183,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=6)
     parser.add_argument("--lab", action="store_true")
     parser.add_argument("--stop", action="store_true")
+    parser.add_argument("--cut", action="store_true")
     for name in ("--folder", "--interface"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -174,7 +192,8 @@ def main() -> None:
     if given.rank is not None:
         train(given.rank, given.world, Path(given.folder), given.interface, given.children)
         return
-    pauses = measure(given.kills, given.world, signal.SIGSTOP if given.stop else signal.SIGKILL, given.lab)
+    number = signal.SIGSTOP if given.stop or given.cut else signal.SIGKILL
+    pauses = measure(given.kills, given.world, number, given.lab, given.cut)
     print(f"{len(pauses)} kills: median {statistics.median(pauses):.2f} s, worst {max(pauses):.2f} s")
 
 
