@@ -38,6 +38,11 @@ def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
     return text + ". This machine allows no lab, so TCP could not be made to lose packets.", "plain"
 
 
+_LEAD = (
+    "Plain sends parameters as they are; the lead sends them a little ahead, so that late copies are right on average."
+)
+
+
 def busy_sentence(data: dict[str, Any]) -> str:
     """Warns where other work took the cores: waiting for a core hides what the network costs."""
     machine = data["race"]["conditions"].get("machine") or {}
@@ -53,7 +58,8 @@ def accuracy_sentence(data: dict[str, Any]) -> str:
     if not accuracy or not accuracy["results"]:
         return ""
     lost = float(accuracy["measured"].get("loss") or accuracy["settings"]["loss"])
-    return cost_sentence(trainings_of([("", accuracy)]), round(lost, 3), int(accuracy["settings"]["steps"]))[0]
+    cost = cost_sentence(trainings_of([("", accuracy)]), round(lost, 3), int(accuracy["settings"]["steps"]))[0]
+    return f"{cost} {_LEAD}"
 
 
 def demo_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
@@ -67,9 +73,7 @@ def demo_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
             made.insert(0, Section(heading="What is compared", text=f"{data['note']} {busy_sentence(data)}".strip()))
         if data.get("accuracy"):
             costs = training_sections(trainings_of([("", data["accuracy"])]))
-            text = (
-                accuracy_sentence(data) + " The lead sends parameters a little ahead, which corrects what plain loses."
-            )
+            text = accuracy_sentence(data)
             made += [Section(heading="The same steps, with and without loss", text=text, parts=costs[0].parts)]
         if len(files) > 1:
             made = [Section(heading=f"{name}: {each.heading}", text=each.text, parts=each.parts) for each in made]
