@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -111,3 +112,18 @@ def new_table(title: str, caption: str | None = None) -> Table:
     table = Table(title=title, caption=caption, box=box.HORIZONTALS, collapse_padding=True, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     return table
+
+
+class Fitting:
+    """Shows the first of several forms of a table that fits; the last one if none does."""
+
+    def __init__(self, *forms: RenderableType) -> None:
+        self._forms = forms
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=10_000, max_width=10_000)
+        for each in self._forms:
+            if Measurement.get(console, wide, each).maximum <= options.max_width:
+                yield each
+                return
+        yield self._forms[-1]

@@ -1,6 +1,7 @@
 """Screen of `stormtorch watch` in a terminal, and its one line where there is none."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from stormtorch.cli.screen import Fitting
 from stormtorch.results.text import rate_text, time_text
 
 _STYLES = {"bad": "bold red", "warn": "bold yellow", "good": "bold green", "idle": "bold"}
@@ -93,7 +95,9 @@ def _numbers(data: dict[str, Any]) -> Text:
         parts.append(("theory ", f"+{_percent(cost['more_steps'])} steps"))
     text = Text()
     for name, value in parts:
-        text.append(name, style="dim").append(value + "   ")
+        # What belongs together stays on a line.
+        text.append(name.replace(" ", "\N{NO-BREAK SPACE}"), style="dim")
+        text.append(value.replace(" ", "\N{NO-BREAK SPACE}") + "   ")
     return text
 
 
@@ -116,7 +120,7 @@ def _links(data: dict[str, Any]) -> RenderableType:
         table.add_row(str(receiver), *cells)
     sides = Table.grid(padding=(0, 4))
     sides.add_row(table, _worst(data))
-    return sides
+    return Fitting(sides, Group(table, _worst(data)), _worst(data))
 
 
 def _worst(data: dict[str, Any]) -> Table:
@@ -137,25 +141,36 @@ def _cell(value: float | None, blamed: bool) -> Text:
     return Text(f"{100 * value:.1f}", style=f"{style} reverse" if blamed else style)
 
 
-def _ranks(data: dict[str, Any]) -> Table:
+def _ranks(data: dict[str, Any]) -> Fitting:
+    """The table of ranks. On a narrow terminal the bars become shorter first, then columns go that matter less."""
+    forms = [_ranks_table(data, bar, ()) for bar in (_BAR, 20, 12)]
+    gone = ("overflow", "cores", "host", "step")
+    forms += [_ranks_table(data, 10, gone[: count + 1]) for count in range(len(gone))]
+    return Fitting(*forms, _ranks_table(data, 0, gone))
+
+
+def _ranks_table(data: dict[str, Any], bar: int, without: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, title="where a step goes", title_justify="left")
-    for name in ("rank", "host", "state", "step", "", "a step", "lost", "cores", "overflow"):
+    columns = ("rank", "host", "state", "step", "", "a step", "lost", "cores", "overflow")
+    shown = [name for name in columns if name not in without and (name or bar)]
+    for name in shown:
         right = name in ("step", "a step", "lost", "cores", "overflow")
-        table.add_column(name, justify="right" if right else "left", header_style="dim", no_wrap=True, max_width=_BAR)
+        table.add_column(name, justify="right" if right else "left", header_style="dim", no_wrap=True)
     longest = max((sum(each["split"]) for each in data["ranks"] if each["split"]), default=0.0)
     ranks = sorted(data["ranks"], key=lambda each: -(each["split"] or [0.0])[0])[:_MOST_RANKS]
     for each in sorted(ranks, key=lambda each: each["rank"]):
-        table.add_row(
+        cells: tuple[str | Text, ...] = (
             str(each["rank"]),
             Text(each["host"][:24]),
             Text(each["state"], style=_STATES.get(each["state"], "dim")),
             "–" if each["step"] is None else f"{each['step']:,}",
-            _bar(each["split"], longest),
+            _bar(each["split"], longest, bar),
             "–" if not each["split"] else _time(sum(each["split"])),
             _percent(each["lost"]),
             "–" if each["cores"] is None else f"{each['cores']:.2f}",
             Text(f"{each['overflow']:,.0f}", style="yellow" if each["overflow"] else "dim"),
         )
+        table.add_row(*(cell for name, cell in zip(columns, cells, strict=True) if name in shown))
     legend = Text()
     for name, colour in _PARTS[:3]:
         legend.append("█ ", style=colour).append(f"{name}  ", style="dim")
@@ -165,11 +180,11 @@ def _ranks(data: dict[str, Any]) -> Table:
     return table
 
 
-def _bar(split: list[float] | None, longest: float) -> Text:
+def _bar(split: list[float] | None, longest: float, length: int) -> Text:
     text = Text()
     if split and longest > 0.0:
         for seconds, (_, colour) in zip(split, _PARTS, strict=True):
-            text.append("█" * round(_BAR * seconds / longest), style=colour)
+            text.append("█" * round(length * seconds / longest), style=colour)
     return text
 
 
