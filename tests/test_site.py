@@ -25,6 +25,15 @@ needs_mkdocs = pytest.mark.skipif(
 )
 
 
+def test_the_first_page_and_the_readme_show_the_same_example_and_levels() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    for part in (r"```python\n.*?```\n", r"\| level \| you write.*?\n\n"):
+        found = re.search(part, readme, re.S)
+        assert found is not None and found[0] in index
+    assert "## Install" in index.partition("```python")[0]
+
+
 def test_every_error_has_a_section_that_says_what_to_do() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))

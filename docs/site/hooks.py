@@ -107,7 +107,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Points links at what the site has, and draws drawings in the page, where they follow its colours."""
+    """Points links at what the site has, and draws drawings in the page, where they follow its colours.
+
+    Decisions and logs answer why, not how: searches leave them out.
+    """
+    if page.file.src_uri.startswith("decisions/0") or page.file.src_uri == "experiments/LOG.md":
+        page.meta["search"] = {"exclude": True}
 
     def link(found: re.Match[str]) -> str:
         target = _repository_path(page.file.src_uri, found[1])
