@@ -111,6 +111,21 @@ def test_waiting_for_the_network_is_said_with_how_much_of_the_line_is_used() -> 
     assert found.text == "75 % of a step is waiting for the network, which is used at 1.7 % of its rate"
 
 
+def test_of_a_tiny_model_the_fixed_cost_is_named_and_not_blamed() -> None:
+    tiny: dict[str, Any] = {
+        "compute_s": lambda rank: 0.001,
+        "wait_s": 0.003,
+        "rank_parameters": 650,
+        "host": lambda rank: "a",
+    }
+    found = first(**tiny)
+    assert found.level is Level.GOOD
+    assert found.text.startswith(
+        "A step of 650 parameters takes 4.00 ms, 75 % of it for exchanges: that is their fixed"
+    )
+    assert first(**tiny | {"rank_parameters": 650_000}).level is Level.BAD
+
+
 def test_on_one_machine_it_is_the_cores_that_ranks_wait_for() -> None:
     found = first(wait_s=0.3, host=lambda rank: "a", rate=lambda s, r: 0.0)
     assert found.text == "75 % of a step is waiting for other ranks on the same machine"

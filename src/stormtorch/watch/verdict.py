@@ -18,6 +18,8 @@ _WAITED = 0.1
 _NETWORK, _NETWORK_MOST = 0.25, 0.5
 # The bound holds on average; single samples go above it by some tens of percent.
 _OVER_BOUND = 1.5
+# A step has several exchanges, each of which takes its milliseconds however little it carries.
+_TINY_MODEL, _SHORT_STEP_S = 200_000, 0.03
 # Steps that the guard made exact. Some at the beginning of a training are usual.
 _GUARDED = 0.2
 # A wait that has lasted for so long is no part of a step any more.
@@ -183,6 +185,13 @@ def _network(moment: Moment, cost: Cost) -> list[Finding]:
         words = f"{percent(cost.network_share)} of a step is waiting for other ranks on the same machine"
         remedy = "they share its cores, so start fewer ranks or give each fewer threads (OMP_NUM_THREADS)"
     level = Level.BAD if cost.network_share >= _NETWORK_MOST else Level.WARN
+    elements = max((process.parameters or 0 for process in moment.live.values()), default=0)
+    if 0 < elements < _TINY_MODEL and cost.step_s < _SHORT_STEP_S:
+        words = (
+            f"A step of {elements:,} parameters takes {time_text(cost.step_s)}, {percent(cost.network_share)} of it "
+            "for exchanges: that is their fixed cost, which larger models hardly notice"
+        )
+        remedy, level = "nothing is wrong; larger batches make fewer steps", Level.GOOD
     return [Finding(level=level, kind="network", text=words, remedy=remedy, weight=0.5 * cost.network_share)]
 
 
