@@ -6,8 +6,13 @@ import pytest
 import torch
 from test_prepare_classes import ScheduleFree
 
+from stormtorch import exact, prepare
+from stormtorch.collectives import Group
+from stormtorch.transport.exchange import Transport
+from stormtorch.transport.simulated import SimulatedNetwork
 from survey_cases import AT, Loop, Subject, judge
-from training import vectors
+from training import perceptron, vectors
+from views import EXACTLY
 
 pytestmark = pytest.mark.pure
 
@@ -62,3 +67,29 @@ def test_a_rank_that_dies_while_all_change_the_mode_leaves_all_shards_in_the_new
 
     subject = Subject("schedule-free", lambda model: [ScheduleFree(model.parameters(), 0.1)], step)
     assert judge(subject, "one killed") == ("same bits", "")
+
+
+class Swapping(torch.optim.SGD):
+    """Has a method that moves parameters outside `step`, as Lookahead's `backup_and_load_cache`."""
+
+    def swap(self) -> None:
+        """Halves all parameters that it knows."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data.mul_(0.5)
+
+
+def test_what_another_method_does_to_parameters_is_there_within_exact() -> None:
+    def work(transport: Transport) -> list[bool]:
+        model = perceptron()
+        optimizer: Any = Swapping(model.parameters(), lr=0.1)
+        prepare(model, optimizer, policy=EXACTLY, group=Group(transport))
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        with exact(model):
+            before = [each.detach().clone() for each in model.parameters()]
+        optimizer.swap()
+        with exact(model):
+            return [torch.equal(0.5 * one, each) for one, each in zip(before, model.parameters(), strict=True)]
+
+    assert SimulatedNetwork(3).run(work) == [[True] * 4] * 3
