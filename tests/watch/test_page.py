@@ -129,7 +129,7 @@ def test_the_matrix_is_read_with_the_keyboard_and_names_the_link(run: Run) -> No
 
 
 def test_a_screen_reader_finds_names_for_everything(run: Run) -> None:
-    write(run.folder, told(4), 1e9 + random.random())
+    write(run.folder, told(4), 1.7e9 + random.random())
     page = run.open()
     page.wait_for_selector("figure canvas")
     tree = page.locator("body").aria_snapshot()
@@ -154,7 +154,7 @@ def test_sixty_four_ranks_have_a_matrix_and_lists_that_open(run: Run) -> None:
     write(
         run.folder,
         told(64, seconds=4, host=lambda rank: f"node-{rank // 8}", loss=lambda s, r: loss.get((s, r), 0.001)),
-        1e9,
+        1.7e9,
     )
     page = run.open()
     page.wait_for_selector(".matrix.dense")

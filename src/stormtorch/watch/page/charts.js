@@ -99,7 +99,8 @@ export class Charts {
       legend: { show: false },
       scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, chart.most ?? (high > 0 ? Math.max(chart.least ?? 0, high * 1.12) : chart.least ?? 1)]) } },
       axes: [{ ...axis, size: 28, values: (_, times) => times.map((time) => clock(time).replace(/:00$/, "")), space: 68, incrs: EVERY_S },
-        { ...axis, size: 66, values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : chart.text(mark))), space: 34 }],
+        // As wide as its widest label.
+        { ...axis, size: (_, labels) => Math.max(44, ...(labels ?? []).map((label) => 18 + 7 * String(label ?? "").length)), values: (_, marks) => marks.map((mark) => (mark === 0 ? "0" : chart.text(mark))), space: 34 }],
       hooks: { setCursor: [(plot) => this.caption(made, chart, known, plot.cursor.idx ?? this.columns.time.length - 1)] },
     }, data, plotBox);
     plotBox.setAttribute("aria-label", `${chart.title} over time`);
