@@ -55,6 +55,14 @@ def test_a_file_that_could_not_be_written_whole_is_as_it_was(tmp_path: Path) -> 
     assert kept.read_text() == "whole"
 
 
+def test_a_result_goes_through_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    save(lambda path: path.write_text("new") and None, link)
+    assert target.read_text() == "new" and link.is_symlink()
+
+
 def test_loss_of_a_host_is_that_of_its_links(tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     file.write_text(json.dumps({"hosts": [{"host": 1, "loss": 0.1}], "links": [{"from": 0, "to": 1, "loss": 0.3}]}))

@@ -119,9 +119,9 @@ def save(write: Callable[[Path], None], path: Path | None) -> None:
     """
     if path is None:
         return
-    beside = (
-        path if path.exists() and not path.is_file() else path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    )
+    # Pipes, links and files in a folder that takes no others are written in place.
+    in_place = path.exists() and (not path.is_file() or path.is_symlink() or not os.access(path.parent, os.W_OK))
+    beside = path if in_place else path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(beside)
         if beside != path:
