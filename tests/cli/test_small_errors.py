@@ -59,7 +59,11 @@ def test_a_result_goes_through_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    save(lambda path: path.write_text("new") and None, link)
+
+    def write(path: Path) -> None:
+        path.write_text("new")
+
+    save(write, link)
     assert target.read_text() == "new" and link.is_symlink()
 
 
