@@ -127,13 +127,13 @@ def run(
         with contextlib.ExitStack() as stack:
             with console.status(f"making {hosts} hosts and measuring their network"):
                 stack.enter_context(lab)
-            from stormtorch.cli.tables.lab import after_text, before_text
+            from stormtorch.cli.tables.lab import before_text, show_after
 
             console.print(before_text(lab), soft_wrap=True)
             with _silence_broken(console, _writer(per_node)) as write:
                 statuses = lab.run(command, per_node=per_node, timeout_s=timeout_s, write=write)
             measured = lab.measured()
-        console.print(after_text(measured, statuses), soft_wrap=True)
+        show_after(measured, statuses, console)
         save(lambda path: _write(path, conditions, measured.to_json(), statuses, command, lab), json)
     raise typer.Exit(max(statuses))
 

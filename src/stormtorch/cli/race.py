@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stormtorch.cli.chart import Line, draw_lines
-from stormtorch.cli.screen import spoken
+from stormtorch.cli.screen import new_table, spoken
 from stormtorch.report.text import called
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class Race:
         return Group(*parts)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
+        table = new_table("", lines=False)
         for heading in ("", "tokens/s", "steps", "seconds", "loss"):
-            table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
+            table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name, points in self.points.items():
             last, speed = points[-1], self.tokens_per_s(name)
             shown = "given up" if last.gave_up else "-" if speed is None else f"{speed:,.0f}"

@@ -142,16 +142,20 @@ class Examination:
 
     def name(self, rank: int) -> str:
         """Name of a rank for people: its host, if no other rank has the same; otherwise also its number."""
-        short = self.short_name(rank)
-        return (
-            short if rank not in self.ranks or short == self.ranks[rank].host else f"{short} ({self.ranks[rank].host})"
-        )
+        if rank not in self.ranks:
+            return f"rank {rank}"
+        host = self.ranks[rank].host
+        return host if [each.host for each in self.ranks.values()].count(host) == 1 else f"rank {rank} ({host})"
 
     def short_name(self, rank: int) -> str:
-        """Name of a rank for tables: its host, if no other rank has the same; otherwise its number."""
-        hosts = [each.host for each in self.ranks.values()]
-        alone = rank in self.ranks and hosts.count(self.ranks[rank].host) == 1
-        return self.ranks[rank].host if alone else f"rank {rank}"
+        """Name of a rank for tables: its host, without the domain if that is enough to tell it from others; its number
+        where a host has several ranks.
+        """
+        for form in (_without_domain, str):
+            names = {each: form(about.host) for each, about in self.ranks.items()}
+            if rank in names and list(names.values()).count(names[rank]) == 1:
+                return names[rank]
+        return f"rank {rank}"
 
     def to_json(self) -> dict[str, Any]:
         """Measurements as plain data."""
@@ -162,3 +166,7 @@ class Examination:
             "missing": {str(rank): why for rank, why in self.missing.items()},
             "links": [each.to_json() for _, each in sorted(self.links.items())],
         }
+
+
+def _without_domain(host: str) -> str:
+    return host if host.replace(".", "").isdigit() else host.partition(".")[0]

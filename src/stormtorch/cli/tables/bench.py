@@ -34,7 +34,7 @@ def allreduce_table(report: AllReduceReport) -> Table:
     each = conditions.get("ranks_per_host", 1)
     ranks = f"{conditions['ranks']} ranks" + (f", {each} on each host" if each > 1 else "")
     title = f"all-reduce of {conditions['dtype']} over {ranks}, {where}"
-    table = new_table(title, _caption(conditions))
+    table = new_table(title, _caption(conditions), keys=2)
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
     # Of the few rounds that a slow network allows, the 99th percentile is the worst one. A cable has no rate to compare
@@ -112,7 +112,7 @@ def sweep_table(report: "SweepReport") -> Table:
     )
     if any(much_withheld(point.processors_withheld) for point in report.points):
         caption += " *: others withheld over 5 % of the processor time that this machine asked for: times say little."
-    table = new_table("all-reduce under real loss, x ideal", caption)
+    table = new_table("all-reduce under real loss, x ideal", caption, keys=3)
     for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "bursts", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in conditions["backends"]:
@@ -159,6 +159,7 @@ def latency_table(report: "LatencyReport") -> Table:
         + crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
         + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
+        keys=2,
     )
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)

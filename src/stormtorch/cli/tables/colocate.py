@@ -15,7 +15,7 @@ def colocate_table(report: "ColocateReport") -> Table:
     """One row per training, preference and rate of requests."""
     settings = report.conditions["settings"]
     line = rate_text(settings["network"]["rate_bits_per_s"])
-    table = new_table(f"a web service beside a training, {settings['ranks']} hosts at {line}", _caption(report))
+    table = new_table(f"a web service beside a training, {settings['ranks']} hosts at {line}", _caption(report), keys=3)
     table.add_column("training", no_wrap=True)
     headings = ("share", "per s", "mean\nms", "p99\nms", "fail-\ned", "speed-\nup", "loss", "step\ns", "valid.\nratio")
     for heading in headings:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.screen import new_table
+from stormtorch.cli.screen import hang, new_table
 from stormtorch.doctor.advice import Advice, Cost
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.measured import Examination, Link
@@ -29,10 +29,9 @@ def show_machine(findings: Sequence[Finding], console: Console) -> None:
     """Prints a line for each finding about this machine."""
     width = max(len(each.subject) for each in findings)
     for each in findings:
-        line = Text.assemble((f"{each.level.value:<14}", _STYLES[each.level]), f"{each.subject:<{width}}  {each.text}")
-        console.print(line, soft_wrap=True)
+        hang((f"{each.level.value:<14}", _STYLES[each.level]), f"{each.subject:<{width}}  {each.text}", console)
         if each.remedy:
-            console.print(Text(f"{'':<{width + 16}}-> {each.remedy}"), soft_wrap=True)
+            console.print(Text(f"{'':<14}-> {each.remedy}"), soft_wrap=True)
     problems = sum(each.level is Level.PROBLEM for each in findings)
     notes = sum(each.level is Level.NOTE for each in findings)
     if problems:
@@ -88,7 +87,7 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
             head = f"{number}. "
         else:
             head = f"{each.level.value}: "
-        console.print(Text.assemble((head, _STYLES[each.level]), (each.text, "bold")), soft_wrap=True)
+        hang((head, _STYLES[each.level]), (each.text, "bold"), console)
         if each.remedy:
             console.print(Text(f"   -> {each.remedy}"), soft_wrap=True)
 
@@ -107,7 +106,7 @@ def _show_links(found: Examination, findings: Sequence[Finding], console: Consol
     left_out = len(links) - _MOST_LINKS
     caption = f"{left_out} more are not shown; --json has all." if left_out > 0 else None
     table = new_table("\nThe worst links" if left_out > 0 else "\nThe links, the worst first", caption)
-    table.add_column("from > to", no_wrap=True)
+    table.add_column("from > to")  # names of hosts may be long
     odd = [name for name, count in _ODD.items() if any(count(link) for link in found.links.values())]
     for name in ("loss", "burst", "round trip", "99 %", "jitter", "rate", "MTU", *odd):
         table.add_column(name, justify="right", no_wrap=True)
@@ -187,7 +186,8 @@ def _show_cost(cost: Cost, console: Console) -> None:
         f"BoundedDrift(wire=torch.bfloat16): {time_text(cost.drift_s / 2)} a step.",
         "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
     ]
-    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    for line in lines:
+        hang("  ", line, console)
 
 
 def wide_console() -> Console:

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
+from stormtorch.cli.screen import new_table
 from stormtorch.lab.measured import LinkCount, Measured
 from stormtorch.results.text import bursts_of
 
@@ -26,18 +30,19 @@ def before_text(lab: "Lab") -> str:
     return "\n".join(lines)
 
 
-def after_text(measured: Measured, statuses: Sequence[int]) -> str:
-    """Text after a command: what the network did meanwhile, and who failed."""
-    lines = [f"[bold]measured[/bold]  {counted_text(measured.links)}; {measured.overflow:.2%} met a full queue"]
+def show_after(measured: Measured, statuses: Sequence[int], console: Console) -> None:
+    """Prints after a command what the network did meanwhile, and who failed."""
+    line = f"[bold]measured[/bold]  {counted_text(measured.links)}; {measured.overflow:.2%} met a full queue"
     if measured.low_loss is not None:
-        lines[0] += f", {measured.low_loss:.2%} of those of low priority"
+        line += f", {measured.low_loss:.2%} of those of low priority"
+    console.print(line, soft_wrap=True)
     hosts = 1 + max((link.source for link in measured.links), default=0)
     if hosts <= _MOST_LISTED_HOSTS and any(link.lost for link in measured.links):
-        lines += _matrix(measured.links, hosts)
+        console.print(_matrix(measured.links, hosts))
     failed = [f"rank {rank}: {status}" for rank, status in enumerate(statuses) if status]
     if failed:
-        lines.append(f"[bold red]failed[/bold red]    {', '.join(failed)} (exit status; above 128: a signal)")
-    return "\n".join(lines)
+        line = f"[bold red]failed[/bold red]    {', '.join(failed)} (exit status; above 128: a signal)"
+        console.print(line, soft_wrap=True)
 
 
 def shown_text(reply: dict[str, Any]) -> str:
@@ -129,14 +134,16 @@ def _probed_text(rates_bits: Sequence[float], round_trips_s: Sequence[float]) ->
     return ", ".join(words)
 
 
-def _matrix(links: Sequence[LinkCount], hosts: int) -> list[str]:
+def _matrix(links: Sequence[LinkCount], hosts: int) -> Table:
     """Loss by link: from each row to each column."""
     shares = {(link.source, link.target): link.lost / link.seen for link in links if link.seen}
-    lines = ["  from\\to " + "".join(f"{f'h{host}':>8}" for host in range(hosts))]
+    table = new_table("", lines=False)
+    table.add_column("from\\to", no_wrap=True)
+    for target in range(hosts):
+        table.add_column(f"h{target}", justify="right", no_wrap=True)
     for source in range(hosts):
         cells = [
-            f"{100 * shares[source, target]:7.2f}%" if (source, target) in shares else f"{'-':>8}"
-            for target in range(hosts)
+            f"{100 * shares[source, target]:.2f}%" if (source, target) in shares else "-" for target in range(hosts)
         ]
-        lines.append(f"  {f'h{source}':<8}" + "".join(cells))
-    return lines
+        table.add_row(f"h{source}", *cells)
+    return table

@@ -32,7 +32,9 @@ def show_findings(findings: "Sequence[Finding]", console: Console) -> None:
 
 def operations_table(finding: "Finding") -> Table:
     """What each rank did around the collective in which ranks differ; ranks that did the same share a row."""
-    table = new_table(f"group {escape(finding.group)}", "Times are those since the first of these operations began.")
+    table = new_table(
+        f"group {escape(finding.group)}", "Times are those since the first of these operations began.", keys=2
+    )
     table.add_column("collective", justify="right")
     table.add_column("ranks")
     for heading in ("operation", "dtype", "shapes", "bytes", "began", "state"):

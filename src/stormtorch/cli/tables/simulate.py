@@ -41,7 +41,6 @@ def policy_table(report: SimReport) -> Table:
     if settings.seeds > 1:
         caption += f" Means over {settings.seeds} seeds, ± their standard deviation."
     table = new_table(title_text(report), caption)
-    table.padding = 0  # ten columns in 80
     table.add_column("policy", no_wrap=True)
     second = "per-\nplexity" if report.language else "accuracy"
     on_gpu = report.results[0].peak_bytes is not None

@@ -17,7 +17,7 @@ def virtual_table(study: "Seeds", targets_s: Sequence[float]) -> Table:
     base = study.sweep.base
     line = rate_text(float(base.rate))
     title = f"a service beside a training in virtual time, {base.hosts} hosts at {line}"
-    table = new_table(title, _caption(study, targets_s))
+    table = new_table(title, _caption(study, targets_s), keys=2)
     headings = ("per s", "allowed\nloss", "loss", "share", "deadline\nx alone", "equal\nms", "mean\nms", "speed-\nup")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)

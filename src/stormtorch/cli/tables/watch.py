@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.screen import Fitting
+from stormtorch.cli.screen import Fitting, new_table
 from stormtorch.results.text import rate_text, time_text
 
 _STYLES = {"bad": "bold red", "warn": "bold yellow", "good": "bold green", "idle": "bold"}
@@ -106,9 +106,7 @@ def _links(data: dict[str, Any]) -> RenderableType:
     if matrix is None or not 2 <= len(matrix["ranks"]) <= _MOST_CELLS:
         return _worst(data)
     blamed = {tuple(link) for link in data["verdict"][0]["links"]}
-    table = Table(
-        box=None, pad_edge=False, title="loss of links in %: rows receive, columns send", title_justify="left"
-    )
+    table = new_table("loss of links in %: rows receive, columns send", lines=False)
     table.add_column("", style="dim")
     for rank in matrix["ranks"]:
         table.add_column(str(rank), justify="right", style="dim", min_width=5)
@@ -124,7 +122,7 @@ def _links(data: dict[str, Any]) -> RenderableType:
 
 
 def _worst(data: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, title="worst links first", title_justify="left")
+    table = new_table("worst links first", lines=False)
     for name in ("from → to", "loss", "round trip", "rate"):
         table.add_column(name, justify="left" if "→" in name else "right", style="default", header_style="dim")
     for link in data["worst"][: min(8, max(3, len(data["ranks"])))]:
@@ -150,7 +148,7 @@ def _ranks(data: dict[str, Any]) -> Fitting:
 
 
 def _ranks_table(data: dict[str, Any], bar: int, without: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, title="where a step goes", title_justify="left")
+    table = new_table("where a step goes", lines=False)
     columns = ("rank", "host", "state", "step", "", "a step", "lost", "cores", "overflow")
     shown = [name for name in columns if name not in without and (name or bar)]
     for name in shown:
@@ -176,7 +174,7 @@ def _ranks_table(data: dict[str, Any], bar: int, without: Sequence[str]) -> Tabl
         legend.append("█ ", style=colour).append(f"{name}  ", style="dim")
     if len(data["ranks"]) > _MOST_RANKS:
         legend.append(f"the {_MOST_RANKS} of {len(data['ranks'])} ranks that compute longest", style="dim")
-    table.caption, table.caption_justify = legend, "left"
+    table.caption = legend
     return table
 
 
@@ -189,7 +187,8 @@ def _bar(split: list[float] | None, longest: float, length: int) -> Text:
 
 
 def _notes(data: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, title="timeline", title_justify="left")
+    table = new_table("timeline", lines=False)
+    table.show_header = False
     for _ in range(3):
         table.add_column()
     for note in data["notes"][-_MOST_NOTES:]:
