@@ -160,6 +160,7 @@ TOGETHER = {
     "exact without prepare": "call stormtorch.prepare(model, optimizer) first",
     "prepare twice": "the optimizer is prepared already",
     "another optimizer": "a parameter of this optimizer is prepared already",
+    "optimizer made after prepare": "this SGD has parameters that are prepared with another optimizer, which alone",
     "DDP after": "prepare() takes the place of DistributedDataParallel",
     "model.module": "Use model where a script for DDP has model.module",
     "add_param_group": "add_param_group after prepare(): give the optimizer all its parameters before",
@@ -240,6 +241,13 @@ def test_tensors_of_different_shapes_are_told_to_both_ranks() -> None:
         assert re.search(
             r"rank \d sends 40[04] bytes where 40[04] are|sends another number of bytes than expected", error
         )
+
+
+def test_a_rank_that_ended_without_prepare_is_named_by_those_that_go_on() -> None:
+    (told,) = told_by("never_prepared")[0].values()
+    assert told["error"] == ""
+    (warning,) = told["warnings"]
+    assert "rank 1 is gone since before prepare(): training begins with 1 rank. Has every rank called" in warning
 
 
 def test_sparse_gradients_travel_dense() -> None:

@@ -91,6 +91,7 @@ def refusals() -> None:
     stormtorch.prepare(model, optimizer)
     attempt("prepare twice", lambda: stormtorch.prepare(model, optimizer))
     attempt("another optimizer", lambda: stormtorch.prepare(model, sgd(model)))
+    attempt("optimizer made after prepare", lambda: step(model, sgd(model)))
     attempt("DDP after", lambda: DistributedDataParallel(model))
     attempt("model.module", lambda: model.module)
     attempt("add_param_group", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
@@ -113,6 +114,15 @@ def different_models() -> None:
     enter()
     model = new_model(8 + RANK)
     attempt("different models", lambda: stormtorch.prepare(model, sgd(model)))
+
+
+def never_prepared() -> None:
+    enter()
+    if RANK == 0:
+        time.sleep(2.0)  # rank 1 has ended by then
+        model = new_model()
+        attempt("never prepared", lambda: stormtorch.prepare(model, sgd(model)))
+    dist.destroy_process_group()
 
 
 def different_optimizers() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from stormtorch.runtime.calls import MODEL_STATE
 from stormtorch.runtime.preparable import check_frozen, warn_of_left_out
 from stormtorch.runtime.prepared import adopt, keep_last
 from stormtorch.runtime.session import Session, any_prepared, combined, register, sessions_of
-from stormtorch.runtime.wrappers import Kept, refuse_active_wrapper, refuse_wrappers
+from stormtorch.runtime.wrappers import Kept, refuse_active_wrapper, refuse_other_optimizers, refuse_wrappers
 from stormtorch.transport.waiting import doing
 
 
@@ -28,6 +29,7 @@ def take_over(session: Session) -> None:
     session.optimizer.__dict__["ledger"] = session.ledger
     register(session)
     refuse_wrappers(any_prepared)
+    refuse_other_optimizers(functools.partial(any_prepared, in_a_job=True), _Outermost.any_on)
     kept = Kept(session.model, session.parameters)
     _hook_optimizer(session, kept)
     _hook_model(session, kept)
@@ -40,8 +42,16 @@ class _Outermost:
     torch calls hooks in both if there has been an optimizer of the base class.
     """
 
+    _all: ClassVar[weakref.WeakSet[_Outermost]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._frame: FrameType | None = None
+        self._all.add(self)
+
+    @classmethod
+    def any_on(cls, frame: FrameType) -> bool:
+        """Returns whether a call is made within a step of any prepared optimizer."""
+        return any(each._frame is not None and within_step.on_stack(each._frame, frame) for each in list(cls._all))
 
     def begins(self, frame: FrameType) -> bool:
         """Notes the call of a step. Returns False if it is made within another."""

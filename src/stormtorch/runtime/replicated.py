@@ -68,6 +68,7 @@ class ReplicatedSession(Session):
         if not self.membership.newcomer:
             self.agree(buckets)
             self._rounds.agree()
+            self.say_who_never_came(self._row)
             self._memories.begin(group.transport.rank, self.view.number, self.view.members)
             self._begin_view()
 

@@ -527,6 +527,18 @@ class Session(Together, ABC):
                 f"requires_grad of {told} is here now what it is on the others, whose programs changed it"
             )
 
+    def say_who_never_came(self, row: Row) -> None:
+        """Notes in the ledger, and logs, which ranks of the start were gone before this session began."""
+        gone = [self.label(rank) for rank in self.group.ranks if rank not in self.view.members]
+        if gone:
+            ranks, is_are = ", ".join(map(str, gone)), "is" if len(gone) == 1 else "are"
+            here = len(self.view.members)
+            self._come.append(
+                f"rank {ranks} {is_are} gone since before prepare(): training begins with {here} "
+                f"rank{'s' * (here > 1)}. Has every rank called prepare()?"
+            )
+            self.say_how_it_came(row)
+
     def say_how_it_came(self, row: Row) -> None:
         """Notes in the ledger, and logs, what this process has not got of the others, or changed to be like them."""
         words, self._come = self._come, []
@@ -713,13 +725,14 @@ def sessions_of(model: nn.Module) -> list[Session]:
     return [session for found in _sessions.get(model, ()) if (session := found()) is not None]
 
 
-def any_prepared(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any of some parameters is prepared."""
+def any_prepared(parameters: Iterable[nn.Parameter], *, in_a_job: bool = False) -> bool:
+    """Whether any of some parameters is prepared; with `in_a_job`, in a job that this process has not ended."""
     given = {id(parameter) for parameter in parameters}
     return any(
         id(parameter) in given
         for model in list(_sessions)
         for session in sessions_of(model)
+        if not (in_a_job and getattr(session.group.transport, "closed", False))  # simulated ones have no end
         for parameter in session.parameters
     )
 

@@ -101,6 +101,7 @@ class ShardedSession(Session):
             self._recut(self._cutting.first(self.view.members))
             self.agree(buckets)
             rounds.agree()
+            self.say_who_never_came(self._row)
         self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole, personal=self.personal)
         self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
         self._norms.writable = self._own_gradients_change

@@ -1,16 +1,23 @@
-"""Refuses wrappers that exchange gradients themselves, such as DistributedDataParallel, before and after prepare().
+"""Refuses what would train a prepared model beside its optimizer: DistributedDataParallel, another optimizer.
 
 A model that is wrapped after prepare() would train wrongly without an error: DDP writes its mean into `parameter.grad`,
-which is the memory of a bucket, while the engine still reads that memory to send it.
+which is the memory of a bucket, while the engine still reads that memory to send it. So would one with an optimizer
+that prepare() did not get: gradients are averaged only where a rank owns them.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 # Class names, as importing FSDP takes a second and most jobs do not need it. fully_shard() changes a module's class.
@@ -21,6 +28,9 @@ _NAMES = {
 }
 
 _watching: RemovableHandle | None = None
+_watching_steps: RemovableHandle | None = None
+# Optimizers with other parameters than those that are prepared, and how many groups each had when that was found.
+_others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def wrapper_of(module: nn.Module) -> str | None:
@@ -61,6 +71,35 @@ def refuse_wrappers(prepared: Callable[[Iterable[nn.Parameter]], bool]) -> None:
             raise refusal(name)
 
     _watching = register_module_module_registration_hook(watch)
+
+
+def refuse_other_optimizers(
+    prepared: Callable[[Iterable[nn.Parameter]], bool], within: Callable[[FrameType], bool]
+) -> None:
+    """Makes steps of an optimizer that prepare() did not get, but that has a prepared parameter, raise an error.
+
+    Args:
+        prepared: Returns whether any of some parameters is prepared, in a job that goes on.
+        within: Returns whether a call is part of a prepared optimizer's step, as where that has others within itself.
+    """
+    global _watching_steps
+    _others.clear()  # what is prepared now may be theirs
+    if _watching_steps is not None:
+        return
+
+    def watch(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        groups = optimizer.param_groups
+        if "session" in optimizer.__dict__ or _others.get(optimizer) == len(groups):
+            return
+        if not prepared(parameter for group in groups for parameter in group["params"]):
+            _others[optimizer] = len(groups)
+        elif not within(sys._getframe(1)):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} has parameters that are prepared with another optimizer, which alone "
+                "may step them: make the optimizer before prepare(model, optimizer), and step the one that it returns"
+            )
+
+    _watching_steps = register_optimizer_step_pre_hook(watch)
 
 
 def refuse_active_wrapper(model: nn.Module) -> None:
