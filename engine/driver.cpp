@@ -55,6 +55,7 @@ bool Driver::drive() {
 void Driver::fail() noexcept {
     if (!failure_) failure_ = std::current_exception();
     changed_.notify_all();
+    view_changed_.notify_all();
     wake(wake_);
     wake(nudge_);
 }
@@ -320,9 +321,9 @@ bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
     check_open();
     const auto woken = [&] { return over() || core_->view_number() > above; };
     if (timeout == never) {
-        changed_.wait(lock, woken);
+        view_changed_.wait(lock, woken);
     } else {
-        changed_.wait_for(lock, std::chrono::nanoseconds(timeout), woken);
+        view_changed_.wait_for(lock, std::chrono::nanoseconds(timeout), woken);
     }
     check_open();
     return core_->view_number() > above;
@@ -620,6 +621,7 @@ void Driver::collect() {
         view_number_ = core_->view_number();
         inside_ = core_->inside();
         any = true;
+        view_changed_.notify_all();
         if (tell_view_ && core_->view()) tell_view_(*core_->view(), inside_);
     }
     if (!any) return;

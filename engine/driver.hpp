@@ -226,7 +226,8 @@ private:
     Descriptor bell_;    // rung by peers of this machine: wakes whoever drives
     Descriptor inputs_;  // the sockets and the bell, as one
     Door door_;
-    std::condition_variable_any changed_;  // an exchange ended, or nobody drives
+    std::condition_variable_any changed_;       // an exchange ended, or nobody drives
+    std::condition_variable_any view_changed_;  // apart: every exchange would wake those who wait for a view
     std::unique_ptr<Core> core_;
     std::unique_ptr<FaultPath> faults_;
     std::shared_ptr<const FaultSettings> fault_settings_;

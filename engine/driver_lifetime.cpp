@@ -67,6 +67,7 @@ Driver::~Driver() {
     // The parent's threads do not exist here. They may have held locks or waited when we were forked, so wait for neither.
     if (thread_.joinable()) thread_.detach();
     new (&changed_) std::condition_variable_any;
+    new (&view_changed_) std::condition_variable_any;
     // The engine's thread may have been in the middle of a change when we were forked, so nothing of this can be destroyed.
     (void)core_.release();
     (void)faults_.release();
@@ -208,6 +209,7 @@ void Driver::close(Nanos linger) {
         }
         closed_ = true;
         changed_.notify_all();
+        view_changed_.notify_all();
     }
     {
         const std::lock_guard guard(registry().mutex);

@@ -31,7 +31,8 @@ class Links:
             self._chunks[peer] += chunks
             self._arrived[peer] += arrived
         for rank, recovered in arrival.recovered(stage=stage).items():
-            self._recovered[group.ranks.index(rank)] += recovered
+            if recovered:
+                self._recovered[group.ranks.index(rank)] += recovered
 
     def fraction(self, peer: int) -> float | None:
         """Returns the fraction of a peer's chunks that arrived; None if there were none."""
@@ -48,6 +49,9 @@ class Links:
 
     def counts(self, without: Collection[int] = ()) -> tuple[int, int]:
         """Returns the number of chunks that did not arrive, and of all chunks, leaving out some peers."""
+        if not without:
+            chunks = sum(self._chunks)
+            return chunks - sum(self._arrived), chunks
         peers = [peer for peer in range(len(self._chunks)) if peer not in without]
         chunks = sum(self._chunks[peer] for peer in peers)
         return chunks - sum(self._arrived[peer] for peer in peers), chunks

@@ -43,14 +43,23 @@ class Beside:
         self._optimizer = optimizer
         self._parameters = parameters
         self._before: dict[Path, Any] = {}
+        self._few: list[Any] | None = None
+        """All that is there, where it is nothing but a few constants, as torch's own optimizers have."""
         self._changed: dict[Path, None] = {}
 
     def before_step(self) -> None:
         """Notes what is there before the optimizer steps."""
-        self._before = {path: _mark(value) for path, value in self._values().items()}
+        self._few = self._constants()
+        if self._few is None:
+            self._before = {path: _mark(value) for path, value in self._values().items()}
 
     def after_step(self) -> None:
         """Finds out what the step has changed."""
+        few, self._few = self._few, None
+        if few is not None:
+            if few == self._constants():
+                return
+            self._before = {(("name", name),): _mark(value) for name, _, value in few}
         for path, value in self._values().items():
             if path not in self._before or self._before[path] != _mark(value):
                 self._changed[path] = None
@@ -102,6 +111,19 @@ class Beside:
             self._put(path, _copied(value))
 
     # --- finding values -----------------------------------------------------------------------------------------------
+
+    def _constants(self) -> list[Any] | None:
+        """Returns name, type and value of each attribute; None if one is no constant, or if the state has more."""
+        found: list[Any] = []
+        for name, value in vars(self._optimizer).items():
+            if name in _OTHERS or name.startswith(("_optimizer_", "_storm_", "__")):
+                continue
+            if type(value) not in (bool, int, str):
+                return None
+            found.append((name, type(value), value))
+        if any(not isinstance(key, torch.Tensor) for key in self._optimizer.state):
+            return None
+        return found
 
     def _values(self) -> dict[Path, Any]:
         found: dict[Path, Any] = {}

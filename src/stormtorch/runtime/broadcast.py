@@ -59,14 +59,12 @@ class Broadcast:
         chunk_bytes = groups[0].transport.chunk_bytes
         self.wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
         """Number format of each bucket."""
-        self.ages = [
-            [
-                torch.zeros(self.wires[bucket.index].chunks(count), dtype=torch.int32, device="cpu")
-                for _, count in bucket.spans
-            ]
-            for bucket in buckets
-        ]
+        counts = [[self.wires[bucket.index].chunks(count) for _, count in bucket.spans] for bucket in buckets]
+        together = torch.zeros(sum(map(sum, counts)), dtype=torch.int32, device="cpu")
+        parts = iter(torch.split(together, [count for each in counts for count in each]))
+        self.ages = [[next(parts) for _ in each] for each in counts]
         """Age in steps of the copy of each chunk, by bucket and owner."""
+        self._all_ages = together.numpy()  # the same memory: without loss one look is enough
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._rooms: dict[int, list[torch.Tensor]] = {}
         self._fetches: dict[int, list[Fetch]] = {}
@@ -169,12 +167,14 @@ class Broadcast:
         reliability: Reliability,
     ) -> list[Fetch]:
         """Begins to send chunks that others want exactly, and to fetch those that this rank wants."""
+        self._serves[bucket.index] = []
+        if all(each is None for each in (*serve, *fetch)):
+            return []
         group, wire = self.groups[bucket.index], self.wires[bucket.index]
         # The deadline matters where only one side knows of the request, because a report was lost with its rank.
         silence_s = getattr(group.transport, "silence_s", None)
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
         fetches: list[Fetch] = []
-        self._serves[bucket.index] = []
         for peer, chunks_C in enumerate(serve):
             if chunks_C is not None and bool(chunks_C.any()):
                 message = ahead[_elements(chunks_C, wire.per_chunk, ahead.numel())]
@@ -237,6 +237,8 @@ class Broadcast:
             ages_C = self.ages[bucket.index][owner]
             if arrived == chunks:
                 ages_C.zero_()
+                if not self._accepts and wire.dtype == bucket.dtype:
+                    continue  # it lies where it belongs
                 arrived_C = torch.ones(chunks, dtype=torch.bool, device="cpu")
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
@@ -285,14 +287,17 @@ class Broadcast:
 
     def lag(self) -> dict[int, int]:
         """Returns the number of chunks of others' parameters by their age in steps."""
+        if not self._all_ages.any():
+            count = self._all_ages.size - self.chunks_of(self._rank)
+            return {0: count} if count else {}
         others = [age for ages in self.ages for owner, age in enumerate(ages) if owner != self._rank]
-        if not others:
-            return {}
         counts = torch.bincount(torch.cat(others))
         return {age: count for age, count in enumerate(counts.tolist()) if count}
 
     def oldest(self, without: Collection[int]) -> int:
         """Returns the age of the oldest copy, leaving out the copies of some owners."""
+        if not self._all_ages.any():
+            return 0
         spared = {*without, self._rank}
         return max(
             (int(age.max()) for ages in self.ages for owner, age in enumerate(ages) if owner not in spared), default=0

@@ -28,6 +28,8 @@ class Bucket:
         self.rank = rank
         first = parameters[layout.slots[0].parameter]
         self.dtype, self.device = first.dtype, first.device
+        self.on_gpu = self.device.type == "cuda"
+        """Whether the parameters are on a GPU, so that they must be copied for the network."""
         self.flat = torch.zeros(layout.elements, dtype=self.dtype, device=self.device)
         self.grads = torch.zeros_like(self.flat)
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
@@ -100,11 +102,6 @@ class Bucket:
             shard.copy_(self.own_grads)
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether the parameters are on a GPU, so that they must be copied for the network."""
-        return self.device.type == "cuda"
-
-    @property
     def apart(self) -> bool:
         """Whether the network reads and writes other memory than the model does, so that values must be copied."""
         return self.on_gpu or self.kept is not None
@@ -125,6 +122,10 @@ class Bucket:
     def within_own(self, piece: Piece, vector: torch.Tensor) -> torch.Tensor:
         """Returns a piece's part of a vector like `masters`."""
         return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
+
+    def address_of(self, piece: Piece, vector: torch.Tensor) -> int:
+        """Returns the address of a piece's part of such a vector: that costs less than a view of it."""
+        return vector.data_ptr() + (piece.first - self.layout.spans[self.rank][0]) * vector.element_size()
 
     def bring_home(self, *, arriving: bool = False) -> None:
         """Puts parameters back into the bucket that were only copied, as `model.to("cpu:0")` does on the CPU.

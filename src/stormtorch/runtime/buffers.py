@@ -41,7 +41,6 @@ class Buffers:
             if each.is_floating_point() and each.numel() and name not in self._personal
         }
 
-    @torch.no_grad()
     def remember(self) -> None:
         """Copies the buffers at the end of a step, for calls of ranks that have not begun the next one.
 

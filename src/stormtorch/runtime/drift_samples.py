@@ -1,7 +1,10 @@
 """Measures drift: at every step all ranks compare their copies of the same few elements, chosen anew each time."""
 
+import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stormtorch import theory
@@ -9,6 +12,10 @@ from stormtorch.runtime.bucket import Bucket
 
 _Picks = tuple[list[tuple[Bucket, torch.Tensor]], torch.Tensor]
 """Elements of the buckets of one device: which of each bucket, and where their values go."""
+Values = npt.NDArray[np.float32]
+
+# Steps for which elements are drawn at once: each draw costs as much as a step of a small model allows in all.
+_AHEAD = 32
 
 
 class DriftSamples:
@@ -40,6 +47,15 @@ class DriftSamples:
             firsts = torch.tensor([piece.first for _, piece in pieces], dtype=torch.int64, device="cpu")
             self._firsts.append(firsts - (ends - counts))
             self._homes.append(torch.tensor([home for home, _ in pieces], device="cpu"))
+        self._random = torch.Generator(device="cpu")
+        # Small models have one bucket, and every operation of a step counts for them.
+        all_own = all(ends.numel() for ends in self._ends)
+        self._alone = buckets[0] if len(buckets) == 1 and self.each and all_own else None
+        self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """For each owner, where its elements of some steps are, and in which of its pieces; a row for each step."""
+        self._drawn_for = -1
+        self._rows = self._where = torch.empty(0, dtype=torch.int64, device="cpu")
+        """Where the chosen elements are in the only bucket, if there is one, in some steps and in this one."""
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found: dict[range, list[_Picks]] = {}
         self._own = range(rank, rank + 1)
@@ -55,20 +71,33 @@ class DriftSamples:
 
     def choose(self, step: int) -> None:
         """Chooses the elements of a step, the same on all ranks."""
-        random = torch.Generator(device="cpu").manual_seed(step)
-        self._places = []
+        block, row = divmod(step, _AHEAD)
+        if block != self._drawn_for:
+            self._random.manual_seed(block)
+            self._drawn, self._drawn_for = [self._draw(owner) for owner in range(self.owners)], block
+            if self._alone is not None:
+                rows = torch.cat([where for where, _ in self._drawn], dim=1)
+                self._rows = rows.to(self._alone.device)
+        if self._alone is not None:
+            self._where = self._rows[row]
+            return
         self._found = {}
-        for ends, firsts, homes in zip(self._ends, self._firsts, self._homes, strict=True):
-            total = int(ends[-1]) if ends.numel() else 0
-            if total == 0:
-                empty = torch.empty(0, dtype=torch.int64, device="cpu")
-                self._places.append((empty, empty))
-                continue
-            at = torch.randint(total, (self.each,), generator=random, device="cpu")
-            piece = torch.searchsorted(ends, at, right=True)
-            self._places.append((homes[piece], firsts[piece] + at))
+        self._places = [
+            (homes[pieces[row]], where[row]) if where.numel() else (where.flatten(), where.flatten())
+            for homes, (where, pieces) in zip(self._homes, self._drawn, strict=True)
+        ]
 
-    @torch.no_grad()
+    def _draw(self, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws elements of an owner, a row for each step. Returns where they are, and in which of its pieces."""
+        ends, firsts = self._ends[owner], self._firsts[owner]
+        total = int(ends[-1]) if ends.numel() else 0
+        if total == 0:
+            empty = torch.empty(_AHEAD, 0, dtype=torch.int64, device="cpu")
+            return empty, empty
+        at = torch.randint(total, (_AHEAD, self.each), generator=self._random, device="cpu")
+        pieces = torch.searchsorted(ends, at, right=True)
+        return firsts[pieces] + at, pieces
+
     def read(self) -> torch.Tensor:
         """Returns this rank's copies, owner after owner; NaN where an owner has nothing."""
         return self._read(range(self.owners)) if self.each else torch.empty(0)
@@ -81,7 +110,7 @@ class DriftSamples:
         """Measures how much the step has changed the chosen elements that this rank owns."""
         if self.each:
             update = self._read(self._own) - self._before
-            self.update_variance = float(update.square().mean())
+            self.update_variance = float(torch.dot(update, update)) / update.numel()
 
     def bound(self, update_variance: float, loss: float, lead: float, max_lag: int | None, *, again: bool) -> float:
         """Returns a bound on the expected mean squared difference of two replicas, under the policy in use.
@@ -101,6 +130,10 @@ class DriftSamples:
         return theory.pair_bound(loss, lead=lead, max_lag=max_lag) * self._square
 
     def _read(self, owners: range) -> torch.Tensor:
+        if self._alone is not None:
+            where = self._where.narrow(0, owners.start * self.each, len(owners) * self.each)
+            values = self._alone.flat.index_select(0, where)
+            return values if values.dtype == torch.float32 and not self._alone.on_gpu else values.float().cpu()
         if owners not in self._found:
             self._found[owners] = _find(self._buckets, [self._places[owner] for owner in owners])
         values = torch.full((len(owners) * self.each,), torch.nan, dtype=torch.float32, device="cpu")
@@ -113,11 +146,11 @@ class DriftSamples:
         """Returns the mean squared difference between this replica and others, and between it and the owners."""
         if not self.each:
             return None, None
-        own = own_S.view(self.owners, -1)
-        between: list[torch.Tensor] = []
-        from_owner: list[torch.Tensor] = []
+        own = own_S.numpy().reshape(self.owners, -1)
+        between: list[Values] = []
+        from_owner: list[Values] = []
         for peer, theirs_S in others.items():
-            square = (theirs_S.view(self.owners, -1) - own).square()
+            square = np.square(theirs_S.numpy().reshape(self.owners, -1) - own)
             from_owner.append(square[peer])
             between += [square[owner] for owner in range(self.owners) if owner not in (peer, self._rank)]
         return _mean(between), _mean(from_owner)
@@ -143,12 +176,15 @@ def _find(buckets: Sequence[Bucket], places: Sequence[tuple[torch.Tensor, torch.
 
 def apart(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
     """Returns the mean squared difference between this replica and others, where nobody owns anything."""
-    return _mean([(each - own_S).square() for each in others]) if own_S.numel() else None
+    return _mean([np.square(each.numpy() - own_S.numpy()) for each in others]) if own_S.numel() else None
 
 
-def _mean(squares: list[torch.Tensor]) -> float | None:
+def _mean(squares: list[Values]) -> float | None:
     if not squares:
         return None
-    known = torch.cat(squares)
-    known = known[~known.isnan()]
-    return float(known.mean()) if known.numel() else None
+    known = squares[0] if len(squares) == 1 else np.concatenate(squares)
+    mean = float(known.mean())
+    if not math.isnan(mean):
+        return mean
+    known = known[~np.isnan(known)]
+    return float(known.mean()) if known.size else None

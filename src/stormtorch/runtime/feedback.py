@@ -116,6 +116,8 @@ class Feedback:
         links = [self._reduction.links] if self._policy.up.budget == 1.0 else []
         if broadcast and self._policy.down.budget == 1.0:
             links.append(self._broadcast.links)
+        if not links:
+            return -1.0
         lost, chunks = (sum(each) for each in zip((0, 0), *(each.unaided(peer) for each in links), strict=True))
         return lost / chunks if chunks else -1.0
 

@@ -40,8 +40,10 @@ class Pressure:
 
     def learn(self, links: Links) -> None:
         """Takes what arrived in a round, and how long that took."""
+        if self._allowed is None:
+            return
         lost, chunks = links.counts()
-        if self._allowed is None or not chunks or not links.longest_s:
+        if not chunks or not links.longest_s:
             return
         loss = lost / chunks
         self._rounds += 1

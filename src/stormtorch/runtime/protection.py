@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -70,7 +71,12 @@ class Protection:
         if stage.budget < 1.0:
             return stage  # what is lost is sent again, and the engine's model knows what parity saves there
         loss = self._losses.raw.value
-        return replace(stage, redundancy=self._policy.redundancy_of(stage, loss, self._chunks, self._narrower))
+        return _with(stage, self._policy.redundancy_of(stage, loss, self._chunks, self._narrower))
+
+
+@lru_cache(maxsize=64)  # to make one costs more than all else here, and most steps have that of the step before
+def _with(stage: Reliability, redundancy: float) -> Reliability:
+    return replace(stage, redundancy=redundancy)
 
 
 def _parity(stage: Reliability) -> float:

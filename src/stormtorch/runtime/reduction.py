@@ -10,6 +10,7 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.group import Islands
 from stormtorch.collectives.wire import Wire, narrower
+from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import OwnerPolicy, takes
 from stormtorch.reliability import Reliability
@@ -57,6 +58,11 @@ class Reduction:
         """Reliability of the next exchange, with the parity that this rank sends."""
         self.groups = groups
         self._policy = policy
+        self._keeps_mean = type(policy).combine in (OwnerPolicy.combine, BoundedDrift.combine)
+        """Whether the policy leaves the mean as it is, unless gradients are weighed: a small model feels the call."""
+        self._remembers = takes(policy.combine, "owner")
+        chunk_bytes = groups[0].transport.chunk_bytes
+        self._wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
         self._buckets = buckets
         self._order = order
         self._relays = relays
@@ -88,12 +94,18 @@ class Reduction:
             group = self.groups[bucket.index]
             for arrival in arrivals:
                 self.links.add(group, arrival)
-                counts = arrival.counts() * each
-                if counts.numel():
+                alike, of = arrival.count
+                if alike:
+                    copies += alike * each * of
+                    inverse += of / (alike * each)
+                    chunks += of
+                elif of:
+                    counts = arrival.counts() * each
                     copies += float(counts.sum())
                     inverse += float(counts.reciprocal().sum())
-                    chunks += counts.numel()
-                    self._combine(bucket, counts)
+                    chunks += of
+                if of and not (self._keeps_mean and not self._policy.weighs):
+                    self._combine(bucket, arrival.counts() * each)
             if bucket.apart:
                 bucket.bring(bucket.own_grads, bucket.host_own_grads)
         n = self.groups[0].size
@@ -132,7 +144,7 @@ class Reduction:
         return all(bool(bucket.grads.isfinite().all()) for bucket in self._buckets)
 
     def _wire(self, bucket: Bucket) -> Wire:
-        return Wire(narrower(self._policy.wire, bucket.dtype), self.groups[bucket.index].transport.chunk_bytes)
+        return self._wires[bucket.index]
 
     def _reduce(self, bucket: Bucket, reliability: Reliability) -> Pending:
         if self._islands is not None:
@@ -176,7 +188,7 @@ class Reduction:
         """Replaces the mean of what arrived by what the policy makes of it."""
         out = bucket.host_own_grads
         memory: Remembered | None = None
-        if takes(self._policy.combine, "owner"):
+        if self._remembers:
             memory = self._remembered.setdefault(bucket.index, Store(out.numel())).chunks
         per_chunk = self._wire(bucket).per_chunk
         combined = chunked(self._policy.combine, per_chunk, [out], [counts_C, self.present], memory)

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stormtorch import collectives
@@ -90,31 +92,32 @@ class Reports:
         self._parameters = parameters
         self._samples = samples
         self._chunks = chunks
-        self._sent = [self._room(chunks[peer]) for peer in range(group.size)]
-        self._received = [self._room(chunks[group.rank]) for _ in range(group.size)]
+        self._writing = [_Message(parameters, samples, chunks[peer]) for peer in range(group.size)]
+        self._reading = [_Message(parameters, samples, chunks[group.rank]) for _ in range(group.size)]
+        self._sent = [each.memory for each in self._writing]
+        self._received = [each.memory for each in self._reading]
         self._step = -1
 
-    def begin(self, step: int, reports: Sequence[Report]) -> Pending:
-        """Begins to send a report to each rank."""
+    def begin(self, step: int, reports: Sequence[Report | None]) -> Pending:
+        """Begins to send a report to each rank; None, in this rank's own place, sends nothing."""
         self._step = step % _STEPS
-        for report, message in zip(reports, self._sent, strict=True):
-            self._write(report, message)
-        for message in self._received:
-            message[0] = -1.0
+        for report, message in zip(reports, self._writing, strict=True):
+            if report is not None:
+                self._write(report, message)
+        for message in self._reading:
+            message.header[0] = -1.0
         return collectives.all_to_all(self.group, self._received, self._sent, reliability=self._reliability)
 
     def read(self, peer: int) -> Report | None:
         """Reads a rank's report, once the exchange has ended; None if it did not arrive."""
-        message = self._received[peer]
-        header = message[:_HEADER].tolist()
+        message = self._reading[peer]
+        header = message.header.tolist()
         if header[0] != self._step or not all(map(math.isfinite, (*header[:4], *header[5:]))):
             return None  # it did not arrive, or is no valid report: its numbers must not be used
         flags = int(header[1])
-        samples_S = message[_HEADER : _HEADER + self._samples].clone()
-        packed = message[_HEADER + self._samples :].view(torch.uint8)
-        middle = _packed_bytes(self._parameters)
-        used_P = _unpack(packed[:middle], self._parameters)
-        wanted_C = _unpack(packed[middle:], self._chunks[self.group.rank])
+        samples_S = torch.from_numpy(message.samples.copy())
+        used_P = _unpack(message.used, self._parameters)
+        wanted_C = _unpack(message.wanted, self._chunks[self.group.rank])
         parameters, gradients = min(header[2], 1.0), min(header[3], 1.0)
         return Report(
             *(bool(flags & 1), bool(flags & 2), parameters, gradients, header[4]),
@@ -125,36 +128,39 @@ class Reports:
             Scale(header[15], min(max(header[16], 0.0), MOST_GROWTH)),
         )
 
-    def _room(self, chunks: int) -> torch.Tensor:
-        packed = _packed_bytes(self._parameters) + _packed_bytes(chunks)
-        return torch.zeros(_HEADER + self._samples + packed // 4, dtype=torch.float32, device="cpu")
-
-    def _write(self, report: Report, message: torch.Tensor) -> None:
+    def _write(self, report: Report, message: "_Message") -> None:
         flags = float(report.not_finite + 2 * report.alarm + 4 * report.shard.refill)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
         numbers += [report.settings, *report.speed, report.given, report.took_s, report.unaided]
         numbers += [*report.shard[1:], *report.scale]
-        message[:_HEADER] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-        message[_HEADER : _HEADER + self._samples] = report.samples_S
-        packed = message[_HEADER + self._samples :].view(torch.uint8)
-        middle = _packed_bytes(self._parameters)
-        packed[:middle] = _pack(report.used_P)
-        packed[middle:] = _pack(report.wanted_C)
+        message.header[:] = numbers
+        message.samples[:] = report.samples_S.numpy()
+        _pack(report.used_P, message.used)
+        _pack(report.wanted_C, message.wanted)
+
+
+class _Message:
+    """The memory of one report, and its parts as arrays: to write into those is many times as fast as into tensors."""
+
+    def __init__(self, parameters: int, samples: int, chunks: int) -> None:
+        middle = _packed_bytes(parameters)
+        length = _HEADER + samples + (middle + _packed_bytes(chunks)) // 4
+        self.memory = torch.zeros(length, dtype=torch.float32, device="cpu")
+        numbers: npt.NDArray[np.float32] = self.memory.numpy()
+        self.header, self.samples = numbers[:_HEADER], numbers[_HEADER : _HEADER + samples]
+        packed = numbers[_HEADER + samples :].view(np.uint8)
+        self.used, self.wanted = packed[:middle], packed[middle:]
 
 
 def _packed_bytes(flags: int) -> int:
     return -(-flags // 32) * 4
 
 
-def _bits() -> torch.Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
+def _pack(flags: torch.Tensor, packed: npt.NDArray[np.uint8]) -> None:
+    bits = np.packbits(flags.numpy(), bitorder="little")
+    packed[: bits.size] = bits  # the rest is never written
 
 
-def _pack(flags: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(_packed_bytes(flags.numel()) * 8, dtype=torch.uint8, device="cpu")
-    room[: flags.numel()] = flags
-    return (room.view(-1, 8) * _bits()).sum(1, dtype=torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    return (packed.unsqueeze(1) & _bits()).ne(0).flatten()[:count]
+def _unpack(packed: npt.NDArray[np.uint8], count: int) -> torch.Tensor:
+    flags: Any = np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
+    return torch.from_numpy(flags)

@@ -85,8 +85,9 @@ class Rounds:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def tell(self, step: int, report_to: Callable[[int], Report]) -> Pending:
-        """Begins to send a report to every member."""
-        return self._reports.begin(step, [report_to(peer) for peer in range(self.here.size)])
+        """Begins to send a report to every other member."""
+        here = self.here
+        return self._reports.begin(step, [None if peer == here.rank else report_to(peer) for peer in range(here.size)])
 
     def waiting(self) -> list[int]:
         """Returns the members that have sent their reports of the next round, which this rank has not begun."""

@@ -152,9 +152,13 @@ class LossScale:
         """Called when this rank's gradients become zeros, which have every scale."""
         self._left_out = True
 
-    @torch.no_grad()
     def fit(self, bucket: Bucket) -> None:
         """Gives the gradients of a bucket the scale of the others, before they leave."""
+        if self._coming is not None or self._wanted is not None:
+            self._fit(bucket)
+
+    @torch.no_grad()
+    def _fit(self, bucket: Bucket) -> None:
         if self._coming is not None and self._given is not None and not self._bare:
             self._wanted = self._coming.scale
             self._adopt(self._coming)

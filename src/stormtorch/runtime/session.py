@@ -358,14 +358,16 @@ class Session(Together, ABC):
 
     def bytes_sent(self) -> int:
         """Returns the bytes that this rank's transport has sent since the last call."""
-        health = self.group.transport.health()
+        return self._sent_since(self.group.transport.health())
+
+    def _sent_since(self, health: Mapping[str, Any]) -> int:
         before, self._bytes_sent = self._bytes_sent, int(health["bytes_sent"]) + int(health["shared_bytes_sent"])
         return self._bytes_sent - before
 
     def count_sent(self, row: Row) -> None:
         """Writes into a row what this rank's transport has sent, and what parity did, since the last call."""
-        row.bytes_sent = self.bytes_sent()
         health = self.group.transport.health()
+        row.bytes_sent = self._sent_since(health)
         for name in ("parity_bytes", "blocks_saved", "blocks_topped_up", "recovered"):
             now = int(health[name])
             setattr(row, name, now - self._parity.get(name, 0))

@@ -187,7 +187,7 @@ class Shards:
                 continue
             if stand_in.grad is None:
                 stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
-            given = bucket.within_own(piece, bucket.own_grads)
+            given = bucket.own_grads if finite else bucket.within_own(piece, bucket.own_grads)
         if given is None and not self._stepping:
             given = self._spare.grad = torch.zeros_like(self._spare)
         if given is not None and not finite:
@@ -202,12 +202,12 @@ class Shards:
             used: Whether it has one now.
         """
         for bucket, piece, stand_in in self.pieces:
-            home = bucket.within_own(piece, bucket.step_grads)
             if before[piece.parameter] and not used[piece.parameter]:
                 stand_in.grad = None
             elif used[piece.parameter] and not before[piece.parameter]:
-                stand_in.grad = home.view(stand_in.shape)
-            elif stand_in.grad is not None and stand_in.grad.data_ptr() != home.data_ptr():
+                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
+            elif stand_in.grad is not None and stand_in.grad.data_ptr() != bucket.address_of(piece, bucket.step_grads):
+                home = bucket.within_own(piece, bucket.step_grads)
                 home.copy_(stand_in.grad.reshape(-1))
                 stand_in.grad = home.view(stand_in.shape)
 

@@ -29,7 +29,6 @@ class Shown:
         self.foreign: Callable[[], None] = lambda: None
         """Called when the program has set a gradient that it has not computed from the present one."""
 
-    @torch.no_grad()
     def show(self) -> None:
         """Shows the program the averaged gradients of this rank's shard, where it sees gradients."""
         for bucket in self._buckets:
@@ -47,7 +46,6 @@ class Shown:
         if bucket.step_grads is bucket.own_grads:
             self._before[bucket.index] = _bits(bucket).clone(), bucket.own_grads._version
 
-    @torch.no_grad()
     def settle(self, *, replace: bool) -> bool:
         """Takes what the program has made of its gradients since. Returns whether it has changed any by itself.
 
@@ -68,7 +66,7 @@ class Shown:
                     changed = True
                     if type(given) is torch.Tensor:
                         self.foreign()
-                    with torch._C.DisableTorchFunctionSubclass():
+                    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                         bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
                     if replace:
                         parameter.grad = view
@@ -77,8 +75,10 @@ class Shown:
 
     def _merge(self, bucket: Bucket) -> bool:
         """Gives the optimizer what the program has changed, where it has other memory. Returns whether that is so."""
-        if bucket.index not in self._before:
-            return False
+        return bucket.index in self._before and self._merge_apart(bucket)
+
+    @torch.no_grad()
+    def _merge_apart(self, bucket: Bucket) -> bool:
         before, version = self._before[bucket.index]
         same = before == _bits(bucket)
         if bool(same.all()):

@@ -4,6 +4,7 @@ There are two transports: UDP (`stormtorch.transport.udp`) and a simulated netwo
 Both drive the same native core.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -211,6 +212,13 @@ class Arrival:
             if counts
             else torch.empty(0, dtype=torch.int32)
         )
+
+    @property
+    def count(self) -> tuple[int, int]:
+        """What `counts` holds where that is the same for all chunks, as it is without loss, or 0; and for how many."""
+        counts = self._outcome.counts
+        alike = counts == counts[:2] * (len(counts) // 2)
+        return int.from_bytes(counts[:2], sys.byteorder) if alike else 0, len(counts) // 2
 
     @property
     def repaired(self) -> int:

@@ -51,8 +51,7 @@ class _Doing(threading.local):
 _doing = _Doing()
 
 
-@contextlib.contextmanager
-def doing(what: str, *, elsewhere: bool = False) -> Iterator[None]:
+class doing:  # a context, entered so often in a step that a generator would be felt
     """Marks the waits of this thread within the block as part of a call that all ranks must make.
 
     The outermost block counts.
@@ -61,13 +60,20 @@ def doing(what: str, *, elsewhere: bool = False) -> Iterator[None]:
         what: Name of the call, as the user knows it.
         elsewhere: Whether the call belongs to no training; a training may be running in another thread.
     """
-    before = _doing.what, _doing.elsewhere
-    if _doing.what is None:
-        _doing.what, _doing.elsewhere, _doing.waited_s = what, elsewhere, 0.0
-    try:
-        yield
-    finally:
-        _doing.what, _doing.elsewhere = before
+
+    __slots__ = ("_elsewhere", "_outermost", "_what")
+
+    def __init__(self, what: str, *, elsewhere: bool = False) -> None:
+        self._what, self._elsewhere, self._outermost = what, elsewhere, False
+
+    def __enter__(self) -> None:
+        if _doing.what is None:
+            self._outermost = True
+            _doing.what, _doing.elsewhere, _doing.waited_s = self._what, self._elsewhere, 0.0
+
+    def __exit__(self, *_: object) -> None:
+        if self._outermost:
+            _doing.what, _doing.elsewhere = None, False
 
 
 def is_elsewhere() -> bool:
