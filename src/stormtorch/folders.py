@@ -4,7 +4,23 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
+
+FLIGHTS_VARIABLE = "STORM_FLIGHT_DIR"
+"""Environment variable with the folder for flight records; by default one that only this user can read."""
+FLIGHTS = "stormtorch-flights"
+"""First part of the name of that folder."""
+
+
+def flights_folder() -> Path:
+    """Returns the folder into which ranks of this user write flight records.
+
+    Raises:
+        PermissionError: Something else has its place.
+    """
+    chosen = os.environ.get(FLIGHTS_VARIABLE)
+    return Path(chosen) if chosen else own_folder(tempfile.gettempdir(), FLIGHTS)
 
 
 def own_folder(base: str, name: str) -> Path:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from full_disk import files_up_to
-from stormtorch.backend.flight import DIRECTORY_VARIABLE, Flight
+from stormtorch.backend.flight import Flight
 from stormtorch.errors import PeerSilent
+from stormtorch.folders import FLIGHTS_VARIABLE
 
 pytestmark = pytest.mark.pure
 
@@ -22,9 +23,9 @@ def record_of(folder: Path | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Has an operation fail; returns the record that it leaves, which lies in `tmp_path` if no folder is given."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if folder is None:
-        monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+        monkeypatch.delenv(FLIGHTS_VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(DIRECTORY_VARIABLE, str(folder))
+        monkeypatch.setenv(FLIGHTS_VARIABLE, str(folder))
     before = set(tmp_path.rglob("*.json"))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name=name, rank=0, ranks=(0, 1))
     Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
@@ -92,7 +93,7 @@ def test_half_a_record_on_a_full_disk_is_removed_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would keep `stormtorch postmortem` from reading those of the other ranks."""
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FLIGHTS_VARIABLE, str(tmp_path))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name="world", rank=0, ranks=(0, 1))
     with files_up_to(100):
         Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))

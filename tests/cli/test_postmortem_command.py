@@ -148,10 +148,12 @@ def test_a_file_that_is_no_flight_record_is_refused_by_name(tmp_path: Path, cont
 
 
 @pytest.mark.pure
-def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_records_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = call("postmortem", str(tmp_path))
     assert code == 2
     assert "holds no flight records" in text
+    monkeypatch.setenv("STORM_FLIGHT_DIR", str(tmp_path))
+    assert call("postmortem") == (code, text)  # without a name, where ranks of this machine write them
 
 
 @pytest.mark.pure

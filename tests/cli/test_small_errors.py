@@ -35,6 +35,10 @@ def test_a_report_reads_the_files_of_a_folder_and_names_one_without_any(tmp_path
     assert code == 2
     assert "for FILE:" in text
     assert "is a folder without *.json" in " ".join(text.replace("│", " ").split())
+    (tmp_path / "rank-0.jsonl").write_text("")
+    code, text = call("report", str(tmp_path))
+    assert code == 2
+    assert "holds records of a job, not results: `stormtorch watch" in " ".join(text.replace("│", " ").split())
     (tmp_path / "strange.json").write_text("{}")
     code, text = call("report", str(tmp_path))
     assert code == 2

@@ -130,6 +130,9 @@ def test_on_one_machine_it_is_the_cores_that_ranks_wait_for() -> None:
     found = first(wait_s=0.3, host=lambda rank: "a", rate=lambda s, r: 0.0)
     assert found.text == "75 % of a step is waiting for other ranks on the same machine"
     assert "OMP_NUM_THREADS" in found.remedy
+    # Ranks that hardly compute do not crowd each other.
+    found = first(wait_s=0.3, host=lambda rank: "a", rate=lambda s, r: 0.0, links_cpu_s=lambda rank: 0.1)
+    assert "cores together, so see what else keeps this machine busy" in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,13 @@ def test_a_rank_that_died_is_named_while_the_others_train_on() -> None:
     ended = [{"kind": "end", "time": START + 21, "step": 80, "why": "done"}]
     found = judged({rank: mine + ended * (rank != 2) for rank, mine in records.items()})
     assert found[0].text.endswith("3 of 4 ranks went on to the end")
+    why = "PeerSilent: rank {}: nothing was heard from rank 2\N{HORIZONTAL ELLIPSIS}"
+    failed = {rank: [{"kind": "end", "time": START + 21, "step": 80, "why": why.format(rank)}] for rank in (0, 1, 3)}
+    found = judged({rank: mine + failed.get(rank, []) for rank, mine in records.items()})
+    assert found[0].text.endswith("3 of 4 ranks went on to an error")
+    assert found[1].sentence == (
+        "Ranks 0, 1, 3 failed at step 79: PeerSilent: nothing was heard from rank 2\N{HORIZONTAL ELLIPSIS}"
+    )
 
 
 def test_a_rank_that_stops_telling_is_noticed_before_a_view_says_so() -> None:

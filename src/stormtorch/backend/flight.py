@@ -21,13 +21,10 @@ import torch
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
-from stormtorch.folders import own_folder, write_new
+from stormtorch.folders import FLIGHTS, FLIGHTS_VARIABLE, flights_folder, write_new
 
-DIRECTORY_VARIABLE = "STORM_FLIGHT_DIR"
-"""Environment variable with the folder for flight records; by default one that only this user can read."""
 VERSION = 3
 """Number of the file's layout."""
-_NAME = "stormtorch-flights"
 _LENGTH = 256
 _MOST_SHAPES = 8
 _PAIRS = ("send", "recv")
@@ -97,7 +94,7 @@ class Flight:
 
     def _closing(self, why: str) -> None:
         """Called before the transport is closed: a rank that ends with an error of its own is worth a record, too."""
-        if why not in ("done", "left") and self._records and DIRECTORY_VARIABLE in os.environ:
+        if why not in ("done", "left") and self._records and FLIGHTS_VARIABLE in os.environ:
             self._dump(why)
 
     def _dump(self, error: str) -> None:
@@ -131,10 +128,7 @@ class Flight:
 
 
 def _folder() -> Path:
-    chosen = os.environ.get(DIRECTORY_VARIABLE)
-    if chosen:
-        return Path(chosen)
     try:
-        return own_folder(tempfile.gettempdir(), _NAME)
+        return flights_folder()
     except PermissionError:  # somebody else has taken its name
-        return Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
+        return Path(tempfile.mkdtemp(prefix=f"{FLIGHTS}-"))

@@ -70,7 +70,7 @@ def demo(
         bool | None, typer.Option("--open/--no-open", help="Open the report.", show_default="if there is a screen")
     ] = None,
 ) -> None:
-    """See in a minute what stormtorch is for: the same training beside DDP on gloo, over a line that loses packets.
+    """See in two minutes what stormtorch is for: the same training beside DDP on gloo, over a line that loses packets.
 
     Virtual hosts train a small language model over lines of 100 Mbit/s with a round trip of 40 ms that really lose a
     tenth of all packets, stormtorch's and TCP's alike. Two curves race over the seconds.

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def postmortem(
     files: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             help="Flight records of several ranks, storm-flight-*.json, or folders that hold them.",
             metavar="FILE...",
-            show_default=False,
+            show_default="the folder into which ranks of this machine write them",
         ),
-    ],
+    ] = None,
     job: Annotated[
         str | None,
         typer.Option(help="The run to explain.", show_default="the one that failed last", metavar="ID"),
@@ -42,6 +42,7 @@ def postmortem(
 
     [bold]Examples[/bold]
 
+      stormtorch postmortem                            what ranks of this machine have written
       stormtorch postmortem flights                    what STORM_FLIGHT_DIR=flights has collected
       stormtorch postmortem flights/storm-flight-*.json --json found.json
       stormtorch postmortem flights --torch traces     for torch.distributed.flight_recorder.fr_trace
@@ -50,13 +51,14 @@ def postmortem(
         from rich.console import Console
 
         from stormtorch.cli.tables.postmortem import show_findings
+        from stormtorch.folders import flights_folder
         from stormtorch.results.postmortem import find, read_flights
         from stormtorch.results.report import write_json
 
         check_outputs(json)
         try:
-            flights = read_flights(files)
-        except ValueError as error:
+            flights = read_flights(files or [flights_folder()])
+        except (ValueError, PermissionError) as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
         flights = _of_job(flights, job)
         findings = find(flights)

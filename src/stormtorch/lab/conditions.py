@@ -352,7 +352,8 @@ def link_model(loss: object, burst: object) -> LinkModel:
     """Model of a link with this loss rate and length of bursts; a BadCondition names the one that is wrong."""
     p, length = _finite("loss", loss), burst if isinstance(burst, str) else _finite("burst", burst)
     if not 0.0 <= p <= 1.0:
-        raise BadCondition("loss", f"must lie in [0, 1], got {p:g}")
+        percent = f"; {p:g} % is {p / 100:g}" if 1.0 < p <= 100.0 else ""
+        raise BadCondition("loss", f"must lie in [0, 1], got {p:g}{percent}")
     with _as_condition("burst"):
         return loss_in_bursts(p, length, name="loss")
 

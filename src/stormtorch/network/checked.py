@@ -24,7 +24,8 @@ def checked_chance(name: str, value: object) -> float:
     """Convert a number in [0, 1] to a float; a ValueError names any other value."""
     number = checked_number(name, value)
     if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must lie in [0, 1], got {number}")
+        percent = f"; {number:g} % is {number / 100:g}" if 1.0 < number <= 100.0 else ""
+        raise ValueError(f"{name} must lie in [0, 1], got {number}{percent}")
     return number
 
 

@@ -88,6 +88,10 @@ def _inside(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.glob("*.json"))
     if not found:
+        if any(path.glob("*.jsonl")):
+            raise UnknownFile(
+                f"{path} holds records of a job, not results: `stormtorch watch {path} --export job.html` draws them"
+            )
         raise UnknownFile(f"{path} is a folder without *.json: write a file into it with --json of {_commands()}")
     return found
 

@@ -217,7 +217,7 @@ def answer(accounts: Sequence[Account]) -> str:
     failed = [each for each in accounts if each.ended not in ("", "done", "left")]
     if failed:
         words.append(f"{failed[0].name} ended with {failed[0].ended}")
-    return "; ".join(words) + "."
+    return "; ".join(words).rstrip(".") + "."
 
 
 def summary(account: Account) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The whole sentence."""
-        return f"{self.text}: {self.remedy}." if self.remedy else f"{self.text}."
+        words = f"{self.text}: {self.remedy}" if self.remedy else self.text
+        return words if words.endswith("\N{HORIZONTAL ELLIPSIS}") else f"{words}."
 
 
 def where(moment: Moment, ranks: tuple[int, ...]) -> str:

@@ -20,6 +20,8 @@ _NETWORK, _NETWORK_MOST = 0.25, 0.5
 _OVER_BOUND = 1.5
 # A step has several exchanges, each of which takes its milliseconds however little it carries.
 _TINY_MODEL, _SHORT_STEP_S = 200_000, 0.03
+# Ranks that use less than that, all together, do not wait for each other's cores.
+_ONE_CORE = 0.8
 # Steps that the guard made exact. Some at the beginning of a training are usual.
 _GUARDED = 0.2
 # A wait that has lasted for so long is no part of a step any more.
@@ -48,13 +50,22 @@ def judge(moment: Moment) -> list[Finding]:
 
 
 def _ends(moment: Moment) -> list[Finding]:
-    found = []
+    alike: dict[str, list[int]] = defaultdict(list)
     for rank, process in moment.everyone.items():
         if moment.states[rank] is State.FAILED:
             step = f" at step {process.step:,}" if process.step is not None else ""
-            words = f"{where(moment, (rank,))} failed{step}: {process.why}"
-            found.append(Finding(level=Level.BAD, kind="failed", text=words.rstrip("."), ranks=(rank,), weight=9.0))
-    return found[:3]
+            # Errors begin with the rank that raised them, which is named already.
+            alike[f"failed{step}: {(process.why or '').replace(f'rank {rank}: ', '', 1)}"].append(rank)
+    return [
+        Finding(
+            level=Level.BAD,
+            kind="failed",
+            text=f"{where(moment, tuple(ranks))} {words.rstrip('.')}",
+            ranks=tuple(ranks),
+            weight=9.0,
+        )
+        for words, ranks in list(alike.items())[:3]
+    ]
 
 
 def _silence(moment: Moment) -> list[Finding]:
@@ -67,11 +78,15 @@ def _silence(moment: Moment) -> list[Finding]:
     if gone:
         step = max(moment.everyone[rank].step or 0 for rank in gone)
         words = f"{does(where(moment, gone), 'died or was', 'died or were')} cut off after step {step:,}"
+        failed = State.FAILED in states.values()
         if left:
-            words += f", and {left} of {len(states)} ranks {'train on' if running else 'went on to the end'}"
+            after = "train on" if running else "went on to an error" if failed else "went on to the end"
+            words += f", and {left} of {len(states)} ranks {after}"
         remedy = "start it again with the same command, and it comes back in" if running else ""
-        level = Level.BAD if running else Level.WARN
-        found.append(Finding(level=level, kind="gone", text=words, remedy=remedy, ranks=gone, weight=5.0))
+        level = Level.BAD if running or failed else Level.WARN
+        # A death comes before the errors that follow from it.
+        weight = 9.5 if failed else 5.0
+        found.append(Finding(level=level, kind="gone", text=words, remedy=remedy, ranks=gone, weight=weight))
     if silent:
         quiet = time_text(moment.now - max(moment.everyone[rank].arrived for rank in silent))
         if running:
@@ -179,11 +194,14 @@ def _network(moment: Moment, cost: Cost) -> list[Finding]:
     words = f"{percent(cost.network_share)} of a step is waiting for the network"
     if cost.line_share is not None:
         words += f", which is used at {percent(min(1.0, cost.line_share))} of its rate"
-    remedy = 'send less (wire="bfloat16" or "int8"), take larger batches, or a faster line'
+    remedy = "send less (wire=torch.bfloat16 or torch.int8), take larger batches, or a faster line"
     if len({process.host for process in moment.live.values()}) == 1 and len(moment.live) > 1:
         # No line is slower than memory: processes of one machine wait for its cores.
         words = f"{percent(cost.network_share)} of a step is waiting for other ranks on the same machine"
         remedy = "they share its cores, so start fewer ranks or give each fewer threads (OMP_NUM_THREADS)"
+        used = [process.cores for process in moment.live.values()]
+        if None not in used and (cores := sum(each or 0.0 for each in used)) < _ONE_CORE:
+            remedy = f"they use {cores:.2g} cores together, so see what else keeps this machine busy (top)"
     level = Level.BAD if cost.network_share >= _NETWORK_MOST else Level.WARN
     elements = max((process.parameters or 0 for process in moment.live.values()), default=0)
     if 0 < elements < _TINY_MODEL and cost.step_s < _SHORT_STEP_S:

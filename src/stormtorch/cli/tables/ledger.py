@@ -36,7 +36,9 @@ def show_accounts(accounts: "Sequence[Account]", console: Console) -> None:
 
 def ranks_table(accounts: "Sequence[Account]") -> Table:
     """One row per rank; times are those of one step."""
-    table = new_table("means of a step", "A drift of - was not measured.")
+    unknown = any(account.latest("pair_drift") is None for account in accounts)
+    note = "A drift of - was not measured." if unknown else None
+    table = new_table("means of a step", note)
     table.add_column("rank", min_width=7, max_width=24, overflow="fold")
     # Most trainings begin no view but the first, and 80 columns are few.
     views = any(account.total("view_wait_s") for account in accounts)

@@ -92,7 +92,7 @@ def _numbers(data: dict[str, Any]) -> Text:
         ("batch that counts ", _percent(cost["effective_batch"])),
     ]
     if cost["more_steps"] is not None:
-        parts.append(("theory ", f"+{_percent(cost['more_steps'])} steps"))
+        parts.append(("more steps by theory ", _percent(cost["more_steps"])))
     text = Text()
     for name, value in parts:
         # What belongs together stays on a line.
