@@ -48,6 +48,14 @@ def test_every_error_has_a_section_that_says_what_to_do() -> None:
         assert f"(#{name.lower()})" in page, f"no symptom leads to {name}"
 
 
+def test_what_is_wider_than_a_phone_scrolls_in_its_own_box_and_no_word_of_code_in_a_table_is_broken() -> None:
+    styles = (DOCS / "site" / "extra.css").read_text(encoding="utf-8")
+    for wide in (r"\.md-typeset pre > code", r"\.md-typeset__scrollwrap", r"\.md-typeset \.drawing"):
+        assert re.search(wide + r" \{[^}]*overflow-x: auto", styles)
+    assert re.search(r"td code \{[^}]*overflow-wrap: break-word", styles)
+    assert re.search(r"td:first-child code \{[^}]*white-space: nowrap", styles)
+
+
 @pytest.mark.parametrize("path", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda path: path.name)
 def test_drawings_have_a_title_and_the_colours_of_the_page(path: Path) -> None:
     drawing = ElementTree.parse(path).getroot()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import defaultdict
 from typing import Any
 
@@ -47,7 +49,7 @@ def _words(found: dict[str, Any]) -> str:
         for each in found.values():
             if each[0] == verdict and each[1]:
                 words: str = each[1].partition(": ")[2] if verdict in ("refused", "fails") else each[1]
-                return words.replace("|", "\\|").replace("<", "&lt;")
+                return words
     return ""
 
 
@@ -57,13 +59,20 @@ def _section(names: dict[str, dict[str, Any]]) -> list[str]:
         rows[_all(found), _sentence(_words(found), name)].append(name)
     lines = ["| which | result | what is said |", "|---|---|---|"]
     for (verdict, words), which in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {', '.join(which)} | {verdict} | {words} |")
+        lines.append(f"| {_text(', '.join(which))} | {verdict} | {_text(words)} |")
     return lines
 
 
 def _sentence(words: str, name: str) -> str:
     """Returns a sentence without what only names its subject, so that those of many subjects are one."""
-    return " ".join(words.split())[:220]
+    return textwrap.shorten(words, 220, placeholder=" …")
+
+
+def _text(words: str) -> str:
+    """Returns words so that a page shows them as they are; what stands between backticks is code there, too."""
+    parts = words.replace("|", "\\|").split("`")
+    parts[::2] = [re.sub(r"([\[\]_*])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def page(known: dict[str, Any], versions: dict[str, str]) -> str:
