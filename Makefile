@@ -33,6 +33,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 ENGINE := $(wildcard engine/*.cpp engine/*.hpp)
 CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp benchmarks/*.cpp)
+# ninja would try to join make's jobserver, which only recipes of a sub-make can reach, and print an error.
+BUILD := env -u MAKEFLAGS cmake --build
 
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,7 +92,7 @@ bench-lab: setup  ## measure all-reduce and training beside gloo under real loss
 	$(BIN)/stormtorch bench manners --json $(BENCH_OUT)/lab-manners.json
 
 bench-coding: build/bench-coding/build.ninja  ## measure the erasure code, beside ISA-L if libisal-dev is installed; writes build/bench/coding.json
-	@cmake --build build/bench-coding --target bench_coding
+	@$(BUILD) build/bench-coding --target bench_coding
 	@mkdir -p $(BENCH_OUT)
 	build/bench-coding/bench_coding $(BENCH_OUT)/coding.json
 
@@ -199,17 +201,17 @@ engine-clocked: engine-build
 		$(CLOCKED) $$(sed -n 's/^FAILED //p' build/tests/clocked.log)
 
 engine-build: build/tests/build.ninja
-	@cmake --build build/tests --target engine_tests
+	@$(BUILD) build/tests --target engine_tests
 
 # Random schedules of everything that can happen to those who agree on views, some seconds of them; and the three mistakes
 # that these must find.
 views-test: build/tests/build.ninja
-	@cmake --build build/tests --target check_views check_views_bugs
+	@$(BUILD) build/tests --target check_views check_views_bugs
 	build/tests/check_views --schedules 20000
 	@set -e; for bug in majority answers commit; do build/tests/check_views_bugs --bug $$bug; done
 
 check-views: build/tests/build.ninja  ## SCHEDULES random schedules (1,000,000) of the agreement on views, from SEED on
-	@cmake --build build/tests --target check_views
+	@$(BUILD) build/tests --target check_views
 	build/tests/check_views --schedules $(SCHEDULES) --seed $(SEED)
 
 soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datagrams and hosts, bit for bit; KILLS ranks killed (50)
@@ -227,7 +229,7 @@ survey: setup  ## all optimizers and idioms of training loops beside one process
 # the cores with a compiler, and the driver's have them alone; and only the driver's can have races to find.
 ADDRESS_TESTS = UBSAN_OPTIONS=print_stacktrace=1 build/address/engine_tests
 address-test: build/address/build.ninja
-	@cmake --build build/address --target engine_tests check_views check_views_bugs
+	@$(BUILD) build/address --target engine_tests check_views check_views_bugs
 	$(ADDRESS_TESTS) -test_driver
 	build/address/check_views --schedules 3000
 	@set -e; for bug in majority answers commit; do build/address/check_views_bugs --bug $$bug; done
@@ -240,7 +242,7 @@ driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
 	$(FIXED_ADDRESSES) build/thread/engine_tests test_driver
 
 thread-build: build/thread/build.ninja
-	@cmake --build build/thread --target engine_tests
+	@$(BUILD) build/thread --target engine_tests
 
 # Tests share the cores, two at a time; those that measure lines or times, and slow ones, get them one by one. Exit code 5:
 # none was chosen.
@@ -288,7 +290,7 @@ stub-check: setup
 fuzz:  ## FUZZ_RUNS inputs (1,000,000) into every parser, with clang's libFuzzer
 	@command -v clang++ >/dev/null || { echo "fuzzing needs clang: apt-get install clang"; exit 1; }
 	@$(MAKE) --no-print-directory build/fuzz/build.ninja
-	@cmake --build build/fuzz
+	@$(BUILD) build/fuzz
 	@set -e; for target in build/fuzz/fuzz_*; do \
 		corpus=build/fuzz/corpus/$${target##*/}; mkdir -p $$corpus; \
 		echo "$$target, $(FUZZ_RUNS) inputs"; \

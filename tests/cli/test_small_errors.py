@@ -22,6 +22,7 @@ pytestmark = pytest.mark.pure
         (("doctor", "localhost"), "stormtorch doctor localhost HOST"),
         (("lab", "run", "--rate", "400", "--", "true"), "must be a rate such as 400mbit, with its unit, got '400'"),
         (("lab", "run", "--", "nosuchprogram"), "for COMMAND: there is no program 'nosuchprogram' here"),
+        (("lab", "run", "train.py"), "there is no program 'train.py' here: for a script, write python train.py"),
     ],
 )
 def test_errors_name_what_was_typed(words: tuple[str, ...], said: str) -> None:

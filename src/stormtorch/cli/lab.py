@@ -114,7 +114,8 @@ def run(
         )
         conditions = Conditions(seed=seed, tcp=tcp, cable=cable, nat=_routers(nat or [])).changed(**changes)
         if shutil.which(command[0]) is None:
-            raise BadCondition("command", f"there is no program {command[0]!r} here")
+            script = f": for a script, write python {command[0]}" if command[0].endswith(".py") else ""
+            raise BadCondition("command", f"there is no program {command[0]!r} here{script}")
         if per_link is not None:
             conditions = read_per_link(per_link, conditions, hosts)
         if not 1 <= per_node <= 64:
