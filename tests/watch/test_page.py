@@ -149,6 +149,16 @@ def test_a_phone_shows_one_column_without_scrolling_sideways(run: Run, dark: boo
     assert (colour == "rgb(15, 20, 25)") == dark
 
 
+@pytest.mark.parametrize("width", [500, 1300])
+def test_names_of_hosts_with_a_domain_are_not_cut(run: Run, width: int) -> None:
+    page = run.open(width=width)
+    write(run.folder, told(8, host=lambda rank: f"worker-{rank}.example.org"), now(page))
+    page.wait_for_selector("figure canvas")
+    cut = """[...document.querySelectorAll(".matrix th, .matrix .corner, .split .name")]
+        .filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.textContent)"""
+    assert page.evaluate(cut) == []
+
+
 def test_sixty_four_ranks_have_a_matrix_and_lists_that_open(run: Run) -> None:
     loss = {(2, 5): 0.3}
     write(

@@ -94,7 +94,7 @@ export class Charts {
     const grid = { stroke: colour("--line"), width: 1 };
     const axis = { stroke: ink, grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     made.plot = new uPlot({
-      width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 18, 0, 0],
+      width: Math.max(200, plotBox.clientWidth), height: 170, series, bands, padding: [10, 30, 0, 0],
       cursor: { sync: { key: "stormtorch" }, points: { size: 6 }, drag: { x: true, y: false } },
       legend: { show: false },
       scales: { x: { time: true }, y: { range: (_, low, high) => (chart.free ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, chart.most ?? (high > 0 ? Math.max(chart.least ?? 0, high * 1.12) : chart.least ?? 1)]) } },

@@ -11,6 +11,10 @@ export function el(tag, options = {}, ...children) {
   return made;
 }
 
+export function withoutDomain(host) {
+  return /^[\d.:]+$/.test(host) ? host : host.split(".")[0];
+}
+
 export function digits(value, most = 3) {
   if (value === 0) return "0";
   const size = Math.floor(Math.log10(Math.abs(value)));

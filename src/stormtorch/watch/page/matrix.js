@@ -1,5 +1,5 @@
 // The matrix of links: a row for each receiver, a column for each sender, hotter the worse a link is.
-import { colour, el, percent, rate, seconds, setText, shortRate } from "./format.js";
+import { colour, el, percent, rate, seconds, setText, shortRate, withoutDomain } from "./format.js";
 
 const MEASURES = {
   loss: { title: "Loss", cell: (value) => (value === null ? "·" : 100 * value >= 9.95 ? (100 * value).toFixed(0) : (100 * value).toFixed(value < 5e-4 ? 0 : 1)), unit: "in percent" },
@@ -97,7 +97,7 @@ export class Matrix {
       this.cells.push(cells);
       const name = ranks.length > 24 && rank % 8 ? "" : String(rank);
       const head = el("th", { scope: "row", title: `received by rank ${rank} ${hosts.get(rank) ?? ""}` }, name);
-      if (distinct) head.append(el("span", { class: "host" }, ` ${hosts.get(rank)}`));
+      if (distinct) head.append(el("span", { class: "host" }, ` ${withoutDomain(hosts.get(rank))}`));
       return el("tr", {}, head, ...cells);
     });
     const kind = ranks.length > 24 ? " dense" : ranks.length > 12 ? " middle" : "";

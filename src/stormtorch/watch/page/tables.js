@@ -1,5 +1,5 @@
 // Tables, tiles, bars and the timeline.
-import { clock, el, percent, rate, seconds, setText, size, whole } from "./format.js";
+import { clock, el, percent, rate, seconds, setText, size, whole, withoutDomain } from "./format.js";
 
 const FEW = 12; // rows before a list is cut
 const PARTS = [["compute", "computes"], ["straggler", "waits for the slowest rank"], ["network", "waits for the network"], ["view", "waits while ranks come and go"]];
@@ -104,7 +104,7 @@ export function showSplit(data) {
         if (share <= 0.02) part.style.padding = "0";
         stack.append(part);
       }
-      return el("div", { class: "split", role: "listitem" }, el("span", { class: "name", title: each.host }, `Rank ${each.rank} `, el("small", {}, each.host)), stack, el("span", { class: "took" }, seconds(total(each.split))));
+      return el("div", { class: "split", role: "listitem" }, el("span", { class: "name", title: each.host }, `Rank ${each.rank} `, el("small", {}, withoutDomain(each.host))), stack, el("span", { class: "took" }, seconds(total(each.split))));
     });
   });
 }
