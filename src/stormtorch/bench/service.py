@@ -125,12 +125,14 @@ def find_nginx() -> str:
 def nginx_config(folder: Path, name: str, address: str) -> str:
     """Configuration of one nginx that serves a folder and writes nowhere else.
 
-    It is one process: a master that gives up root for its workers would need more rights than a user namespace has.
+    It is one process: a master that gives up root for its workers would need more rights than a user namespace has. It
+    stays root, too: otherwise it would give its folders to another user, and an ordinary user's namespace has none.
     """
     scratch = "\n".join(
         f"    {kind}_temp_path {folder}/{name}-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return f"""daemon off;
+user root root;
 master_process off;
 pid {folder}/{name}.pid;
 events {{ worker_connections 8192; }}
