@@ -18,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -31,9 +31,13 @@ REQUIRE = "STORMTORCH_REQUIRE_LAB"
 def lab_or_skip() -> None:
     """Returns if this machine can run a lab; otherwise skips the test, or fails it if labs are required."""
     if reason := _why_not():
-        if os.environ.get(REQUIRE, "0") not in ("", "0"):
-            pytest.fail(f"{REQUIRE} is set, but this machine cannot run a lab: {reason}")
-        pytest.skip(reason)
+        _skip(reason)
+
+
+def _skip(reason: str) -> NoReturn:
+    if os.environ.get(REQUIRE, "0") not in ("", "0"):
+        pytest.fail(f"{REQUIRE} is set, but this machine cannot run a lab: {reason}")
+    pytest.skip(reason)
 
 
 @functools.cache
@@ -52,6 +56,9 @@ def lab() -> Iterator[Callable[..., Lab]]:
     with contextlib.ExitStack() as stack:
 
         def make(hosts: int = 2, *arguments: Any, **keywords: Any) -> Lab:
-            return stack.enter_context(Lab(hosts, *arguments, **keywords))
+            try:
+                return stack.enter_context(Lab(hosts, *arguments, **keywords))
+            except LabUnavailable as error:  # a lab, but none of that kind
+                _skip(str(error))
 
         yield make

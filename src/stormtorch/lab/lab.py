@@ -419,7 +419,7 @@ class Lab:
                 try:
                     holder.run(["sh", "-c", setting])
                 except LabError as error:
-                    raise LabError(
+                    raise LabUnavailable(
                         f"tcp {name} is not allowed: this machine's net.ipv4.tcp_allowed_congestion_control must list "
                         "it, and only root may change that"
                     ) from error

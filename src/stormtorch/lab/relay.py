@@ -7,6 +7,7 @@ line, from a pipe, and ends when the pipe closes.
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ class RelayNetwork:
     def __init__(self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions) -> None:
         if not Path(_TUN).exists():
             raise LabUnavailable(f"{_need(conditions)} {_TUN}: modprobe tun, or mknod {_TUN} c 10 200")
+        if not os.access(_TUN, os.R_OK | os.W_OK):
+            raise LabUnavailable(f"{_need(conditions)} {_TUN}, which this user cannot open: chmod a+rw {_TUN}, as root")
         self._hosts = len(hosts)
         self._lock = threading.Lock()
         self._before: dict[str, str] = {}
