@@ -32,6 +32,10 @@ class LabUnavailable(LabError):
     """This machine cannot run a lab; the message says what is missing and what to do."""
 
 
+class NotForThisUser(LabUnavailable):
+    """Root could make this lab here, and this user cannot; the message says what root may allow."""
+
+
 @dataclass(frozen=True)
 class Access:
     """A way to make and enter namespaces."""

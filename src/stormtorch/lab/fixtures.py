@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from stormtorch.lab.access import LabUnavailable
+from stormtorch.lab.access import LabUnavailable, NotForThisUser
 from stormtorch.lab.lab import Lab, try_lab
 
 REQUIRE = "STORMTORCH_REQUIRE_LAB"
@@ -58,7 +58,7 @@ def lab() -> Iterator[Callable[..., Lab]]:
         def make(hosts: int = 2, *arguments: Any, **keywords: Any) -> Lab:
             try:
                 return stack.enter_context(Lab(hosts, *arguments, **keywords))
-            except LabUnavailable as error:  # a lab, but none of that kind
+            except NotForThisUser as error:
                 _skip(str(error))
 
         yield make

@@ -25,6 +25,7 @@ from stormtorch.lab.access import (
     Access,
     LabError,
     LabUnavailable,
+    NotForThisUser,
     allowed_tcp,
     checked_tcp,
     find_access,
@@ -419,7 +420,7 @@ class Lab:
                 try:
                     holder.run(["sh", "-c", setting])
                 except LabError as error:
-                    raise LabUnavailable(
+                    raise NotForThisUser(
                         f"tcp {name} is not allowed: this machine's net.ipv4.tcp_allowed_congestion_control must list "
                         "it, and only root may change that"
                     ) from error

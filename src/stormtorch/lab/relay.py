@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stormtorch.lab.access import LabError, LabUnavailable, tool
+from stormtorch.lab.access import LabError, LabUnavailable, NotForThisUser, tool
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.measured import LineCount, LinkCount
 from stormtorch.lab.namespaces import Holder
@@ -38,7 +38,7 @@ class RelayNetwork:
         if not Path(_TUN).exists():
             raise LabUnavailable(f"{_need(conditions)} {_TUN}: modprobe tun, or mknod {_TUN} c 10 200")
         if not os.access(_TUN, os.R_OK | os.W_OK):
-            raise LabUnavailable(f"{_need(conditions)} {_TUN}, which this user cannot open: chmod a+rw {_TUN}, as root")
+            raise NotForThisUser(f"{_need(conditions)} {_TUN}, which this user cannot open: chmod a+rw {_TUN}, as root")
         self._hosts = len(hosts)
         self._lock = threading.Lock()
         self._before: dict[str, str] = {}
