@@ -31,8 +31,9 @@ BIN := .venv/bin
 # pip's cmake and ninja come first, so that every machine builds with the same ones.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-ENGINE := $(wildcard engine/*.cpp engine/*.hpp)
-CPP_FILES := $(ENGINE) $(wildcard engine/tests/*.cpp engine/tests/*.hpp engine/fuzz/*.cpp engine/fuzz/*.hpp benchmarks/*.cpp)
+CPP := $(wildcard $(foreach folder,engine engine/* engine/tests/*,$(folder)/*.cpp $(folder)/*.hpp))
+ENGINE := $(filter-out engine/tests/% engine/fuzz/%,$(CPP))
+CPP_FILES := $(CPP) $(wildcard benchmarks/*.cpp)
 # ninja would try to join make's jobserver, which only recipes of a sub-make can reach, and print an error.
 BUILD := env -u MAKEFLAGS cmake --build
 
@@ -56,7 +57,7 @@ help:  ## list the verbs
 
 # Editable: Python is read from src/ as it is, and this stamp rebuilds the module when the engine changes. (Rebuilding at
 # import instead would have all ranks of a job build at once.) The kept build directory recompiles only what changed.
-.venv/.installed: .venv/.torch pyproject.toml CMakeLists.txt engine $(ENGINE)
+.venv/.installed: .venv/.torch pyproject.toml CMakeLists.txt $(ENGINE) $(sort $(dir $(ENGINE)))
 	@echo "building stormtorch"
 	@$(BIN)/python -m pip install -qq --no-build-isolation --check-build-dependencies \
 		--config-settings=build-dir=build/python --editable '.[dev]'

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "erasure.hpp"
-#include "galois.hpp"
+#include "math/erasure.hpp"
+#include "math/galois.hpp"
 
 #if defined(STORM_ISAL)
 #include <isa-l/erasure_code.h>

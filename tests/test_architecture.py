@@ -12,7 +12,7 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Folders in which the page's names begin: it writes `runtime/gate.py` and `engine/core.cpp`, and in some drawings the
+# Folders in which the page's names begin: it writes `runtime/gate.py` and `engine/core/core.cpp`, and in some drawings the
 # bare names of the one folder that the drawing is about.
 BEGINNINGS = ("", "src/stormtorch", "docs", "engine", "src/stormtorch/runtime")
 FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|pyi|cpp|hpp|md|toml)\b")
@@ -125,7 +125,7 @@ def test_a_tree_is_read_with_its_folders_and_its_short_forms() -> None:
     python = "src/a/\n  b/   a room\n    c.py, d.py   files\n  e.py   file\n"
     page = f"text\n```\n{engine}```\nmore\n```\n{python}```\n"
     assert drawn(page) == [
-        *("engine/", "engine/wire.hpp", "engine/wire.cpp", "engine/tests/"),
+        *("engine/", "engine/wire/wire.hpp", "engine/wire/wire.cpp", "engine/tests/"),
         *("src/a/", "src/a/b/", "src/a/b/c.py", "src/a/b/d.py", "src/a/e.py"),
     ]
     assert mentioned(f"see `x/y.py` and z.hpp:\n{page}") == {"x/y.py", "z.hpp"}

@@ -1,6 +1,6 @@
 // Blocks of any shape with any part of them missing, twisted or made up, into the decoder of the erasure code.
 // It never touches memory that is not its own; what it gives back from honest parity is what was lost.
-#include "erasure.hpp"
+#include "math/erasure.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -1,6 +1,6 @@
 // Any bytes as messages of eight and four bits per element, and any numbers encoded as such: reading and writing stay within
 // their memory, infinities and NaNs come back as NaN, and contributions of strangers add up without harm.
-#include "grid.hpp"
+#include "math/grid.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "math/reduction.hpp"
 #include "program.hpp"
-#include "reduction.hpp"
 
 using namespace storm;
 using namespace storm::fuzz;

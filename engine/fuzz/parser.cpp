@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "seal.hpp"
-#include "wire.hpp"
+#include "wire/seal.hpp"
+#include "wire/wire.hpp"
 
 using namespace storm;
 

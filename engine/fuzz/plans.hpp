@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "exchange_spec.hpp"
+#include "exchange/exchange_spec.hpp"
 
 namespace storm::fuzz {
 

@@ -1,14 +1,14 @@
 // Commands and packets from strangers into a relay under virtual time. Each input is cut at its newlines; a piece that
 // begins with a small byte is a packet of that host, any other is a command. Whatever they are, every command has one line
 // of answer, and every packet is delivered, counted where it was dropped, or still held.
-#include "relay.hpp"
+#include "relay/relay.hpp"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
 
-#include "relay_commands.hpp"
+#include "relay/relay_commands.hpp"
 
 using namespace storm;
 

@@ -8,9 +8,9 @@
 #include <memory>
 #include <vector>
 
-#include "batch.hpp"
-#include "coding.hpp"
-#include "core.hpp"
+#include "coding/coding.hpp"
+#include "core/core.hpp"
+#include "exchange/batch.hpp"
 #include "plans.hpp"
 #include "program.hpp"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "core.hpp"
+#include "core/core.hpp"
 
 namespace storm::check {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "relay.hpp"
-#include "relay_commands.hpp"
+#include "relay/relay.hpp"
+#include "relay/relay_commands.hpp"
 
 namespace storm::check {
 

@@ -6,9 +6,9 @@
 #include <functional>
 #include <memory>
 
-#include "batch.hpp"
+#include "exchange/batch.hpp"
 #include "jobs.hpp"
-#include "sim.hpp"
+#include "sim/sim.hpp"
 
 namespace storm::check {
 

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "driver.hpp"
+#include "io/driver.hpp"
 #include "jobs.hpp"
 
 namespace storm::check {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "views.hpp"
+#include "views/views.hpp"
 
 namespace storm {
 

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Grids(NamedTuple):
-    """How elements of a type are rounded: `engine/grid.hpp` says why blocks are as long as they are."""
+    """How elements of a type are rounded: `engine/math/grid.hpp` says why blocks are as long as they are."""
 
     code: WireDtype
     """Number of the type in the engine."""

@@ -50,7 +50,7 @@ from stormtorch.network.loss import (
 __all__ = ["FaultSettings", "Faults", "LinkOptions", "LinkSettings", "faults"]
 
 MAX_DELAY_MS = 3_600_000.0
-"""Longest delay and jitter: an hour, as in engine/faults.hpp."""
+"""Longest delay and jitter: an hour, as in engine/wire/faults.hpp."""
 
 Bits: TypeAlias = Trace | str | bytes | Sequence[int]
 

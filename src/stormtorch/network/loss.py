@@ -52,7 +52,7 @@ __all__ = [
 
 
 class LinkFaults(NamedTuple):
-    """Loss of one link, in the form that the engine takes; see engine/faults.hpp."""
+    """Loss of one link, in the form that the engine takes; see engine/wire/faults.hpp."""
 
     loss: float = 0.0
     """Fraction of the datagrams that is lost."""

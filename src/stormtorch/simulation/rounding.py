@@ -1,4 +1,4 @@
-"""Rounds the values of virtual workers to the grids of the wires int8 and int4, as `engine/grid.cpp` does.
+"""Rounds the values of virtual workers to the grids of the wires int8 and int4, as `engine/math/grid.cpp` does.
 
 Each block of neighbours of a chunk has a grid between its least and its largest value, shifted at random by up to half
 a step: rounding to the nearest point is unbiased. The shifts depend only on the seed, the sender and the

@@ -2,7 +2,7 @@
 
 A message has `chunks` chunks, each of which takes `chunk_s` on the line. Losses follow a chain of two states
 (Gilbert and Elliott): a fraction `p` of the datagrams is lost, `burst` of them in a row on average. What is lost is
-known a round trip later. The engine makes the same choice (engine/coding_model.cpp); a test compares both.
+known a round trip later. The engine makes the same choice (engine/coding/coding_model.cpp); a test compares both.
 """
 
 import math

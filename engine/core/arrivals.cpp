@@ -1,0 +1,444 @@
+// What a datagram that came in changes.
+#include <algorithm>
+
+#include "core/core.hpp"
+#include "peers/peer.hpp"
+
+namespace storm {
+namespace {
+
+// How many copies of a report a ping may ask for.
+constexpr std::uint32_t most_answers = 4;
+
+std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
+
+// Tells a receiver that nothing more will come of a message.
+Control nothing_more(const Header& header, bool second_stage) {
+    return {.kind = Kind::end,
+            .flags = static_cast<std::uint8_t>(flag_repair | stage_flag(second_stage)),
+            .channel = header.channel,
+            .seq = header.seq};
+}
+
+}  // namespace
+
+void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
+    heard_.reset();
+    ++counters_.datagrams_received;
+    counters_.bytes_received += datagram.size();
+    std::optional<Header> header = parse_header(datagram);
+    if (!header) {
+        ++counters_.malformed;
+        return;
+    }
+    const auto rank = static_cast<std::uint16_t>(header->source % config_.world);
+    const std::size_t path = header->source / config_.world;
+    if (header->cookie != seal_.visible_cookie() || rank == config_.rank) {
+        ++counters_.foreign;
+        return;
+    }
+    const Peer& sender = peers_.look(rank);
+    if (sender.vacant || path >= sender.links.size()) {
+        ++counters_.foreign;
+        return;
+    }
+    const Link& from = sender.links[path];
+    const std::uint64_t number = widen_number(header->number, from.in.largest() + 1);
+    if (from.in.seen(number) || from.pieces.holds(number)) {
+        ++counters_.duplicates;
+        return;
+    }
+    const auto payload = seal_.open(*header, number, datagram);
+    if (!payload) {
+        ++counters_.corrupt;
+        return;
+    }
+    ++counters_.authenticated;
+    peaks_.received(datagram.size(), now);
+    heard_ = {.rank = rank, .path = static_cast<std::uint8_t>(path), .newest = number > from.in.largest()};
+    header->source = rank;  // nothing below depends on the path
+    Peer& peer = peers_[rank];
+    Link& link = peer.links[path];
+    link.bytes_received += datagram.size();
+    // Data that was lost before an outage does not make the path a blocked one after it.
+    if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
+    peer.hear(now, link);
+    if (views_) views_->hear(peer.rank, now);
+    bool taken = true;
+    switch (header->kind) {
+        case Kind::data:
+            if (header->has(flag_piece)) {
+                take_piece(peer, link, *header, number, *payload, now, arrived_at);
+                return;
+            }
+            if (header->has(flag_last)) peer.links.report_news();
+            taken = take_data(peer, *header, *payload, now);
+            break;
+        case Kind::report: take_report(peer, link, *payload, now); break;
+        case Kind::end:
+            if (header->has(flag_repair)) drain(peer, now);
+            taken = take_end(peer, *header, now);
+            break;
+        case Kind::ready:
+        case Kind::wait:
+        case Kind::done: take_control(peer, *header, now); break;
+        case Kind::ping: link.in.report_now(std::clamp(header->chunk, 1U, most_answers)); break;
+        case Kind::bye: take_bye(peer, *header, *payload, now); break;
+        case Kind::failed:
+            drain(peer, now);
+            take_failed(peer, *header, now);
+            break;
+        case Kind::note: take_note(peer, *payload, now); break;
+    }
+    // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
+    const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
+    if (taken) link.in.arrive(number, datagram.size(), elicits, now, arrived_at);
+}
+
+// A piece is reported when its chunk is complete, with all others of that chunk.
+void Core::take_piece(Peer& peer, Link& link, Header header, std::uint64_t number, std::span<const std::byte> payload,
+                      Nanos now, Nanos arrived_at) {
+    switch (link.pieces.take(header, number, payload)) {
+        case Pieces::Taken::malformed:
+            ++counters_.malformed;
+            link.in.arrive(number, payload.size(), true, now);  // or it would come again
+            return;
+        case Pieces::Taken::kept: return;
+        case Pieces::Taken::complete: break;
+    }
+    if (header.has(flag_last)) peer.links.report_news();
+    header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
+    const std::span<const std::byte> whole = link.pieces.whole();
+    if (!take_data(peer, header, whole, now)) return;
+    const std::span<const std::uint64_t> numbers = link.pieces.numbers();
+    for (const std::uint64_t each : numbers) {
+        if (!link.in.seen(each)) link.in.arrive(each, whole.size() / numbers.size(), true, now, arrived_at);
+    }
+}
+
+bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
+        const bool taken = deliver(*exchange, peer, header, payload, now, Way::datagram);
+        settle(*exchange, now);
+        return taken;
+    }
+    if (!sequences_.posted(header.channel, header.seq)) return pool_chunk(peer, header, payload);
+    ++counters_.late;
+    answer_for_ended(peer, header);
+    return true;
+}
+
+bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload) {
+    // A chunk longer than ours can never fit any message of this job.
+    if (payload.size() > chunk_bytes_) {
+        ++counters_.unexpected;
+        return true;
+    }
+    if (!pool_.keep(header, payload)) {
+        ++counters_.pool_refused;
+        peer.refused = true;
+        peer.say({.kind = Kind::wait, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+        return false;
+    }
+    ++counters_.pooled;
+    counters_.pool_bytes = pool_.bytes();
+    counters_.pool_peak_bytes = std::max(counters_.pool_peak_bytes, counters_.pool_bytes);
+    return true;
+}
+
+bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
+                   Way way) {
+    note_begun(exchange, peer);
+    const bool second_stage = header.has(flag_second_stage);
+    Incoming* message = exchange.incoming(peer.rank, second_stage);
+    if (message == nullptr) {
+        ++counters_.unexpected;
+        return true;
+    }
+    if (header.message_bytes != message->announced) {
+        exchange.outcome.expected_bytes = message->announced;
+        exchange.outcome.announced_bytes = header.message_bytes;
+        exchange.fail(Status::size_mismatch, peer.rank, message->missing_bytes());
+        return true;
+    }
+    if (header.has(flag_parity)) return take_parity(exchange, peer, *message, header, payload, now);
+    if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
+        ++counters_.unexpected;
+        return true;
+    }
+    if (header.has(flag_coded)) keep_coded(*message, header, payload);
+    const bool was_closed = message->closed;
+    if (!message->accept(header.chunk, payload)) {
+        ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
+        // The sender may have been silent when its message was closed, and so never have heard that it was.
+        if (was_closed && message->missing() > 0) {
+            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+        }
+        return true;
+    }
+    if (message->decoding) restore(*message, header);
+    heed_progress(exchange, peer, *message, header, now, way);
+    return true;
+}
+
+// A chunk of a message came that was open before: it may be complete, or over.
+void Core::heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way) {
+    message.ask_at = now + message.ask_every;
+    if (message.closed) {
+        credit_.close(peer.rank);
+        const bool coded = message.decoding != nullptr;
+        message.decoding.reset();
+        // The sender waits to hear that its message is complete.
+        if (way == Way::datagram) peer.links.report_news();
+        // What was decoded is in no report; and if reports were lost, the sender may think that something was.
+        if (coded)
+            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+    } else if (header.has(flag_last) || message.ended) {
+        heed_end(exchange, peer, message.second_stage, now);
+    }
+}
+
+bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
+    Exchange* exchange = exchanges_.find(header.channel, header.seq);
+    if (exchange == nullptr) return sequences_.posted(header.channel, header.seq) || pool_chunk(peer, header, {});
+    const bool second_stage = header.has(flag_second_stage);
+    if (!header.has(flag_repair)) {
+        heed_end(*exchange, peer, second_stage, now);
+    } else if (Incoming* message = exchange->incoming(peer.rank, second_stage)) {
+        // Nothing more will come of this message, whatever its budget says. Where a peer was dropped, others cannot pass on
+        // what it had.
+        if (exchange->lossy(second_stage) || exchange->dropped) close(*exchange, *message, false);
+    }
+    settle(*exchange, now);
+    return true;
+}
+
+// The sender's first pass is over: a lossy message that has enough is closed soon.
+void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+    Incoming* message = exchange.incoming(peer.rank, second_stage);
+    if (message == nullptr || message->closed || message->allowed == 0) return;
+    message->ended = true;
+    if (message->missing() > message->allowed || message->close_at != never) return;
+    // Chunks that the end overtook get a moment more, and those on a slower path the time that it takes longer.
+    message->close_at =
+        now + peer.links.spread() + std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
+    exchanges_.hasten(exchange, exchange.timer_of(*message), message->close_at);
+}
+
+void Core::take_report(Peer& peer, Link& link, std::span<const std::byte> body, Nanos now) {
+    const std::optional<Report> report = parse_report(body);
+    if (!report) {
+        ++counters_.malformed;
+        return;
+    }
+    link.out.settle(
+        *report, now, [&](const Flight& flight) { on_acked(peer, link, flight, now); },
+        [&](const Flight& flight) { on_lost(peer, link, flight, now); });
+    Delivery delivery = link.out.last_delivery();
+    if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
+        delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now, link.index);
+        peaks_.delivered(delivery.delivered_bytes, now);
+        if (line_.due(now)) share_line(now);
+        link.rate.on_delivery(delivery);
+    }
+}
+
+void Core::take_control(Peer& peer, const Header& header, Nanos now) {
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
+        obey(*exchange, peer, header, now);
+        settle(*exchange, now);
+        return;
+    }
+    if (header.kind != Kind::ready) return;
+    if (!sequences_.posted(header.channel, header.seq)) {
+        // The receiver is ahead of us. If there is no room to remember that, it will ask again.
+        (void)pool_.keep(header, {});
+    } else if (blames_.of(exchange_key(header.channel, header.seq))) {
+        answer_for_ended(peer, header);
+    } else {
+        // The exchange ended well here, so the budget allows for whatever is missing there.
+        for (const bool second_stage : {false, true}) peer.say(nothing_more(header, second_stage));
+    }
+}
+
+void Core::obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now) {
+    const bool second_stage = header.has(flag_second_stage);
+    if (header.kind != Kind::wait) note_begun(exchange, peer);  // it has no room for what it has not posted
+    for (Outgoing& message : exchange.sends) {
+        if (message.peer != peer.rank) continue;
+        if (header.kind == Kind::ready) {
+            message.ready = true;
+            // Chunks that found no room there counted as lost here, but they had arrived.
+            if (message.parked) peer.on_data_arrived();
+            message.parked = false;
+            peers_.queue(message);
+            // It waits for what it should have decoded.
+            if (message.encoding && message.encoding->relied_upon()) give_up_coding(peer, message, now);
+            // It asks for chunks that we have given up: say so, or it would wait for ever.
+            if (!message.wanted && message.acked < message.cut.chunks) {
+                peer.say(nothing_more(header, message.second_stage));
+            }
+        } else if (message.second_stage == second_stage && header.kind == Kind::wait) {
+            message.parked = !message.ready;
+        } else if (message.second_stage == second_stage && header.kind == Kind::done) {
+            message.release();
+        }
+    }
+}
+
+void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now) {
+    const std::optional<Blame> blame = parse_blame(header, config_.world);
+    if (!blame) {
+        ++counters_.malformed;
+        return;
+    }
+    drain(peer, now);
+    // Its last reports, one for each path, say what it received before it left; everything else in flight to it is lost.
+    for (Link& link : peer.links) {
+        if (link.index > 0 && body.empty()) break;
+        const bool last = link.index + 1U == peer.links.size();
+        const std::span<const std::byte> own = last ? body : body.first(std::min(report_bytes(body), body.size()));
+        take_report(peer, link, own, now);
+        body = body.subspan(own.size());
+    }
+    peer.links.report_now();
+    if (shelf_) shelf_->forget(peer.rank);
+    part(peer, Status::peer_left, *blame, now);
+}
+
+// The peer is no longer there for us. Only a new process of its rank can change that.
+void Core::part(Peer& peer, Status status, Blame blame, Nanos now) {
+    peer.leave(blame);
+    for (Link& link : peer.links) link.out.abandon([](const Flight&) {});
+    peer.queue.clear();
+    credit_.depart(peer.rank);
+    count_peers();
+    exchanges_.each([&](Exchange& exchange) {
+        if (exchange.patient()) return;
+        abandon_peer(exchange, peer, status, blame);
+        settle(exchange, now);
+    });
+    if (!views_) return;
+    views_->gone(peer.rank, now);
+    heed_views(now);
+}
+
+void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
+    const std::optional<Blame> blame = parse_blame(header, config_.world);
+    if (!blame) {
+        ++counters_.malformed;
+        return;
+    }
+    if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
+        heed_failed(*exchange, peer, *blame);
+        settle(*exchange, now);
+    } else if (!sequences_.posted(header.channel, header.seq)) {
+        (void)pool_.keep(header, {});
+    }
+}
+
+// A patient exchange goes on without what a peer gave up because of others, or because its caller has another view.
+void Core::heed_failed(Exchange& exchange, Peer& peer, Blame blame) {
+    const bool passes = blame.cause == Status::closed || blame.cause == Status::peer_silent ||
+                        blame.cause == Status::peer_left || blame.cause == Status::memory_broken;
+    if (exchange.patient() && peer.rank < Ranks::bits) exchange.given_up_by.add(peer.rank);
+    if (!exchange.patient() || !passes) abandon_peer(exchange, peer, Status::peer_failed, blame);
+}
+
+// Answers a peer that still sends for, or asks about, an exchange that has ended here.
+void Core::answer_for_ended(Peer& peer, const Header& header) {
+    if (const Blame blame = blames_.of(exchange_key(header.channel, header.seq))) {
+        peer.say({.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .blame = blame});
+    } else {
+        peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+    }
+}
+
+void Core::on_acked(Peer& peer, Link& link, const Flight& flight, Nanos now) {
+    link.replies.add(flight.stamp.sent_at, flight.challenge);
+    link.on_answer(now);
+    if (flight.kind == Kind::bye) peer.told = true;
+    if (flight.kind == Kind::data || flight.kind == Kind::ping) link.path.on_acked(flight.bytes, flight.stamp.sent_at);
+    if (flight.kind == Kind::data) {
+        peer.on_data_arrived();
+        Outgoing* message = slots_.find(flight.message);
+        if (message == nullptr || message->released) return;
+        if ((flight.flags & flag_parity) != 0) {
+            message->encoding->on_parity_acked(flight.chunk);
+            count_blocks(*message);
+            return;
+        }
+        if (!message->acked_chunks.set(flight.chunk)) return;
+        ++message->acked;
+        if (message->encoding) message->encoding->on_acked(flight.chunk);
+        message->release_if_done();
+        if (message->released) settle(*message->exchange, now);
+    }
+}
+
+void Core::on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now) {
+    // The report in a goodbye may have been too large for the path.
+    if (flight.kind == Kind::bye) link.fit_reports(link.path.least());
+    if (flight.more) return;  // the last piece stands for its chunk, which is lost once
+    if (flight.kind == Kind::data || flight.kind == Kind::ping)
+        link.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
+    if (flight.kind == Kind::data) peer.on_data_lost(now);
+    repair(peer, flight, now);
+}
+
+// A chunk is lost: leaves it out if the budget allows, or else sends it again.
+// `anew`: so was a repair of it.
+void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool anew) {
+    if (!message.repairs.empty() && message.repairs.back() == chunk) return;  // of several copies, the first one counts
+    if (message.given_up + message.reserved < message.allowed) {
+        ++message.given_up;
+        message.release_if_done();
+        if (message.released) settle(*message.exchange, now);
+        return;
+    }
+    message.repairs.push_back(chunk);
+    if (message.first_pass_over() && peer.links.lossy()) {
+        const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
+        const double trip_s = seconds(peer.links.round_trip());
+        const auto copies = [&](double chunks) {
+            return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
+        };
+        if (peer.queue.only_repairs()) {
+            // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
+            const auto chunks = static_cast<double>(message.repairs.size());
+            message.echoes.insert(message.echoes.end(), copies(chunks) - 1, chunk);
+        } else if (anew && copies(1.0) > 1) {
+            // Its repair was lost, too. What is sent behind the message no longer hides that for long.
+            message.repairs.push_back(chunk);
+        }
+    }
+    peers_.queue(message);
+}
+
+// Sends again what a lost datagram carried, as far as it is still wanted.
+void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
+    if (flight.more) return;
+    if (flight.kind == Kind::data) {
+        Outgoing* message = slots_.find(flight.message);
+        if (message == nullptr || !message->wanted) return;
+        if (message->encoding) {
+            repair_coded(peer, *message, flight, now);
+        } else if (!message->acked_chunks.test(flight.chunk)) {
+            send_again(peer, *message, flight.chunk, now, (flight.flags & flag_repair) != 0);
+        }
+    } else if (flight.kind == Kind::ready) {
+        Exchange* exchange = exchanges_.find(flight.channel, flight.seq);
+        if (exchange != nullptr && exchange->waits_for(peer.rank)) {
+            peer.say({.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
+        }
+    } else if (flight.kind == Kind::end || flight.kind == Kind::done || flight.kind == Kind::bye ||
+               flight.kind == Kind::failed) {
+        peer.say({.kind = flight.kind,
+                  .flags = flight.flags,
+                  .channel = flight.channel,
+                  .seq = flight.seq,
+                  .blame = flight.blame});
+    }
+}
+
+}  // namespace storm

@@ -1,0 +1,178 @@
+// How an endpoint takes part in membership: notes go to and from the views, and a new view drops peers from exchanges.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "base/ranks.hpp"
+#include "core/core.hpp"
+#include "peers/peer.hpp"
+
+namespace storm {
+
+// Made when first needed: a job that asks for no views sends no notes and pays nothing.
+Views& Core::views(Nanos now) {
+    if (views_) return *views_;
+    ViewsConfig config;
+    config.self = member(config_.rank);
+    config.capacity = config_.world;
+    config.silence = config_.silence;
+    config.seed = config_.secrets.cookie + config_.rank;
+    // A process that is not the first of its rank, or whose slot was vacant, does not know who is there.
+    const bool first = seal_.incarnation(config_.rank) == 0 && !config_.late;
+    for (std::uint16_t rank = 0; first && rank < config_.world; ++rank) {
+        if (!is_vacant(rank)) config.members.push_back({rank, 0});
+    }
+    views_.emplace(config, now);
+    for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || is_vacant(rank)) continue;
+        if (seal_.incarnation(rank) != 0) views_->readmitted(member(rank), now);
+        if (peer->left()) views_->gone(rank, now);
+    }
+    heed_views(now);
+    return *views_;
+}
+
+Member Core::member(std::uint16_t rank) const { return {rank, seal_.incarnation(rank)}; }
+
+bool Core::is_vacant(std::uint16_t rank) const {
+    return std::find(config_.vacant.begin(), config_.vacant.end(), rank) != config_.vacant.end();
+}
+
+// Acts on whatever the last call of the views has changed.
+void Core::heed_views(Nanos now) {
+    while (std::optional<Note> note = views_->take_note()) {
+        const Peer* peer = note->to < config_.world ? peers_.find(note->to) : nullptr;
+        if (peer != nullptr && !peer->left()) peers_[note->to].pass(std::move(note->body));
+    }
+    inside_ = views_->inside();
+    const View* view = views_->view();
+    if (view != nullptr && view->number != view_number()) adopt(*view, now);
+}
+
+void Core::follow(const View& view, bool inside, Nanos now) {
+    inside_ = inside;
+    if (view.number != view_number()) adopt(view, now);
+}
+
+void Core::adopt(const View& view, Nanos now) {
+    // Whoever was away, even for one view, has given up the exchanges of the views before. A process that was not away
+    // knows each view, as it took part in deciding the next one.
+    since_.resize(config_.world);
+    for (const Member who : view.members) {
+        if (view_ && (view.takes_in(who) || there_[who.rank] != who.incarnation)) since_[who.rank] = view.number;
+    }
+    there_.assign(config_.world, -1);
+    for (const Member who : view.members) there_[who.rank] = who.incarnation;
+    view_ = view;
+    exchanges_.each([&](Exchange& exchange) {
+        drop_absent(exchange);
+        settle(exchange, now);
+    });
+}
+
+// The peers of an exchange that are not in a later view than the exchange's take no further part in it.
+void Core::drop_absent(Exchange& exchange) {
+    if (!exchange.patient() || exchange.view >= view_number()) return;
+    const auto there = [&](std::uint16_t rank) {
+        const Member who = member(rank);
+        // Where this process itself is out, the others go on without it.
+        return inside_ && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
+               (view_->has(who) || view_->lets_go(who));
+    };
+    // Also where its own messages have ended: others may have waited for it, and have less to pass on.
+    for (const Outgoing& message : exchange.sends) {
+        if (!there(message.peer)) drop_peer(exchange, message.peer);
+    }
+    for (const Incoming& message : exchange.receives) {
+        if (!there(message.peer)) drop_peer(exchange, message.peer);
+    }
+}
+
+void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
+    exchange.dropped = true;
+    for (Outgoing& message : exchange.sends) {
+        if (message.peer != peer || message.released) continue;
+        message.release();
+        peers_[peer].queue.remove(message);
+    }
+    for (Incoming& message : exchange.receives) {
+        if (message.peer == peer) close(exchange, message, false);
+    }
+}
+
+std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
+    std::vector<std::uint16_t> all;
+    const Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr || !exchange->patient()) return all;
+    const Nanos started = exchange->outcome.started;
+    const auto look = [&](std::uint16_t rank) {
+        const Peer* peer = peers_.find(rank);
+        if (peer == nullptr || std::find(all.begin(), all.end(), rank) != all.end()) return;
+        if (peer->left() || now >= peer->silent_at(started, config_.silence) ||
+            now >= peer->blocked_at(started, config_.silence))
+            all.push_back(rank);
+    };
+    for (const Outgoing& message : exchange->sends) {
+        if (message.wanted) look(message.peer);
+    }
+    for (const Incoming& message : exchange->receives) {
+        if (!message.closed) look(message.peer);
+    }
+    return all;
+}
+
+Prospect Core::prospect(std::uint64_t id, Nanos now) const {
+    const Exchange* exchange = exchanges_.find(id);
+    if (exchange == nullptr) return Prospect::good;
+    Prospect worst = Prospect::good;
+    const auto look = [&](std::uint16_t rank) {
+        const Peer& peer = peers_.look(rank);
+        const Nanos started = exchange->outcome.started;
+        if (peer.left() || now >= peer.silent_at(started, config_.silence) ||
+            now >= peer.blocked_at(started, config_.silence) || exchange->given_up_by.has(rank)) {
+            worst = Prospect::none;
+        } else if (!exchange->begun_by.has(rank)) {
+            worst = std::max(worst, Prospect::unclear);
+        }
+    };
+    for (const Outgoing& message : exchange->sends) {
+        if (!message.released) look(message.peer);
+    }
+    for (const Incoming& message : exchange->receives) {
+        if (!message.closed) look(message.peer);
+    }
+    return worst;
+}
+
+void Core::refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos now) {
+    // Whoever did not see what we sent cannot quote it.
+    const std::optional<Header> header = parse_header(quoted);
+    if (!header || header->cookie != seal_.visible_cookie() || header->source % config_.world != config_.rank) return;
+    const Peer* peer = rank < config_.world ? peers_.find(rank) : nullptr;
+    if (peer == nullptr || peer->vacant || peer->left() || !peers_[rank].refuse(now)) return;
+    if (views_ && config_.lane == 0) {
+        views_->refused(rank, now);
+        heed_views(now);
+    }
+    for (const auto& [key, exchange] : exchanges_.active()) {
+        const auto hasten = [&](const auto& message) {
+            if (message.peer != rank) return;
+            exchanges_.hasten(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
+        };
+        std::for_each(exchange->sends.begin(), exchange->sends.end(), hasten);
+        std::for_each(exchange->receives.begin(), exchange->receives.end(), hasten);
+    }
+}
+
+void Core::note_begun(Exchange& exchange, const Peer& peer) {
+    if (exchange.patient() && peer.rank < Ranks::bits) exchange.begun_by.add(peer.rank);
+}
+
+void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
+    if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours
+    views(now).receive(peer.rank, body, now);
+    heed_views(now);
+}
+
+}  // namespace storm

@@ -1,0 +1,304 @@
+// What passes between endpoints of one machine, through shared memory.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "core/core.hpp"
+#include "peers/peer.hpp"
+
+namespace storm {
+namespace {
+
+// Records of one peer that are taken, or put, before it is another peer's turn.
+constexpr std::size_t records_per_turn = 4;
+// What a record holds at most, unless one chunk is larger: a part of the ring, so that both sides work at once.
+constexpr std::size_t most_run_bytes = 64 << 10;
+std::size_t run_bytes(const RingWriter& ring) { return std::min(most_run_bytes, ring.capacity() / 4); }
+// A smaller run is copied into each ring: to look for it elsewhere costs as much.
+constexpr std::size_t least_shelved_bytes = 8 << 10;
+// How many times a peer's share of the pool its chunks may take: whoever shares memory with us is no stranger.
+constexpr std::size_t pool_shares = 16;
+// How long a term of a sum may lie in the ring until its turn comes. To keep it elsewhere costs a copy; to leave it there
+// for ever could block what comes behind it, on which its turn may depend.
+constexpr Nanos longest_deferral = millisecond / 2;
+
+}  // namespace
+
+std::optional<Record> Record::parse(std::span<const std::byte> from) {
+    Record record;
+    if (from.size() < head_bytes) return std::nullopt;
+    // A copy, so that its writer cannot change what has been checked.
+    std::memcpy(&record, from.data(), sizeof record);
+    const bool fits = record.shelved == 0 ? size(record.bytes) <= from.size()
+                                          : record.kind == Kind::data && record.bytes <= most_run_bytes &&
+                                                std::size_t{record.place} + record.bytes <= ShelfMemory::capacity;
+    const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && fits;
+    return sound ? std::optional(record) : std::nullopt;
+}
+
+void Core::connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
+    if (rank >= config_.world || rank == config_.rank || incarnation != seal_.incarnation(rank) ||
+        peers_.look(rank).vacant)
+        throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
+    Peer& peer = peers_[rank];
+    drain(peer, now);  // of an earlier passage, if there was one
+    if (peer.passage && peer.passage->broken()) {
+        sever(peer, now);
+        throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
+    }
+    // Whoever reads a new ring has drained the old one before, as we have.
+    if (shelf_ && peer.passage) shelf_->renew(rank);
+    passage->in.set_shut(passages_shut_);
+    peer.passage = std::move(passage);
+    const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
+    if (place == near_.end() || *place != rank) near_.insert(place, rank);
+}
+
+void Core::disconnect() {
+    for (const std::uint16_t rank : near_) {
+        peers_[rank].passage.reset();
+        bells_.clear(rank);
+    }
+    near_.clear();
+    shelf_.reset();
+}
+
+void Core::shut_passages(bool shut) {
+    passages_shut_ = shut;
+    for (const std::uint16_t rank : near_) peers_[rank].passage->in.set_shut(shut);
+}
+
+bool Core::passes(std::uint16_t rank) const {
+    const Peer& peer = peers_.look(rank);
+    return peer.passage && !peer.passage->out.shut();
+}
+
+bool Core::pass(Nanos now) {
+    bool any = false, broken = false;
+    defer_until_ = never;
+    // In rising order, which is that of most sums.
+    for (const std::uint16_t rank : near_) {
+        const bool taken = take_records(rank, records_per_turn, now), put = put_records(rank, now);
+        any = any || taken || put;
+        const Passage& passage = *peers_.look(rank).passage;
+        broken = broken || passage.broken();
+        defer_until_ = std::min(defer_until_, passage.defer_until);
+    }
+    if (!broken) return any;
+    const auto found = std::find_if(near_.begin(), near_.end(),
+                                    [&](std::uint16_t rank) { return peers_.look(rank).passage->broken(); });
+    sever(peers_[*found], now);
+    return true;  // there may be another
+}
+
+// A peer that writes nonsense into shared memory is lost to us and we to it, as if each had left; all others go on. What
+// it passed before is gone, so exchanges under way with it cannot end well.
+void Core::sever(Peer& peer, Nanos now) {
+    ++counters_.malformed;
+    const Blame blame{peer.rank, Status::memory_broken};
+    std::erase(near_, peer.rank);
+    bells_.clear(peer.rank);
+    if (shelf_) shelf_->forget(peer.rank);
+    peer.passage.reset();
+    peer.farewells = Peer::most_farewells;
+    peer.say({.kind = Kind::bye, .blame = blame});
+    part(peer, Status::memory_broken, blame, now);
+}
+
+bool Core::may_sleep() {
+    return std::all_of(near_.begin(), near_.end(), [&](std::uint16_t rank) {
+        Passage& passage = *peers_.attempt(rank).passage;
+        return passage.in.may_sleep() || passage.stalled || passage.defer_until != never;
+    });
+}
+
+bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
+    Passage& passage = *peers_.attempt(rank).passage;
+    std::span<const std::byte> front = passage.in.front();
+    if (front.empty()) passage.defer_until = never;
+    if (front.empty() || (passage.stalled && !draining_)) return false;
+    Peer& peer = peers_[rank];
+    std::size_t taken = 0;
+    for (; taken < most && !front.empty(); ++taken) {
+        const std::optional<Record> record = Record::parse(front);
+        if (!record) {
+            passage.in.set_broken();
+            break;
+        }
+        const Taken how = take_record(peer, *record, passage.payload(*record, front), now);
+        passage.stalled = how == Taken::no_room;
+        if (how != Taken::yes) break;
+        if (passage.in.pop(record->size())) bells_.set(rank);
+        front = passage.in.front();
+    }
+    if (taken == 0) return false;
+    peer.hear(now);
+    if (views_) views_->hear(rank, now);
+    return true;
+}
+
+// Whether a contribution to an exact sum need not wait for those before it.
+bool Core::in_turn(Exchange& exchange, const Header& header) {
+    const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
+    return message == nullptr || message->reduction == nullptr || message->closed ||
+           header.chunk >= message->cut.chunks || !message->reduction->early(message->contributor, header.chunk);
+}
+
+bool Core::awaits(std::uint16_t rank) const {
+    const auto& active = exchanges_.active();
+    return std::any_of(active.begin(), active.end(), [&](const auto& each) { return each.second->waits_for(rank); });
+}
+
+// Takes all that a peer has passed, before something is heeded that came by datagram and may have overtaken it.
+void Core::drain(Peer& peer, Nanos now) {
+    if (!peer.passage || draining_) return;
+    draining_ = true;
+    while (take_records(peer.rank, records_per_turn, now)) {
+    }
+    draining_ = false;
+}
+
+// A record that is not taken stays where it is.
+Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
+    Header header = record.header(peer.rank);
+    Exchange* exchange = exchanges_.find(header.channel, header.seq);
+    if (exchange == nullptr && sequences_.posted(header.channel, header.seq)) {
+        ++counters_.late;
+        answer_for_ended(peer, header);
+        return Taken::yes;
+    }
+    // Something that we wait for may lie behind it: then it is kept in any case. No more of it than the eager bytes comes.
+    if (exchange == nullptr && !draining_ && pool_.crowded(peer.rank, pool_shares) && !awaits(peer.rank))
+        return Taken::no_room;
+    if (exchange != nullptr && record.kind == Kind::end) {
+        take_end(peer, header, now);
+        return Taken::yes;
+    }
+    Nanos& defer_until = peer.passage->defer_until;
+    if (exchange == nullptr || in_turn(*exchange, header)) {
+        defer_until = never;
+    } else if (!draining_) {
+        // Once one was taken early, so are those that follow, until one comes in its turn.
+        if (defer_until == never) defer_until = now + longest_deferral;
+        if (now < defer_until) return Taken::not_its_turn;
+    }
+    counters_.shared_bytes_received += payload.size();
+    do {
+        const std::span<const std::byte> chunk = payload.first(std::min(payload.size(), chunk_bytes_));
+        payload = payload.subspan(chunk.size());
+        if (exchange != nullptr) {
+            deliver(*exchange, peer, header, chunk, now, Way::memory);
+        } else {
+            pool_.keep_anyway(header, chunk);
+            ++counters_.pooled;
+        }
+        ++header.chunk;
+    } while (!payload.empty());
+    if (exchange != nullptr) {
+        settle(*exchange, now);
+        return Taken::yes;
+    }
+    counters_.pool_bytes = pool_.bytes();
+    counters_.pool_peak_bytes = std::max(counters_.pool_peak_bytes, counters_.pool_bytes);
+    return Taken::yes;
+}
+
+bool Core::put_records(std::uint16_t rank, Nanos now) {
+    if (!peers_.queued().test(rank) || peers_.idle(rank)) return false;
+    Peer& peer = peers_.attempt(rank);
+    RingWriter& out = peer.passage->out;
+    if (!passes(rank)) return false;
+    // A run, and perhaps the end of its message.
+    const std::size_t needed = Record::size(std::max(run_bytes(out), chunk_bytes_)) + Record::size(0);
+    bool any = false;
+    for (std::size_t i = 0; i < records_per_turn; ++i) {
+        Outgoing* message = peer.queue.next(config_.eager_bytes);
+        std::byte* room = message == nullptr ? nullptr : out.room(needed);
+        if (room == nullptr) break;
+        peers_.mark(rank);
+        any = true;
+        if (message->encoding) give_up_coding(peer, *message, now);
+        if (out.publish(put_run(*message, out, room))) bells_.set(rank);
+        Exchange& exchange = *message->exchange;
+        message->release_if_done();
+        if (message->released) settle(exchange, now);
+    }
+    return any;
+}
+
+// Puts a run of chunks that goes to several peers where all of them read it; null if it must be copied into the ring.
+Shelf::Item* Core::shelve(const Outgoing& message, const Record& record, std::uint32_t end) {
+    if (!shelf_ || !message.checks || record.bytes < least_shelved_bytes || near_.size() < 2) return nullptr;
+    return shelf_->put(message, record.chunk, end, record.bytes,
+                       [&](std::uint16_t rank) { return peers_.attempt(rank).passage->out.read(); });
+}
+
+// Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
+std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* room) {
+    message.echoes.clear();  // nothing is lost on this way
+    while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
+    const bool repair = !message.repairs.empty();
+    while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
+    Record record{.message_bytes = static_cast<std::uint32_t>(message.announced),
+                  .channel = message.exchange->channel,
+                  .seq = message.exchange->seq,
+                  .kind = Kind::data,
+                  .flags = stage_flag(message.second_stage)};
+    bool any = false;
+    std::size_t used = 0;
+    Shelf::Item* item = nullptr;
+    const auto arrives = [&](std::uint32_t chunk) {
+        any = true;
+        if (message.acked_chunks.set(chunk)) ++message.acked;
+        record.bytes += message.cut.size(chunk);
+    };
+    if (repair) {
+        record.chunk = message.repairs.front();
+        message.repairs.pop_front();
+        ++message.repaired;
+        ++counters_.repaired;
+        arrives(record.chunk);
+    } else if (message.sendable()) {
+        record.chunk = message.chunk_at(message.cursor);
+        std::uint32_t next = record.chunk;
+        if (shelf_ && message.checks) item = shelf_->find(message, next);
+        do {
+            arrives(next++);
+            ++message.cursor;
+        } while (message.sendable() && message.chunk_at(message.cursor) == next && !message.next_is_missing() &&
+                 (item == nullptr || next < item->end()) && record.bytes + message.cut.size(next) <= run_bytes(ring));
+        message.eager_bytes += record.bytes;
+        if (item != nullptr) {
+            counters_.shelved_bytes_sent += record.bytes;
+        } else {
+            item = shelve(message, record, next);
+        }
+    }
+    if (any) {
+        if (item != nullptr) {
+            record.shelved = 1;
+            record.place = item->place(record.chunk);
+        } else if (record.bytes > 0) {
+            std::memcpy(room + Record::head_bytes, message.payload(record.chunk).data(), record.bytes);
+        }
+        record.write(room);
+        counters_.shared_bytes_sent += record.bytes;
+        used = record.size();
+        if (item != nullptr) item->lend(message.peer, ring.written() + used);
+    }
+    // The receiver need not wait for chunks that we do not have; those still under way by datagram may yet arrive.
+    const bool settled = message.acked + message.given_up >= message.cut.chunks;
+    if (message.first_pass_over() && message.repairs.empty() && message.acked < message.cut.chunks &&
+        (settled || !message.lossless())) {
+        record.kind = Kind::end;
+        if (settled) record.flags |= flag_repair;
+        record.bytes = 0;
+        record.shelved = 0;
+        record.write(room + used);
+        used += Record::size(0);
+    }
+    return used;
+}
+
+}  // namespace storm

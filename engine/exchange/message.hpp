@@ -1,0 +1,135 @@
+// One message of an exchange, as its sender and as its receiver see it: which chunks were sent, acknowledged, lost, arrived.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/bitmap.hpp"
+#include "base/clock.hpp"
+#include "coding/coding.hpp"
+#include "coding/cut.hpp"
+#include "math/reduction.hpp"
+#include "wire/controls.hpp"
+#include "wire/slots.hpp"
+
+namespace storm {
+
+class Exchange;
+
+// Checksums of the chunks of data that goes to several peers: each is computed once.
+struct Checks {
+    Bitmap known;
+    std::vector<std::uint32_t> values;
+
+    explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
+};
+
+// How often to send each of the last chunks of a message that were lost, so that it is soon complete: every copy costs its
+// time on the line, `chunk_s`, and a chunk of which all are lost costs another round trip.
+[[nodiscard]] unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s);
+
+// A message to a peer.
+struct Outgoing {
+    Exchange* exchange{};
+    std::uint16_t peer{};
+    bool second_stage{};
+    const std::byte* data{};
+    Cut cut;
+    std::uint64_t announced{};  // bytes of the whole message, of which lanes carry parts: both sides must agree on it
+    std::uint32_t allowed{};    // chunks that may be missing in the end
+    std::uint32_t reserved{};  // the part of `allowed` kept for chunks that never reached us and so cannot be passed on
+    const Reduction* source{};       // second stage: only its final chunks can be sent
+    std::shared_ptr<Checks> checks;  // shared with other messages of the same data, if there are any
+    SlotRef ref;                     // how flights and batches name it
+
+    std::uint32_t cursor{};  // chunks of the first pass that were sent or skipped
+    std::uint32_t acked{}, given_up{}, repaired{};
+    std::uint64_t eager_bytes{};  // bytes sent in the first pass so far
+    Bitmap acked_chunks;
+    std::deque<std::uint32_t> repairs;  // chunks to send again
+    std::deque<std::uint32_t> echoes;   // further copies of repairs, for when there is nothing else to send
+    unsigned pins{};                    // batches that still point into `data`
+    Nanos blocked_from{};  // since when to count losses, as a patient exchange goes on after a blocked path
+    bool ready{};          // the receiver has posted: no eager limit
+    bool parked{};         // the receiver had no room: hold until it is ready
+    bool queued{};         // stands in its peer's queue; only SendQueue writes it
+    bool wanted{true};     // false once nothing more need be sent
+    bool released{};       // the caller may use its buffer again
+    std::unique_ptr<Encoding> encoding;  // its parity, once it is looked at whether any pays
+
+    explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
+    [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
+    // Chunks that could be sent now.
+    [[nodiscard]] std::size_t waiting() const {
+        return repairs.size() + echoes.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) -
+               cursor + parity_due();
+    }
+    [[nodiscard]] bool only_echoes() const { return !echoes.empty() && waiting() == echoes.size(); }
+    [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
+    [[nodiscard]] std::size_t parity_due() const { return encoding ? encoding->due() : 0; }
+    // Chunks that the receiver has, or can decode as far as we know.
+    [[nodiscard]] std::uint32_t delivered() const { return acked + (encoding ? encoding->presumed() : 0); }
+    // Chunk number `ordinal` of the first pass, in the order of sending.
+    [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
+        return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
+    }
+    [[nodiscard]] std::span<const std::byte> payload(std::uint32_t chunk) const {
+        return {data + std::size_t{chunk} * cut.chunk_bytes, cut.size(chunk)};
+    }
+    [[nodiscard]] bool lossless() const { return allowed == 0; }
+    [[nodiscard]] bool never_repaired() const { return allowed == cut.chunks; }
+    [[nodiscard]] std::uint64_t unacked_bytes() const {
+        return cut.bytes - std::min<std::uint64_t>(std::uint64_t{acked} * cut.chunk_bytes, cut.bytes);
+    }
+    // The next chunk of the first pass never reached us, so its receivers have to do without it.
+    [[nodiscard]] bool next_is_missing() const { return source != nullptr && source->counts()[chunk_at(cursor)] == 0; }
+    void skip_missing();
+    // The end of a lossy message, in a datagram of its own: it must be heard even if the last chunk is lost.
+    [[nodiscard]] Control end() const;
+    // Nothing more is sent. The caller's buffer is released as soon as no batch points into it.
+    void release();
+    // Releases the message if every chunk is acknowledged or given up.
+    void release_if_done();
+};
+
+// A message from a peer.
+struct Incoming {
+    std::uint16_t peer{};
+    bool second_stage{};
+    Cut cut;
+    std::uint64_t announced{};  // bytes of the whole message, as of an Outgoing
+    std::uint32_t allowed{};
+    std::byte* into{};
+    Reduction* reduction{};
+    std::uint32_t contributor{};
+
+    Bitmap arrived, settled;
+    std::uint32_t arrived_count{};
+    std::uint64_t arrived_bytes{};
+    std::uint32_t settled_upto{};  // in a message that is never repaired: all ordinals below this are settled
+    bool ended{};                  // the sender's first pass is over
+    bool closed{};                 // nothing more is taken
+    Nanos close_at{never};         // when to close, after a grace for chunks that the end overtook
+    Nanos ask_at{never};           // when to tell the sender again that we wait
+    Nanos ask_every{};
+    std::uint32_t recovered{};           // chunks that parity gave back
+    std::unique_ptr<Decoding> decoding;  // once a chunk has come that says that parity follows, or parity itself
+
+    explicit Incoming(const Cut& c) : cut(c), arrived(c.chunks), settled(c.chunks) {}
+    [[nodiscard]] std::uint32_t missing() const { return cut.chunks - arrived_count; }
+    [[nodiscard]] std::uint64_t missing_bytes() const { return cut.bytes - arrived_bytes; }
+    // Takes a chunk whose size is right; false if it came too late or twice.
+    bool accept(std::uint32_t chunk, std::span<const std::byte> payload);
+    // Nothing more will be taken; the reduction goes on without the rest.
+    void close();
+
+private:
+    void give_up(std::uint32_t chunk);
+};
+
+}  // namespace storm

@@ -1,0 +1,677 @@
+#include "io/driver.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace storm {
+namespace {
+
+// How often timers are looked at while there is always something to read.
+constexpr Nanos tick_every = 200 * microsecond;
+// How often the socket is read while there is always something in shared memory.
+constexpr Nanos read_every = 50 * microsecond;
+// How long a caller looks for what comes through shared memory before it sleeps: to be woken takes about as long.
+constexpr Nanos longest_linger = 50 * microsecond;
+// Rounds of passing data in a call that only begins something: peers may go on writing for as long as we read.
+constexpr int most_rounds = 8;
+
+// How often refusals are looked for where no call has met one: it may have been told to a call that had sent something.
+constexpr Nanos refusals_every = millisecond;
+// How long a datagram may wait to be read for its time stamp to be believed.
+constexpr Nanos longest_stay = 100 * millisecond;
+
+timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
+
+}  // namespace
+
+Nanos clock_now(clockid_t clock) {
+    timespec now{};
+    clock_gettime(clock, &now);
+    return now.tv_sec * second + now.tv_nsec;
+}
+
+bool Driver::drive() {
+    try {
+        return more_ = step();
+    } catch (...) {
+        fail();
+        throw;
+    }
+}
+
+void Driver::fail() noexcept {
+    if (!failure_) failure_ = std::current_exception();
+    changed_.notify_all();
+    view_changed_.notify_all();
+    wake(wake_);
+    wake(nudge_);
+}
+
+void Driver::check_open() const {
+    if (!core_ || closed_) throw std::runtime_error("the engine is closed");
+    if (!failure_) return;
+    std::string why = "for an unknown reason";
+    try {
+        std::rethrow_exception(failure_);
+    } catch (const std::exception& error) {
+        why = error.what();
+    } catch (...) {
+    }
+    throw std::runtime_error("the engine has failed and can only be closed: " + why);
+}
+
+std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
+    const Lock lock(door_);
+    check_open();
+    const Nanos now = clock_now();
+    for (StageSpec& stage : spec.stages) {
+        if (stage.deadline != never) stage.deadline += now;
+    }
+    if (spec.timeout_at != never) spec.timeout_at += now;
+    const std::uint64_t id = attempt([&] {
+        const std::uint64_t posted = core_->post(spec, now);
+        if (by_thread) {
+            more_ = true;
+            wake(caller_drives_ ? nudge_ : wake_);
+            return posted;
+        }
+        pass_some();
+        // The loop ends: until receivers answer, no more than the eager bytes may leave.
+        while (flush(now)) {
+        }
+        collect();
+        return posted;
+    });
+    // The exchange may have brought an earlier timer.
+    if (!by_thread) rearm();
+    return id;
+}
+
+// Guard: the caller drives while it exists, and the engine's own thread takes over again, however the caller leaves.
+class Driver::Turn {
+public:
+    explicit Turn(Driver& driver) : driver_(driver) {
+        driver_.caller_drives_ = true;
+        driver_.listen(false);
+    }
+    ~Turn() {
+        driver_.caller_drives_ = false;
+        driver_.sleeping_until_ = 0;
+        if (!driver_.over()) {
+            driver_.listen(true);
+            driver_.arm();
+            // The engine's own thread sleeps already: it goes on with what is left, and peers ring from now on.
+            if (driver_.more_ || !driver_.core_->may_sleep()) wake(driver_.wake_);
+        }
+        driver_.changed_.notify_all();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+private:
+    Driver& driver_;
+};
+
+bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
+    Lock lock(door_);
+    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    const auto ready = [&] { return ended_.contains(id); };
+    while (!ready()) {
+        check_open();
+        if (clock_now() >= give_up_at) return false;
+        if (caller_drives_) {
+            const auto woken = [&] { return ready() || !caller_drives_ || over(); };
+            if (give_up_at == never) {
+                changed_.wait(lock, woken);
+            } else {
+                changed_.wait_for(lock, std::chrono::nanoseconds(std::max<Nanos>(give_up_at - clock_now(), 0)), woken);
+            }
+            continue;
+        }
+        const Turn turn(*this);
+        while (!ready() && !over()) {
+            const bool busy = drive();
+            // It may have ended by a timer, or by what came while this thread lingered.
+            if (ready()) break;
+            const Nanos now = clock_now();
+            if (now >= give_up_at) break;
+            if (busy) {
+                // This may go on for long: let other threads post or cancel meanwhile.
+                door_.give_way();
+                continue;
+            }
+            // Meanwhile, another thread may have ended what this one waits for, and nudges only those who sleep.
+            if (linger(lock) || ready() || over() || !core_->may_sleep()) continue;
+            const Nanos until = std::min(next_timer(), give_up_at);
+            sleeping_until_ = until;
+            const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
+            Polled waits = to_poll();
+            lock.unlock();
+            ppoll(waits.all.data(), waits.count, until == never ? nullptr : &remaining, nullptr);
+            std::uint64_t drained = 0;
+            if (waits.all[0].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
+            if (waits.all[1].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
+            lock.lock();
+            sleeping_until_ = 0;
+        }
+    }
+    const auto found = ended_.find(id);
+    outcome = std::move(found->second);
+    ended_.erase(found);
+    return true;
+}
+
+bool Driver::ended(std::uint64_t id) {
+    const Lock lock(door_);
+    return failure_ || ended_.contains(id);
+}
+
+bool Driver::failed() {
+    const Lock lock(door_);
+    return failure_ != nullptr;
+}
+
+std::optional<Driver::Verdict> Driver::verdict(std::uint64_t id) {
+    const Lock lock(door_);
+    const auto found = ended_.find(id);
+    if (found == ended_.end()) return std::nullopt;
+    const Outcome& outcome = found->second;
+    return Verdict{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
+}
+
+std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
+    const Lock lock(door_);
+    return core_ && !closed_ ? core_->peek(channel, seq) : std::vector<Pool::First>{};
+}
+
+void Driver::cancel(std::uint64_t id) {
+    end_by([id](Core& core, Nanos now) { core.cancel(id, now); });
+}
+
+void Driver::fail(std::uint64_t id, const Verdict& why) {
+    end_by([id, &why](Core& core, Nanos now) { core.fail(id, why.status, why.peer, why.blame, now); });
+}
+
+template <class End>
+void Driver::end_by(End&& end) {
+    const Lock lock(door_);
+    if (!core_ || over()) return;
+    attempt([&] {
+        end(*core_, clock_now());
+        while (flush(clock_now())) {
+        }
+        collect();
+        // The thread that drives may be waiting for this exchange.
+        if (caller_drives_) {
+            wake(nudge_);
+        } else {
+            arm();
+        }
+    });
+}
+
+void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
+                     const std::optional<LinkKeys>& keys) {
+    const Lock lock(door_);
+    check_open();
+    if (addresses.empty()) throw std::invalid_argument("a process has at least one address");
+    attempt([&] {
+        const std::size_t paths = common_paths(addresses);
+        keep_paths(peer);
+        core_->readmit(peer, incarnation, keys, clock_now(), paths);
+        for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
+        recall_paths(peer);
+        near_.erase(peer);
+        pass_some();
+        flush(clock_now());
+        collect();
+    });
+    // Exchanges may have ended, among them one that a driving caller waits for.
+    if (caller_drives_) {
+        wake(nudge_);
+    } else {
+        arm();
+    }
+}
+
+Driver::Offer Driver::offer_passage(std::uint16_t peer, std::size_t neighbours) {
+    auto ring = std::make_unique<RingMemory>(neighbours);
+    ring->shared().shut.store(1, std::memory_order_release);  // until we read
+    const Lock lock(door_);
+    check_open();
+    const auto copy = [](int fd) {
+        return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0),
+                                   "shared memory needs more descriptors, see `ulimit -n`");
+    };
+    if (core_->shelf() == nullptr) core_->set_shelf(std::make_unique<ShelfMemory>());
+    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get()), .shelf = copy(core_->shelf()->file())};
+    ring->close_file();
+    near_[peer].from_it = std::move(ring);
+    return offer;
+}
+
+void Driver::take_passage(std::uint16_t peer, Offer offer) {
+    auto memory = std::make_unique<RingMemory>(std::move(offer.ring));
+    memory->close_file();
+    auto shelf = std::make_unique<ShelfMemory>(std::move(offer.shelf));
+    shelf->close_file();
+    const int flags = fcntl(offer.bell.get(), F_GETFL);
+    if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
+    const Lock lock(door_);
+    check_open();
+    near_[peer].to_it = std::move(memory);
+    near_[peer].its_shelf = std::move(shelf);
+    near_[peer].bell = std::move(offer.bell);
+}
+
+void Driver::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
+    const Lock lock(door_);
+    check_open();
+    Near& near = near_[peer];
+    if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
+    const auto go_on = [&] {
+        collect();
+        // It may have passed something already.
+        wake(wake_);
+        wake(nudge_);
+    };
+    try {
+        attempt([&] {
+            auto passage =
+                std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it), std::move(near.its_shelf));
+            core_->connect(peer, incarnation, std::move(passage), clock_now());
+        });
+    } catch (const std::invalid_argument&) {
+        go_on();  // what an earlier passage held may have ended exchanges
+        throw;
+    }
+    attempt(go_on);
+}
+
+std::vector<std::uint16_t> Driver::near() {
+    const Lock lock(door_);
+    return core_ && !closed_ ? core_->near() : std::vector<std::uint16_t>{};
+}
+
+// Something was posted or changed: whoever sleeps may have to wake earlier.
+void Driver::rearm() {
+    if (!caller_drives_) {
+        arm();
+    } else if (sleeping_until_ != 0 && (full() || next_timer() < sleeping_until_)) {
+        // A caller that fell asleep when the socket had room does not notice when it has some again.
+        wake(nudge_);
+    }
+}
+
+bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
+    Lock lock(door_);
+    check_open();
+    const auto woken = [&] { return over() || core_->view_number() > above; };
+    if (timeout == never) {
+        view_changed_.wait(lock, woken);
+    } else {
+        view_changed_.wait_for(lock, std::chrono::nanoseconds(timeout), woken);
+    }
+    check_open();
+    return core_->view_number() > above;
+}
+
+void Driver::on_view(std::function<void(const View&, bool)> tell) {
+    const Lock lock(door_);
+    tell_view_ = std::move(tell);
+}
+
+void Driver::follow(const View& view, bool inside) {
+    const Lock lock(door_);
+    if (!core_ || over()) return;
+    attempt([&] {
+        core_->follow(view, inside, clock_now());
+        collect();
+    });
+    wake(caller_drives_ ? nudge_ : wake_);
+}
+
+Prospect Driver::prospect(std::uint64_t id) {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->prospect(id, clock_now()) : Prospect::none;
+}
+
+std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {
+    const Lock lock(door_);
+    return core_ && !over() ? core_->unreached(id, clock_now()) : std::vector<std::uint16_t>{};
+}
+
+void Driver::run() {
+    Lock lock(door_);
+    while (!over()) {
+        if (!caller_drives_) {
+            bool busy = false;
+            try {
+                busy = drive();
+            } catch (...) {
+                return;  // there is nobody to tell here; whoever waits has been woken and finds the failure
+            }
+            if (busy) {
+                // Let a caller post, or take over.
+                door_.give_way();
+                continue;
+            }
+            if (!core_->may_sleep()) continue;
+            arm();
+        }
+        lock.unlock();
+        std::array<epoll_event, 4> events;
+        const int count = epoll_wait(epoll_.get(), events.data(), events.size(), -1);
+        for (int i = 0; i < count; ++i) {
+            std::uint64_t drained = 0;
+            const int fd = events[static_cast<std::size_t>(i)].data.fd;
+            if (fd != inputs_.get()) (void)!read(fd, &drained, sizeof drained);
+        }
+        lock.lock();
+        // Only whoever drives may silence the bell: it may ring for a caller that has taken over meanwhile.
+        std::uint64_t rung = 0;
+        if (!caller_drives_) (void)!read(bell_.get(), &rung, sizeof rung);
+        armed_at_ = never;
+    }
+}
+
+bool Driver::pass() {
+    const bool any = core_->pass(clock_now());
+    core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
+    return any;
+}
+
+void Driver::pass_some() {
+    for (int round = 0; round < most_rounds; ++round) {
+        if (!pass()) return;
+    }
+    wake(caller_drives_ ? nudge_ : wake_);
+}
+
+bool Driver::linger(Lock& lock) {
+    if (core_->near().empty()) return false;
+    const Nanos until = clock_now() + longest_linger;
+    do {
+        lock.unlock();
+        // Another rank may want this core, perhaps the one that we wait for.
+        sched_yield();
+        lock.lock();
+        if (over() || pass()) return true;
+    } while (clock_now() < until);
+    return false;
+}
+
+bool Driver::step() {
+    const bool passed = pass();
+    if (passed && clock_now() - read_at_ < read_every) {
+        flush(clock_now());
+        collect();
+        return true;
+    }
+    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped by the kernel,
+    // or after the system call that fetched them, departures right before the one that sends them: errors then only
+    // lengthen a delay.
+    Nanos now = clock_now(), arrived_at = now, behind = 0;
+    std::size_t path = 0;
+    const Address* source = nullptr;  // unknown of datagrams that faults have held back
+    const auto take = [&](std::span<std::byte> datagram) {
+        core_->receive(datagram, now, arrived_at);
+        if (source != nullptr) learn(path, *source, now);
+    };
+    faults_->release(now, take);
+    bool first = true;
+    Socket::Read got;
+    const auto take_from = [&](std::span<std::byte> datagram, Nanos stamp, const Address& from) {
+        source = fault_settings_ ? nullptr : &from;
+        if (std::exchange(first, false)) {
+            // In this order: a pause between the two makes a datagram late rather than early.
+            const Nanos stamped = clock_now(CLOCK_REALTIME);
+            now = clock_now();
+            behind = stamped - now;
+        }
+        // The clock of stamps may be set while a datagram waits.
+        const Nanos waited = now - (stamp - behind);
+        arrived_at = waited > 0 && waited < longest_stay ? now - waited : now;
+        // Faults depend on the link, so the source must be known before the datagram is checked.
+        const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
+        const auto rank = static_cast<std::uint16_t>(header ? header->source % core_->config().world : 0xffff);
+        faults_->receive(rank, datagram, now, take);
+    };
+    std::uint32_t overflow = 0;
+    for (; path < outlets_.size(); ++path) {
+        const Socket::Read read = outlets_[path]->socket.receive(take_from);
+        got.datagrams += read.datagrams;
+        got.more = got.more || read.more;
+        overflow += outlets_[path]->socket.overflow();
+    }
+    read_at_ = now;
+    if (got.datagrams > 0) {
+        core_->set_overflow(overflow);
+        now = clock_now();
+    }
+    // After what has come: that shows that its sender lives.
+    const bool look = got.datagrams == 0 && now - refusals_at_ >= refusals_every;
+    if (look) refusals_at_ = now;
+    for (path = 0; path < outlets_.size(); ++path) {
+        if (look || outlets_[path]->socket.refused()) heed_refusals(path, now);
+    }
+    if (!got.more || now - ticked_at_ >= tick_every) {
+        core_->tick(now);
+        ticked_at_ = now;
+    }
+    for (path = 0; path < outlets_.size(); ++path) {
+        if (now >= outlets_[path]->routes.next_timer()) seek(path, now);
+    }
+    // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
+    bool sent = flush(now);
+    if (sent && !got.more) sent = flush(now);
+    // A datagram may have let more pass.
+    const bool passed_on = pass();
+    collect();
+    return got.more || sent || passed || passed_on;
+}
+
+void Driver::learn(std::size_t path, const Address& from, Nanos now) {
+    const std::optional<Core::Heard>& heard = core_->heard();
+    if (!heard || heard->path != path) return;  // what came to another path's socket says nothing about either
+    Outlet& outlet = *outlets_[path];
+    if (outlet.routes.heard(heard->rank, from, heard->newest, now)) {
+        core_->report(reply_, heard->rank, now, path);
+        (void)outlet.socket.send_to(from, reply_);
+    }
+    outlet.routes.answered(heard->rank, core_->take_replies(heard->rank, path), core_->patience(heard->rank, path),
+                           now);
+}
+
+void Driver::heed_refusals(std::size_t path, Nanos now) {
+    Outlet& outlet = *outlets_[path];
+    outlet.socket.read_refusals([&](const Address& from, std::span<const std::byte> quoted) {
+        const std::span<const Address> present = outlet.routes.present();
+        for (std::uint16_t rank = 0; rank < present.size(); ++rank) {
+            // A learned address is a router's, which forgets; one that has never answered may be another network's.
+            const Routes::Route route = outlet.routes.look(rank);
+            if (route.address == from && route.answers && !route.learned) core_->refused(rank, quoted, now);
+        }
+    });
+}
+
+void Driver::seek(std::size_t path, Nanos now) {
+    Outlet& outlet = *outlets_[path];
+    outlet.routes.tick(
+        now,
+        [&](const Routes::Challenge& each) {
+            // If the socket is full, this one is lost: others follow.
+            if (core_->challenge(reply_, each.rank, each.id, now, path)) (void)outlet.socket.send_to(each.to, reply_);
+        },
+        [&](std::uint16_t rank) { core_->ping(rank, path); },
+        [&](std::uint16_t rank) { core_->reroute(rank, now, path); });
+}
+
+void Driver::offer(std::uint16_t peer, const Address& address) {
+    const Lock lock(door_);
+    check_open();
+    if (peer >= core_->config().world || peer == core_->config().rank)
+        throw std::invalid_argument("a peer must be another rank of the world");
+    if (address.family() != outlets_[0]->socket.family()) return;  // this socket does not reach it
+    outlets_[0]->routes.offer(peer, address, clock_now());
+    rearm();
+}
+
+void Driver::rebind(std::size_t path, const std::string& host) {
+    const Lock lock(door_);
+    check_open();
+    Outlet& outlet = *outlets_.at(path);
+    try {
+        outlet.socket.rebind(Address(host, outlet.socket.port()), outlet.config);
+    } catch (const std::system_error&) {
+        outlet.socket.rebind(Address(host, 0), outlet.config);
+    }
+    // The descriptor means another socket now, which nobody watches yet.
+    attempt([&] {
+        epoll_event event{.events = EPOLLIN, .data = {.fd = outlet.socket.fd()}};
+        if (epoll_ctl(inputs_.get(), EPOLL_CTL_ADD, outlet.socket.fd(), &event) != 0)
+            throw std::system_error(errno, std::generic_category(), "cannot watch a socket that has moved");
+    });
+    wake(wake_);
+    wake(nudge_);
+}
+
+void Driver::keep_open() {
+    const Lock lock(door_);
+    check_open();
+    for (const auto& outlet : outlets_) outlet->routes.keep_open(clock_now());
+    rearm();
+}
+
+std::vector<Routes::Route> Driver::routes() {
+    const Lock lock(door_);
+    const Routes& first = outlets_[0]->routes;
+    std::vector<Routes::Route> all;
+    for (std::uint16_t rank = 0; rank < first.present().size(); ++rank) all.push_back(first.look(rank));
+    return all;
+}
+
+bool Driver::full() const {
+    return std::any_of(outlets_.begin(), outlets_.end(), [](const auto& outlet) { return !outlet->unsent.empty(); });
+}
+
+Nanos Driver::routes_timer() const {
+    Nanos at = never;
+    for (const auto& outlet : outlets_) at = std::min(at, outlet->routes.next_timer());
+    return at;
+}
+
+Driver::Polled Driver::to_poll() const {
+    Polled found;
+    found.all[0] = {.fd = nudge_.get(), .events = POLLIN, .revents = 0};
+    found.all[1] = {.fd = bell_.get(), .events = POLLIN, .revents = 0};
+    for (const auto& outlet : outlets_) {
+        const auto events = static_cast<short>(outlet->unsent.empty() ? POLLIN : POLLIN | POLLOUT);
+        found.all[found.count++] = {.fd = outlet->socket.fd(), .events = events, .revents = 0};
+    }
+    return found;
+}
+
+bool Driver::flush(Nanos now) {
+    // A path whose socket is full holds up no other.
+    std::size_t held = 0;
+    for (std::size_t path = 0; path < outlets_.size(); ++path) {
+        core_->hold(path, !outlets_[path]->unsent.empty());
+        held += outlets_[path]->unsent.empty() ? 0 : 1;
+    }
+    for (std::size_t filled = 0; held < outlets_.size() && filled < burst; ++filled) {
+        if (!core_->transmit(*free_.back(), now)) break;
+        outlets_[free_.back()->path()]->unsent.push_back(free_.back());
+        free_.pop_back();
+    }
+    bool any = false;
+    for (const auto& outlet : outlets_) {
+        if (outlet->unsent.empty()) continue;
+        const std::size_t sent = outlet->socket.send(outlet->unsent, outlet->routes.present());
+        for (std::size_t i = 0; i < sent; ++i) {
+            core_->transmitted(*outlet->unsent[i], now);
+            free_.push_back(outlet->unsent[i]);
+        }
+        outlet->unsent.erase(outlet->unsent.begin(), outlet->unsent.begin() + static_cast<std::ptrdiff_t>(sent));
+        any = any || sent > 0;
+    }
+    return any;
+}
+
+void Driver::collect() {
+    bool any = false;
+    while (auto finished = core_->take_finished()) {
+        ended_.emplace(finished->id, std::move(finished->outcome));
+        any = true;
+    }
+    if (core_->view_number() != view_number_ || core_->inside() != inside_) {
+        view_number_ = core_->view_number();
+        inside_ = core_->inside();
+        any = true;
+        view_changed_.notify_all();
+        if (tell_view_ && core_->view()) tell_view_(*core_->view(), inside_);
+    }
+    if (!any) return;
+    changed_.notify_all();
+    // A caller that drives may sleep, and wait for what another thread's call has just ended.
+    if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
+}
+
+Nanos Driver::next_timer() const { return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()}); }
+
+void Driver::arm() {
+    // A full socket is tried again soon rather than watched: it drains in microseconds.
+    const Nanos at = full() ? std::min(next_timer(), clock_now() + 100 * microsecond) : next_timer();
+    if (at == armed_at_) return;
+    armed_at_ = at;
+    itimerspec when{};
+    if (at != never) when.it_value = to_timespec(std::max<Nanos>(at, 1));
+    timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
+}
+
+Driver::Health Driver::health() {
+    const Lock lock(door_);
+    Health health;
+    for (const auto& outlet : outlets_) health.overflow += outlet->socket.overflow();
+    health.segments = socket().segments();
+    health.coalesces = socket().coalesces();
+    if (core_) {
+        health.counters = core_->counters();
+        health.faults = faults_->counters();
+    }
+    return health;
+}
+
+std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& peers) {
+    std::vector<LinkHealth> found(peers.size());
+    const Lock lock(door_);
+    if (!core_) return found;
+    std::transform(peers.begin(), peers.end(), found.begin(), [this](std::uint16_t peer) {
+        return LinkHealth{.round_trip = core_->round_trip(peer),
+                          .loss = core_->loss_from(peer),
+                          .bytes_per_s = core_->rate_to(peer),
+                          .path_bytes = core_->path_bytes(peer),
+                          .paths = core_->paths_to(peer)};
+    });
+    return found;
+}
+
+LinePeaks::Peaks Driver::take_line_peaks() {
+    const Lock lock(door_);
+    return core_ ? core_->take_line_peaks() : LinePeaks::Peaks{};
+}
+
+}  // namespace storm

@@ -1,0 +1,44 @@
+// What this process has learned of paths to other hosts, kept for the next link to them: of a peer that returns, or of a
+// new group. A link starts with it and believes its own measurements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/clock.hpp"
+
+namespace storm {
+
+// What a link knows of its path.
+struct PathFacts {
+    double bytes_per_s{};  // of the line: the rate of the link times the links that shared it
+    Nanos round_trip{};    // without a queue
+};
+
+class PathMemory {
+public:
+    static constexpr Nanos stale_after = 600 * second;  // others use the line by then, or the route has changed
+    static constexpr std::size_t most = 4096;           // paths; the oldest is forgotten
+
+    // The one of this process. Safe to use from any thread.
+    [[nodiscard]] static PathMemory& of_process();
+
+    // `lane`: each has links of its own, which share the line.
+    void keep(const std::string& host, std::uint16_t lane, const PathFacts& facts, Nanos now);
+    [[nodiscard]] std::optional<PathFacts> recall(const std::string& host, std::uint16_t lane, Nanos now);
+
+private:
+    struct Kept {
+        PathFacts facts;
+        Nanos at{};
+    };
+    std::mutex mutex_;
+    std::map<std::pair<std::string, std::uint16_t>, Kept> all_;
+};
+
+}  // namespace storm

@@ -1,0 +1,141 @@
+// The paths to one peer: pairs of interfaces, ours and its, of which each has packet numbers, a rate and a size of its own.
+//
+// Whatever waits for the peer goes over any path that has room for it, so chunks are divided by what paths carry, and what
+// one path lost may be sent again over another. A path that answers nothing while another does is down: what is in flight on
+// it goes over the others, and it is only asked from time to time whether it is there again. With one path, nothing of this
+// ever happens.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/clock.hpp"
+#include "link/link.hpp"
+#include "link/rate_control.hpp"
+#include "paths/path_mtu.hpp"
+#include "paths/routes.hpp"
+#include "wire/pieces.hpp"
+#include "wire/wire.hpp"
+
+namespace storm {
+
+// A path takes the place of a rank's number in the header: see `Core::source`.
+inline constexpr std::size_t most_paths = 4;
+
+// One path to a peer.
+struct Link {
+    // How long a path whose round trip is not known may take to answer.
+    static constexpr Nanos unknown_wait = 300 * millisecond;
+    // A path that is down is asked at once, then less and less.
+    static constexpr Nanos longest_ask = second / 2;
+
+    Link(std::uint8_t path_index, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
+         std::size_t chunk_bytes, Nanos now);
+
+    // The path carries datagrams of this size at most: reports must fit it.
+    void fit_reports(std::size_t datagram_bytes);
+    // How long a report may wait for more to report.
+    [[nodiscard]] Nanos report_delay() const;
+    // How a chunk travels: whole as one piece, or in several where the path carries less. `seal_bytes`: what sealing adds to
+    // a datagram.
+    [[nodiscard]] PieceCut cut(std::size_t chunk_bytes, std::size_t seal_bytes) const;
+    // When to ask whether the path still answers, or answers again.
+    [[nodiscard]] Nanos probe_at() const { return down ? ask_at : out.probe_at(); }
+    // Whether answers are overdue.
+    [[nodiscard]] bool suspect(Nanos now) const { return out.probes() > 0 || out.dark(now); }
+    // Whether nothing was answered for so long that the path is dead, if another one answers.
+    [[nodiscard]] bool unanswered(Nanos now) const;
+    void fall(Nanos now);
+    // A path that is down was asked once more.
+    void asked(Nanos now);
+    // Something that was sent over it has arrived.
+    void on_answer(Nanos now);
+    // When something sent now might arrive, apart from the bytes before it.
+    [[nodiscard]] Nanos delay(Nanos now) const;
+
+    std::uint8_t index;
+    Outbound out;
+    Inbound in;
+    RateControl rate;
+    PathMtu path;
+    Pieces pieces;    // chunks that are not complete
+    Replies replies;  // since the driver last took them
+    bool down{};
+    bool asks{};          // a ping is to be sent over this very path
+    Nanos ask_at{never};  // when to ask again, while it is down
+    Nanos ask_every{};    // and how long after that
+    Nanos answered_at{};  // when the latest answer came
+    std::uint64_t bytes_sent{}, bytes_received{};
+    std::uint32_t outages{};  // how often it fell
+};
+
+// What can be told of a path.
+struct PathHealth {
+    bool up{};
+    Nanos round_trip{};
+    double loss{};         // of what the peer sent over it
+    double bytes_per_s{};  // that it is thought to carry to the peer
+    std::uint64_t bytes_sent{}, bytes_received{};
+    std::uint32_t outages{};
+};
+
+// All paths to one peer. There is at least one, and at least one is up.
+class Links {
+public:
+    Links(std::size_t count, std::uint64_t credit_bytes, const RateControl& rate, const PathMtu& path,
+          std::size_t chunk_bytes, Nanos now);
+
+    [[nodiscard]] std::size_t size() const { return all_.size(); }
+    [[nodiscard]] bool several() const { return all_.size() > 1; }
+    [[nodiscard]] Link& operator[](std::size_t index) { return all_[index]; }
+    [[nodiscard]] const Link& operator[](std::size_t index) const { return all_[index]; }
+    [[nodiscard]] auto begin() { return all_.begin(); }
+    [[nodiscard]] auto end() { return all_.end(); }
+    [[nodiscard]] auto begin() const { return all_.begin(); }
+    [[nodiscard]] auto end() const { return all_.end(); }
+
+    // Indices of the paths that are up, in the order in which they should be used: those that answer first, and of them
+    // those with the shorter round trip.
+    struct Order {
+        std::array<std::uint8_t, most_paths> paths{};
+        std::size_t count{};
+        [[nodiscard]] auto begin() const { return paths.begin(); }
+        [[nodiscard]] auto end() const { return paths.begin() + static_cast<std::ptrdiff_t>(count); }
+    };
+    [[nodiscard]] Order order(Nanos now) const;
+    // Whether another path has answered since this one's answers are overdue.
+    [[nodiscard]] bool survives(const Link& link) const;
+    // Whether so many bytes that wait would be there sooner if none of them took this path, but those before it in `order`.
+    [[nodiscard]] bool better_without(const Link& link, const Order& order, std::uint64_t waiting_bytes,
+                                      Nanos now) const;
+
+    // Reports are due at once, on paths where there is something to tell and on the one that was heard last.
+    void report_news();
+    // Reports are due at once, on all paths.
+    void report_now();
+    void heard_on(const Link& link) { heard_ = link.index; }
+
+    // What a message meets that goes over all paths that are up: the mean of their losses, weighted by rate; the longest
+    // bursts; the sum of their rates; the longest round trip and patience.
+    [[nodiscard]] double loss() const;
+    [[nodiscard]] bool lossy() const { return loss() > 0.02; }
+    [[nodiscard]] double burst() const;
+    [[nodiscard]] double bytes_per_s() const;
+    [[nodiscard]] Nanos round_trip() const;
+    [[nodiscard]] Nanos patience() const;
+    // By how much longer one path may take than another, one way.
+    [[nodiscard]] Nanos spread() const;
+    // Whether a chunk is cut into pieces on any path.
+    [[nodiscard]] bool cuts(std::size_t chunk_bytes, std::size_t seal_bytes) const;
+
+    [[nodiscard]] std::vector<PathHealth> health() const;
+
+private:
+    std::vector<Link> all_;
+    std::uint8_t heard_{};
+};
+
+}  // namespace storm

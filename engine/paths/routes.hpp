@@ -1,0 +1,158 @@
+// Where datagrams to each peer go, and how another address takes the place of one that no longer answers.
+//
+// A rank's card names an address, which routers may make useless: a network address translator (NAT) shows others another
+// address, and may replace that one in mid-job. Better addresses come from authenticated datagrams (`heard`) and by word of
+// other ranks (`offer`). None of them is believed: pings are sent there and nowhere else, and only an answer to one of them
+// counts. While the present address answers too, the peer stays there. So somebody who repeats or forges datagrams from an
+// address of his own does not move a peer that is reached.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/clock.hpp"
+#include "paths/address.hpp"
+
+namespace storm {
+
+// What a peer has answered since this was last taken.
+struct Replies {
+    static constexpr std::size_t most_challenges = 8;
+
+    // A datagram sent at this time was answered; `challenge` is 0 if it went to the present address.
+    void add(Nanos at, std::uint32_t challenge) {
+        if (challenge == 0) {
+            sent_at = std::max(sent_at, at);
+        } else if (challenges.size() < most_challenges) {
+            challenges.push_back(challenge);
+        }
+    }
+
+    Nanos sent_at{};  // when the latest one left
+    std::vector<std::uint32_t> challenges;
+};
+
+class Routes {
+public:
+    static constexpr std::size_t most_candidates = 4;
+    // Routers forget what nobody uses after half a minute or more. More often, so that a port that has changed is noticed
+    // before its rank counts as silent.
+    static constexpr Nanos keep_every = 5 * second;
+
+    // The addresses that the peers' cards name, by rank: used until others prove better.
+    void assign(std::vector<Address> cards);
+    // A new process has taken the place of a peer.
+    void assign(std::uint16_t rank, const Address& card);
+
+    // Where to send, by rank.
+    [[nodiscard]] std::span<const Address> present() const { return present_; }
+    struct Route {
+        Address address;
+        bool answers{};  // something sent there was answered
+        bool learned{};  // it is not the card's
+    };
+    [[nodiscard]] Route look(std::uint16_t rank) const;
+
+    // The peer may be reached at this address. If it is the present one, it is asked for an answer.
+    void offer(std::uint16_t rank, const Address& address, Nanos now);
+    // An authenticated datagram of the peer came from this address. `newest`: none of a higher number came before, as the
+    // address of one that was delayed, or held back by somebody, may be out of date. True if the peer should be answered
+    // there, too: it may be asking whether we are reached, while we do not know yet that it is there.
+    [[nodiscard]] bool heard(std::uint16_t rank, const Address& from, bool newest, Nanos now) {
+        return newest && from != present_[rank] && consider(rank, from, now, heard_lasts);
+    }
+    // `patience`: how long an answer of the peer may take.
+    void answered(std::uint16_t rank, const Replies& replies, Nanos patience, Nanos now);
+    // Has all peers pinged from time to time, as a router translates our address. Peers at learned addresses always are.
+    void keep_open(Nanos now);
+
+    struct Challenge {
+        std::uint16_t rank{};
+        std::uint32_t id{};
+        Address to;
+    };
+    // Calls `challenge(Challenge)` for each ping that is due to another address, `ping(rank)` for each that is due to the
+    // present one, and `moved(rank)` for each peer whose present address has changed.
+    template <class Send, class Ping, class Moved>
+    void tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved);
+    // When to call `tick` at the latest.
+    [[nodiscard]] Nanos next_timer() const { return std::min(due_at_, keep_at_); }
+
+private:
+    static constexpr Nanos heard_lasts = 5 * second, offered_lasts = 30 * second;
+    static constexpr Nanos first_pause = 20 * millisecond, longest_pause = second;
+    // How long the present address may take to show that it still answers, unless the path is slower.
+    static constexpr Nanos least_contest = 100 * millisecond, longest_contest = second;
+    // A peer whose present address has just shown that it answers is not asked again so soon.
+    static constexpr Nanos rest = second;
+    static constexpr Nanos reply_every = 10 * millisecond;
+
+    struct Candidate {
+        Address address;
+        std::uint32_t id{};
+        Nanos began{}, ends_at{};
+        Nanos challenge_at{}, pause{};
+        Nanos decide_at{never};  // once it has answered
+    };
+    struct State {
+        Address card;
+        Nanos answered{};  // when the latest datagram that the present address answered was sent; 0 if it never did
+        Nanos rest_until{};
+        Nanos reply_at{};  // the earliest time of another answer to an address in question
+        std::vector<Candidate> candidates{};
+    };
+
+    enum class Verdict : std::uint8_t { open, dropped, moved };
+    bool consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts);
+    [[nodiscard]] Verdict judge(std::uint16_t rank, const Candidate& candidate, Nanos now);
+    void schedule();
+
+    std::vector<Address> present_;
+    std::vector<State> states_;
+    std::vector<std::uint16_t> active_;  // ranks with candidates
+    std::uint32_t ids_{};
+    Nanos due_at_{never}, keep_at_{never};
+    bool keeps_all_{};
+};
+
+template <class Send, class Ping, class Moved>
+void Routes::tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved) {
+    if (now >= keep_at_) {
+        keep_at_ = now + keep_every;
+        for (std::uint16_t rank = 0; rank < present_.size(); ++rank) {
+            if (keeps_all_ || look(rank).learned) ping(rank);
+        }
+    }
+    if (now < due_at_) return;
+    for (const std::uint16_t rank : std::vector(active_)) {
+        std::vector<Candidate>& candidates = states_[rank].candidates;
+        for (std::size_t at = 0; at < candidates.size();) {
+            Candidate& each = candidates[at];
+            const Verdict verdict = judge(rank, each, now);
+            if (verdict == Verdict::moved) {
+                // The others were candidates for the place of an address that is gone.
+                candidates.clear();
+                moved(rank);
+                break;
+            }
+            if (verdict == Verdict::dropped) {
+                candidates.erase(candidates.begin() + static_cast<std::ptrdiff_t>(at));
+                continue;
+            }
+            if (now >= each.challenge_at) {
+                each.challenge_at = now + each.pause;
+                each.pause = std::min(2 * each.pause, longest_pause);
+                challenge(Challenge{.rank = rank, .id = each.id, .to = each.address});
+                // The present address gets the same chance to answer.
+                if (each.address != present_[rank]) ping(rank);
+            }
+            ++at;
+        }
+    }
+    schedule();
+}
+
+}  // namespace storm

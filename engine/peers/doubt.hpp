@@ -1,0 +1,69 @@
+// Whether a peer's process is gone, by what the kernel of its machine says: that nobody listens at its port (ICMP).
+//
+// Anybody can forge such an answer, and a router that has lost a translation gives it too. So one is only a reason to ask
+// at once. The peer counts as dead when the answer has come again after most of a second, several pings were sent
+// meanwhile, and nothing authentic came. A process that is stopped or starved keeps its socket, so there are no such answers.
+#pragma once
+
+#include <algorithm>
+
+#include "base/clock.hpp"
+
+namespace storm {
+
+class Doubt {
+public:
+    explicit Doubt(Nanos silence) : lasts_(std::min(9 * second / 10, silence / 4)), every_(lasts_ / 9) {}
+
+    // Nobody listens where it was. True once: when that is believed.
+    [[nodiscard]] bool refuse(Nanos now) {
+        if (dead()) return false;
+        if (began_ == never || now - refused_at_ > 4 * lasts_) *this = begun(now);
+        refused_at_ = now;
+        if (asked_ < least_asked || now - began_ < lasts_) return false;
+        dead_at_ = now;
+        ask_at_ = never;
+        return true;
+    }
+    // Something authentic came from it.
+    void clear() {
+        if (began_ != never) *this = cleared();
+    }
+    // True if it is to be asked again now.
+    [[nodiscard]] bool ask(Nanos now) {
+        if (now < ask_at_) return false;
+        if (now - refused_at_ > 4 * lasts_) {
+            clear();
+            return false;
+        }
+        ++asked_;
+        ask_at_ = now + every_;
+        return true;
+    }
+    [[nodiscard]] Nanos timer() const { return ask_at_; }
+    [[nodiscard]] bool dead() const { return dead_at_ != never; }
+    // When a peer that is needed since then counts as silent; `never` if nothing says that it is dead.
+    [[nodiscard]] Nanos silent_at(Nanos started) const { return dead() ? std::max(dead_at_, started + lasts_) : never; }
+
+private:
+    static constexpr unsigned least_asked = 5;
+
+    [[nodiscard]] Doubt cleared() const {
+        Doubt fresh = *this;
+        fresh.began_ = fresh.ask_at_ = fresh.dead_at_ = never;
+        fresh.asked_ = 0;
+        return fresh;
+    }
+    [[nodiscard]] Doubt begun(Nanos now) const {
+        Doubt fresh = cleared();
+        fresh.began_ = fresh.ask_at_ = now;
+        return fresh;
+    }
+
+    // Kernels answer a stranger once a second, after a first few: so an answer comes again in time.
+    Nanos lasts_, every_;
+    Nanos began_{never}, refused_at_{}, ask_at_{never}, dead_at_{never};
+    unsigned asked_{};
+};
+
+}  // namespace storm

@@ -1,0 +1,94 @@
+// Bytes that go to several endpoints of one machine: written once, into memory that all of them read.
+//
+// A record in a peer's ring then says where the bytes lie, instead of holding them. The ring also tells when the peer has
+// read them, because it has read the record: an item is kept until every ring that names it is read that far. So the
+// argument about memory order in ring.hpp covers these bytes, too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/descriptor.hpp"
+#include "exchange/message.hpp"
+
+namespace storm {
+
+// Memory of one shelf. Its owner writes, others may only read. Lives as long as a process holds it, as RingMemory does.
+class ShelfMemory {
+public:
+    // Large enough for the slowest of many readers; what is read soon is still in a cache.
+    static constexpr std::size_t capacity = 4 << 20;
+
+    // Makes a shelf. Throws std::system_error.
+    ShelfMemory();
+    // Opens a shelf that another process made. Throws std::system_error or std::invalid_argument: the descriptor may be
+    // anything.
+    explicit ShelfMemory(Descriptor file);
+    ~ShelfMemory();
+    ShelfMemory(const ShelfMemory&) = delete;
+    ShelfMemory& operator=(const ShelfMemory&) = delete;
+
+    [[nodiscard]] int file() const { return file_.get(); }
+    // The memory stays; only the descriptor goes.
+    void close_file() { file_.close(); }
+    [[nodiscard]] std::byte* bytes() const { return bytes_; }
+
+private:
+    void map(int protection);
+
+    Descriptor file_;
+    std::byte* bytes_{};
+};
+
+// A shelf as its owner sees it.
+class Shelf {
+public:
+    // How far a rank has read its ring.
+    using Read = std::function<std::uint64_t(std::uint16_t)>;
+
+    explicit Shelf(std::unique_ptr<ShelfMemory> memory) : memory_(std::move(memory)) {}
+    [[nodiscard]] const ShelfMemory& memory() const { return *memory_; }
+
+    // A run of consecutive chunks of some data.
+    class Item {
+    public:
+        // Where a chunk begins, which is in the run.
+        [[nodiscard]] std::uint32_t place(std::uint32_t chunk) const {
+            return place_ + (chunk - first_) * chunk_bytes_;
+        }
+        [[nodiscard]] std::uint32_t end() const { return end_; }
+        // The rank reads it with the record that ends at `until` in its ring.
+        void lend(std::uint16_t rank, std::uint64_t until) { loans_.push_back({rank, until}); }
+
+    private:
+        friend class Shelf;
+        struct Loan {
+            std::uint16_t rank{};
+            std::uint64_t until{};
+        };
+        std::shared_ptr<const Checks> data_;  // what all messages of the same data share; kept, so that it stays unique
+        std::uint32_t place_{}, bytes_{}, first_{}, end_{}, chunk_bytes_{};
+        std::vector<Loan> loans_;
+    };
+    // The item that has a chunk of a message's data; null if there is none.
+    [[nodiscard]] Item* find(const Outgoing& message, std::uint32_t chunk);
+    // Copies chunks [first, end) of a message, `bytes` in all; null if there is no room.
+    [[nodiscard]] Item* put(const Outgoing& message, std::uint32_t first, std::uint32_t end, std::uint32_t bytes,
+                            const Read& read);
+    // A rank that is gone reads nothing any more.
+    void forget(std::uint16_t rank);
+    // A rank has another ring from now on. It may still read what it was lent by the old one, until it reads the new one.
+    void renew(std::uint16_t rank);
+
+private:
+    [[nodiscard]] bool free_oldest(const Read& read);
+
+    std::unique_ptr<ShelfMemory> memory_;
+    std::deque<Item> items_;  // the oldest first; each lies behind the one before it, or at the beginning
+};
+
+}  // namespace storm

@@ -1,0 +1,79 @@
+// One direction of a line between a host and the switch, under virtual time: two classes of packets with a queue each.
+// The classes share the line as those of Linux's htb do. Each may send at its own rate; what one does not use, the other
+// may borrow, and the normal class borrows first. So the line is never idle while anything waits.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "base/clock.hpp"
+
+namespace storm {
+
+enum class Priority : std::uint8_t { normal, low };
+
+struct LineSettings {
+    double bytes_per_s{};                // 0 is unlimited: nothing ever waits
+    std::size_t queue_bytes{512 << 10};  // of the normal class; 0 is unlimited
+    std::size_t low_queue_bytes{128 << 10};
+    double
+        low_share{};  // part of the line that the low class gets while both want it all; 0 lets it wait for all others
+    // What a line that was idle sends at once, and a class that was idle before the other may borrow again. 0 is a wire,
+    // whose packets take their time one after another.
+    double burst_bytes{};
+};
+
+class SimLine {
+public:
+    // Throws std::invalid_argument.
+    explicit SimLine(const LineSettings& settings);
+
+    // Sets the rate of packets that are taken from now on.
+    void set_rate(double bytes_per_s) { settings_.bytes_per_s = bytes_per_s; }
+
+    // Takes a packet, or drops and counts it if the queue of its class is full.
+    bool offer(std::uint32_t packet, std::size_t bytes, Priority priority, Nanos now);
+    // When the next packet may be taken; `never` while none waits.
+    [[nodiscard]] Nanos next_at() const;
+    struct Departure {
+        std::uint32_t packet{};
+        Nanos at{};  // its last byte leaves
+    };
+    // Puts the packet whose turn it is on the line. Only at or after `next_at()`.
+    [[nodiscard]] Departure take(Nanos now);
+
+    struct Counts {
+        std::uint64_t packets{}, bytes{};  // that left
+        std::uint64_t drops{};
+    };
+    [[nodiscard]] const Counts& counts(Priority priority) const { return of(priority).counts; }
+    [[nodiscard]] std::size_t waiting_bytes(Priority priority) const { return of(priority).bytes; }
+
+private:
+    struct Waiting {
+        std::uint32_t packet{};
+        std::size_t bytes{};
+    };
+    struct Class {
+        std::deque<Waiting> queue{};
+        std::size_t bytes{}, limit{};
+        double share{};
+        double
+            credit{};  // bytes that it may send before it borrows; below 0 after a packet that it could not quite afford
+        Counts counts{};
+    };
+
+    [[nodiscard]] const Class& of(Priority priority) const { return classes_[static_cast<std::size_t>(priority)]; }
+    [[nodiscard]] Class& of(Priority priority) { return classes_[static_cast<std::size_t>(priority)]; }
+    void refill(Nanos now);
+
+    LineSettings settings_;
+    std::array<Class, 2> classes_{};
+    Nanos refilled_at_{};
+    Nanos clear_at_{};  // when all that was taken would be through without bursts
+    Nanos free_at_{};   // when the next packet may be taken
+};
+
+}  // namespace storm
