@@ -231,8 +231,9 @@ def train(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Has four hosts of a lab train, and returns what their exchanges took."""
-    from stormtorch.lab import Lab
     from stormtorch.results.surroundings import surroundings
+
+    from stormtorch.lab import Lab
 
     found: list[Any] = []
 

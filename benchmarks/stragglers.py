@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stormtorch.results.surroundings import surroundings
 
 import stormtorch
 from stormtorch import BoundedDrift, prepare
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
 

@@ -22,17 +22,17 @@ from over_seeds import standard_error
 from torch import nn
 
 from stormtorch import BoundedDrift, ModelAveraging, Reliability, prepare, simulate, theory
-from stormtorch.cli.screen import progress_bar
+from stormtorch.cli.terminal.screen import progress_bar
 from stormtorch.collectives import Group
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.gloo import gloo_group
 from stormtorch.jobs.ranks import Member, run_ranks
+from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
-from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import replacing
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
+from stormtorch.telemetry.surroundings import surroundings
 
 WORKERS = 8
 LOSSES = (0.1, 0.4)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from grid import GPU, RESULTS
 
-from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.studies.on_workers import simulate_one, task_of
 from stormtorch.studies.settings import SimSettings
+from stormtorch.telemetry.surroundings import surroundings
 
 CASES: dict[str, dict[str, Any]] = {
     "lead": {"policies": ("lead",), "steps": 40},

@@ -11,7 +11,7 @@ from over_seeds import above, explain, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 BURSTS = (1.0, 8.0, 64.0)
 LOSS = 0.2

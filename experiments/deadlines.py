@@ -24,7 +24,7 @@ from digits import Pictures, main, objective, perceptron, results
 from stormtorch import ADEL, EXACT, LOSSY, SALF, BoundedDrift, OwnerPolicy, simulate
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.policy import Deadline
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 from stormtorch.theory import layer_chances
 
 SEEDS, USERS, PARTS, STEPS = 5, 30, 3, 300

@@ -21,8 +21,8 @@ from pool import pool
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import nn
 
-from stormtorch.cli.screen import progress_bar
-from stormtorch.results.surroundings import surroundings
+from stormtorch.cli.terminal.screen import progress_bar
+from stormtorch.telemetry.surroundings import surroundings
 
 HELD_OUT = 500
 

@@ -17,7 +17,7 @@ from small import small
 
 from stormtorch import theory
 from stormtorch.cli.plots.train import COLOURS
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 LOSSES = (0.1, 0.4)
 POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")

@@ -15,8 +15,8 @@ from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 from perplexity import LABELS, LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
 
-from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
+from stormtorch.telemetry.statistics import mean
 
 
 def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:

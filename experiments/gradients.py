@@ -15,7 +15,7 @@ from grid import Run, main
 from over_seeds import above, mean_text
 from small import small
 
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 8
 LOSS = 0.4

@@ -18,11 +18,11 @@ from torch import nn
 
 from stormtorch.cli.plots.train import COLOURS
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
-from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
-from stormtorch.tasks.batches import Batch
+from stormtorch.tasks.data.batches import Batch
 from stormtorch.tasks.kinds import open_task
 from stormtorch.tasks.task import Task
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 3
 # One of eight workers has other data, and its gradients are lost like this.

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 
 def seeds(runs: dict[str, dict[str, Any]], prefix: str) -> list[dict[str, Any]]:

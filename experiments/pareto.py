@@ -19,7 +19,7 @@ from over_seeds import explain, mean_and_bar, mean_text, seeds
 from perplexity import scratch
 
 from stormtorch import theory
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 LOSSES = (0.1, 0.4)
 SEEDS = 3

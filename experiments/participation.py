@@ -24,7 +24,7 @@ from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Pol
 from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 5
 LOSSES = (0.0, 0.1)

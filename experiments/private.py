@@ -21,7 +21,7 @@ from digits import Pictures, main, results
 from stormtorch import LightDp, simulate
 from stormtorch.network.loss import Bernoulli
 from stormtorch.privacy import noise_for
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 5
 LOSSES = (0.0, 0.1)

@@ -17,7 +17,7 @@ from over_seeds import above, explain, mean_text, seeds
 from small import small
 
 from stormtorch import QSDP
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 3
 KINDS = {"float32": "Plain", "8 bits": "Eight", "4 bits": "Four"}

@@ -10,12 +10,12 @@ import torch
 
 import stormtorch._engine as _engine
 from stormtorch.collectives.spans import shards
+from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+from stormtorch.exchange.options import Options
+from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.network.loss import Bernoulli, LossModel, PerLink
 from stormtorch.reliability import EXACT, LOSSY, Reliability
-from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
-from stormtorch.transport.options import Options
-from stormtorch.transport.simulated import core_settings
 
 DELAY_S = 25e-6  # from host to host of a rack; twice that between racks
 DATAGRAM_BYTES, PAYLOAD_BYTES, WIRE_BYTES = 1472, 1440, 1472 + 42  # on the wire with Ethernet, IPv4 and UDP

@@ -15,8 +15,8 @@ from typing import Any
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
 
-from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings
+from stormtorch.telemetry.statistics import mean
 
 SEEDS = 6
 # Sparse exchanges that are this rare differ much from seed to seed.

@@ -15,7 +15,7 @@ from grid import Run, main
 from over_seeds import above, mean_and_bar, mean_text, seeds
 from perplexity import scratch
 
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 # Kinds of runs: name, policy, loss and other settings. Those of one wire follow each other, as they share kernels.
 KINDS: tuple[tuple[str, str, float, dict[str, Any]], ...] = (

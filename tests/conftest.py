@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import FileStore, HashStore  # torch.distributed
 
 import warm_start
 from stormtorch import Options, connect, faults
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.faults import _active
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.udp import UdpTransport
 
 # Where a shell put pytest into the background, Ctrl-C is ignored, which every process started by a test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

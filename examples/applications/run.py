@@ -84,7 +84,7 @@ _PLAIN = ("arrived", "kilobytes", "embeddings differ")
 def measure(name: str, loss: float, chosen: argparse.Namespace) -> dict[str, Any]:
     """Runs one application at one loss rate, in the lab or else on this machine; returns it with its conditions."""
     from stormtorch.lab import Lab, LabUnavailable
-    from stormtorch.results.surroundings import Withheld, surroundings
+    from stormtorch.telemetry.surroundings import Withheld, surroundings
 
     around, withheld = surroundings(), Withheld()
     with tempfile.TemporaryDirectory() as folder:

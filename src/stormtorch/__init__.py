@@ -5,15 +5,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.errors import StormError
+from stormtorch.exchange.options import Options
 from stormtorch.network.faults import faults
 from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
-from stormtorch.transport.options import Options
 
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.backend.quantised import quantise
     from stormtorch.collectives.joining import join
+    from stormtorch.data.elastic_sampler import ElasticSampler
+    from stormtorch.joining.etcd import EtcdStore
+    from stormtorch.joining.rendezvous import connect
     from stormtorch.policies import (
         ADEL,
         AREA,
@@ -35,14 +38,11 @@ if TYPE_CHECKING:
     from stormtorch.policies.ledger import Ledger
     from stormtorch.policies.light_dp import LightDp
     from stormtorch.policies.private_drift import PrivateDrift
-    from stormtorch.runtime.elastic_sampler import ElasticSampler
-    from stormtorch.runtime.norms import clip_grad_norm_
+    from stormtorch.runtime.memory.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
-    from stormtorch.runtime.pruning import prune
+    from stormtorch.runtime.rank.pruning import prune
     from stormtorch.simulation import simulate
-    from stormtorch.transport.etcd import EtcdStore
-    from stormtorch.transport.leaving import leave
-    from stormtorch.transport.rendezvous import connect
+    from stormtorch.udp.leaving import leave
 
 __version__ = version("stormtorch")
 
@@ -52,8 +52,8 @@ _PLACES = {
     "AREA": "policies",
     "BoundedDrift": "policies",
     "DiLoCo": "policies",
-    "ElasticSampler": "runtime.elastic_sampler",
-    "EtcdStore": "transport.etcd",
+    "ElasticSampler": "data.elastic_sampler",
+    "EtcdStore": "joining.etcd",
     "Gossip": "policies",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
@@ -70,16 +70,16 @@ _PLACES = {
     "SALF": "policies",
     "SparseDiLoCo": "policies",
     "StreamingDiLoCo": "policies",
-    "clip_grad_norm_": "runtime.norms",
-    "connect": "transport.rendezvous",
+    "clip_grad_norm_": "runtime.memory.norms",
+    "connect": "joining.rendezvous",
     "exact": "runtime.prepare",
     "join": "collectives.joining",
-    "leave": "transport.leaving",
+    "leave": "udp.leaving",
     "lossy_hook": "backend.lossy",
     "lossy_reduce_scatter": "backend.lossy",
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
-    "prune": "runtime.pruning",
+    "prune": "runtime.rank.pruning",
     "quantise": "backend.quantised",
     "simulate": "simulation",
     "use_as_default": "backend",

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch.backend.process_group import StormProcessGroup
+from stormtorch.exchange.exchange import Exchange, Plan
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.transport.exchange import Exchange, Plan
 
 
 def network() -> nn.Sequential:

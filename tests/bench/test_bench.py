@@ -23,9 +23,9 @@ from stormtorch.cli.tables.bench import allreduce_table, latency_table
 from stormtorch.jobs.counters import Counters, Log, Sample, merge
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.report import write_json
-from stormtorch.results.statistics import median, percentile
-from stormtorch.results.text import crowding_text, loss_text, share_text, size_text, time_text
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.statistics import median, percentile
+from stormtorch.telemetry.text import crowding_text, loss_text, share_text, size_text, time_text
 
 
 def greet(member: Member, greeting: str) -> tuple[str, int]:

@@ -9,11 +9,11 @@ from stormtorch.checks import BadSetting
 from stormtorch.cli.tables.bench import allreduce_table
 from stormtorch.collectives import Group, all_reduce
 from stormtorch.collectives.pipeline import Pipeline
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.ranks import Member, run_ranks
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab import Conditions, Lab
 from stormtorch.lab.fixtures import lab_or_skip
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
 
 LINE = Conditions(rate="50mbit")
 

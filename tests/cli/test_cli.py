@@ -14,8 +14,8 @@ from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch.bench.colocate import TRAININGS
 from stormtorch.bench.finding import MANNERS
 from stormtorch.bench.suite import PARTS
-from stormtorch.cli import choices
 from stormtorch.cli.plots.train import COLOURS
+from stormtorch.cli.terminal import choices
 from stormtorch.policies.presets import PRESETS, WIRES, names
 from stormtorch.studies.chaos.faults import KINDS
 from stormtorch.studies.settings import PRECISIONS, LmSettings, SimSettings

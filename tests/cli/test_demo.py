@@ -15,8 +15,8 @@ from rich.console import Console
 from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch.cli import demo
-from stormtorch.cli.chart import Line, draw_lines
 from stormtorch.cli.race import Race
+from stormtorch.cli.terminal.chart import Line, draw_lines
 from stormtorch.lab.fixtures import lab_or_skip
 
 SETTINGS = ConvergenceSettings(ranks=2, seconds=4.0, batch=2, context=10, backends=("storm-drift", "gloo"))

@@ -9,8 +9,8 @@ import pytest
 
 from commands import call
 from stormtorch.policies.ledger import Ledger, Row
-from stormtorch.results.accounts import answer, read_accounts
-from stormtorch.results.records import Who, line_of
+from stormtorch.telemetry.accounts import answer, read_accounts
+from stormtorch.telemetry.records import Who, line_of
 
 pytestmark = pytest.mark.pure
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commands import call
 from stormtorch import StormError
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.postmortem import find, read_flights
+from stormtorch.telemetry.postmortem import find, read_flights
 
 
 def operation(number: int, name: str = "all_reduce", size: int = 1000, **more: Any) -> dict[str, Any]:

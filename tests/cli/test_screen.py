@@ -6,9 +6,9 @@ import time
 import pytest
 from rich.console import Console
 
-from stormtorch.cli import choices, screen
-from stormtorch.cli.completion import offer, offer_list
 from stormtorch.cli.lab import _silence_broken
+from stormtorch.cli.terminal import choices, screen
+from stormtorch.cli.terminal.completion import offer, offer_list
 from stormtorch.lab.running import Line
 
 

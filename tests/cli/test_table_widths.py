@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shown_tables import LEAVE_OUT, SHOWN, Show
-from stormtorch.cli import screen
-from stormtorch.cli.screen import hang, new_table, progress_bar
+from stormtorch.cli.terminal import screen
+from stormtorch.cli.terminal.screen import hang, new_table, progress_bar
 
 pytestmark = pytest.mark.pure
 

@@ -26,8 +26,8 @@ from stormtorch.collectives import (
     scatter,
     send,
 )
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 
 SIZES = [0, 1, 7, 1000, 40_000, 300_001]
 CASES = [(size, torch.float32) for size in SIZES] + [(1000, dtype) for dtype in DTYPES]

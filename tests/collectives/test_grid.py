@@ -10,7 +10,7 @@ from stormtorch import Reliability
 from stormtorch.collectives import Group, Op, all_reduce_on_grids, reduce, reduce_scatter_on_grids
 from stormtorch.collectives.grid import GRIDS
 from stormtorch.collectives.wire import Wire
-from stormtorch.transport.exchange import Transport
+from stormtorch.exchange.exchange import Transport
 
 LOSSY = Reliability(budget=1.0)
 EXACT = Reliability(budget=0.0)

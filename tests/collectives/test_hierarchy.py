@@ -29,9 +29,9 @@ from stormtorch.collectives.broadcast import broadcast as flat_broadcast
 from stormtorch.collectives.pipeline import Pipeline
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
 from stormtorch.errors import Closed, PeerFailed, PeerSilent, SizeMismatch, StormError
-from stormtorch.transport.exchange import Plan, Transport
-from stormtorch.transport.options import Options
-from stormtorch.transport.simulated import SimulatedNetwork
+from stormtorch.exchange.exchange import Plan, Transport
+from stormtorch.exchange.options import Options
+from stormtorch.exchange.simulated import SimulatedNetwork
 
 LAYOUTS = ["aabb", "abab", "abbcca", "aaabbb", "aabbccdd"]
 

@@ -9,9 +9,9 @@ import torch
 from reference import same_bits
 from stormtorch import LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, reduce_scatter
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import GilbertElliott
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 
 SMALL = Options(datagram_bytes=256, silence_s=5.0)
 """Many small chunks make good statistics."""

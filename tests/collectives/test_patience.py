@@ -7,8 +7,8 @@ from reference import same_bits
 from stormtorch import Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from stormtorch.errors import ExchangeTimeout, Interrupted
-from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
-from stormtorch.transport.waiting import UNCLEAR_S
+from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
+from stormtorch.exchange.waiting import UNCLEAR_S
 
 pytestmark = pytest.mark.pure
 

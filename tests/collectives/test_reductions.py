@@ -8,8 +8,8 @@ from conftest import World
 
 from reference import DTYPES, ENGINE_DTYPES, divided, ops_of, reduced, same_bits, values
 from stormtorch.collectives import Group, Op, Pending, all_reduce, reduce, reduce_scatter
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 

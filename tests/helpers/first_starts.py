@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import OPTIONS
 
 from stormtorch import Options, connect
-from stormtorch.transport import restarting
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.joining import restarting
+from stormtorch.udp.udp import UdpTransport
 
 AUTO = replace(OPTIONS, rejoin="auto", timeout_s=20.0)
 

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it, bu
 
 from stormtorch import Options, connect
 from stormtorch._engine import crc32c_at
-from stormtorch.transport.cards import Card, pack, unpack
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.cards import Card, pack, unpack
+from stormtorch.udp.udp import UdpTransport
 
 HEADER_BYTES = 32
 _FLAGS, _SOURCE, _CHECK, _COOKIE, _NUMBER = slice(1, 2), slice(2, 4), slice(4, 8), slice(8, 12), slice(12, 16)

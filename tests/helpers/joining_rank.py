@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 
 import stormtorch
 from stormtorch.collectives import Group, all_reduce
-from stormtorch.transport.leaving import install_sigterm, say_goodbye_on_error
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.leaving import install_sigterm, say_goodbye_on_error
+from stormtorch.udp.udp import UdpTransport
 
 
 def enter(how: dict[str, Any]) -> UdpTransport:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 import stormtorch
 from stormtorch.collectives import Group, Op, all_reduce
 from stormtorch.errors import Interrupted
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.udp import UdpTransport
 
 
 def next_step(transport: UdpTransport, step: int) -> int:

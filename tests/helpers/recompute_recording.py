@@ -18,11 +18,11 @@ import torch
 
 from recompute_program import Event
 from stormtorch.collectives import Group
-from stormtorch.runtime.broadcast import Broadcast
-from stormtorch.runtime.bucket import Bucket
-from stormtorch.runtime.holdings import Holding
-from stormtorch.runtime.reduction import Reduction
-from stormtorch.runtime.sharded import ShardedSession
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.holdings import Holding
+from stormtorch.runtime.owner.broadcast import Broadcast
+from stormtorch.runtime.owner.reduction import Reduction
+from stormtorch.runtime.owner.sharded import ShardedSession
 
 PLACES = 32
 """Most ranks of a job."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from recompute_recording import Book
-from stormtorch.runtime.averages import Averages
-from stormtorch.runtime.bucket import Bucket
-from stormtorch.runtime.model_session import ModelSession
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.rank.averages import Averages
+from stormtorch.runtime.rank.model_session import ModelSession
 
 MEMORIES = ("anchor", "speed")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from stormtorch.results.records import Record, checked
+from stormtorch.telemetry.records import Record, checked
 from stormtorch.watch.job import Job
 
 START = 1_700_000_000.0

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 import stormtorch
 from reference import reduced, same_bits, values
 from stormtorch.collectives import Group, Op, all_reduce, barrier, reduce_scatter
-from stormtorch.transport.rendezvous import connect, rejoin, returned
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.joining.rendezvous import connect, rejoin, returned
+from stormtorch.udp.udp import UdpTransport
 
 ELEMENTS = 300_000  # several datagrams, also of 64 KB
 LOSSY = stormtorch.Reliability(budget=1.0)

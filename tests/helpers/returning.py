@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from conftest import store_of_threads
 
 from stormtorch import Options, connect, exact
-from stormtorch.transport.exchange import Transport
+from stormtorch.exchange.exchange import Transport
 
 T = TypeVar("T")
 OPTIONS = Options(silence_s=1.0, timeout_s=30.0, linger_s=0.2)

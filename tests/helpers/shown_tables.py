@@ -40,8 +40,6 @@ from stormtorch.doctor.measured import Examination, Link, Rank
 from stormtorch.doctor.verdict import examine
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.measured import LinkCount, Measured
-from stormtorch.results.accounts import Account
-from stormtorch.results.postmortem import find, read_flights
 from stormtorch.studies.chaos.faults import Fault
 from stormtorch.studies.chaos.invariants import Check
 from stormtorch.studies.chaos.logs import History
@@ -50,6 +48,8 @@ from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import Recovery, Struck
 from stormtorch.studies.results import SimReport, SimResult, TrainReport, TrainResult
 from stormtorch.studies.settings import LmSettings, SimSettings
+from stormtorch.telemetry.accounts import Account
+from stormtorch.telemetry.postmortem import find, read_flights
 from stormtorch.theory import predict
 from stormtorch.watch.snapshot import snapshot
 

@@ -14,7 +14,7 @@ from soak_program import Call
 from stormtorch import collectives as storm
 from stormtorch.collectives import Group, Op
 from stormtorch.collectives.pipeline import Pipeline
-from stormtorch.transport.exchange import Transport
+from stormtorch.exchange.exchange import Transport
 
 Begun = tuple[Call, Any, list[torch.Tensor]]
 INCOMPLETE = -1

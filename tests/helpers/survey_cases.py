@@ -22,7 +22,7 @@ import stormtorch
 from stormtorch import Options, Policy, connect, exact, prepare
 from stormtorch.collectives import Group
 from stormtorch.errors import ExchangeTimeout
-from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
+from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
 from training import Optimizer, perceptron, regression, values, vectors
 from views import EXACTLY
 from views import OPTIONS as IN_SIMULATOR

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from stormtorch import EXACT, BoundedDrift, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies.policy import Policy
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 
 T = TypeVar("T")
 Optimizer = torch.optim.Optimizer

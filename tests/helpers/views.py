@@ -12,8 +12,8 @@ from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
 from stormtorch.collectives import Group
+from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
 from stormtorch.policies.policy import Policy
-from stormtorch.transport.simulated import SimulatedNetwork, SimulatedTransport
 from training import (
     Loss,
     MakeOptimizer,

@@ -188,7 +188,7 @@ def options_of_another_kind() -> None:
 
 
 def another_version() -> None:
-    from stormtorch.transport import rendezvous
+    from stormtorch.joining import rendezvous
 
     if RANK == 1:
         rendezvous.version = lambda distribution_name: "9.9.9"

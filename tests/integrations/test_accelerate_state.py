@@ -9,7 +9,7 @@ from conftest import local_world
 from stormtorch import prepare
 from stormtorch.collectives import Group
 from stormtorch.integrations import accelerate
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.udp import UdpTransport
 
 
 @pytest.mark.pure

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stormtorch.exchange.keys import new_key
 from stormtorch.lab import Lab
-from stormtorch.transport.keys import new_key
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

@@ -9,6 +9,8 @@ import torch
 from stormtorch import faults
 from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group, all_reduce
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import (
     Bernoulli,
     GilbertElliott,
@@ -21,8 +23,6 @@ from stormtorch.network.loss import (
 )
 from stormtorch.simulation.masks import Masks
 from stormtorch.studies.settings import LmSettings, SimSettings
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 

@@ -14,9 +14,9 @@ import torch
 from stormtorch import EXACT, BoundedDrift, PrivateDrift, exact, prepare, simulate
 from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies.policy import Policy
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 from training import Vector, adamw, assert_same, perceptron, trained
 
 pytestmark = pytest.mark.pure

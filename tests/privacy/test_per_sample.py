@@ -12,9 +12,9 @@ from torch import nn
 from stormtorch import EXACT, BoundedDrift, ModelAveraging, Policy, exact, prepare
 from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.privacy import backward
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 from training import assert_close, assert_same, regression, values, vectors
 
 pytestmark = pytest.mark.pure

@@ -14,11 +14,11 @@ from torch import Tensor
 from mask_statistics import CPU, deviation, memory, owners, within
 from stormtorch import LOSSY, Options
 from stormtorch.collectives import Group, all_gather
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
 from stormtorch.simulation import masks as masks_module
 from stormtorch.simulation.masks import Masks
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 

@@ -15,12 +15,12 @@ from torch import nn
 from simulating import Given, stacked
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, clip_grad_norm_, exact, prepare, simulate
 from stormtorch.collectives import Group
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.simulation import Simulated, Spot, exchanges
 from stormtorch.simulation.setting import Reuse
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 from training import WORLD, Loss, MakeOptimizer, assert_close, assert_same, plain, regression, sgd, values, vectors
 
 pytestmark = pytest.mark.pure

@@ -13,9 +13,9 @@ from stormtorch.policies import BoundedDrift
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Numbers
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.results.statistics import mean
 from stormtorch.simulation.rounding import round_to_grids_
 from stormtorch.simulation.run import simulate
+from stormtorch.telemetry.statistics import mean
 
 LOSSY = Reliability(budget=1.0)
 WORKERS = 8

@@ -13,13 +13,13 @@ from example_runs import EXAMPLES
 from own_policies import Anchored, Blended, Damped, Weighed
 from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
+from stormtorch.exchange.exchange import Arrival
 from stormtorch.policies import AREA, MIFA, DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.presets import PolicySettings, make_policy
-from stormtorch.runtime.arrivals import Links
+from stormtorch.runtime.memory.arrivals import Links
 from stormtorch.simulation import exchanges
 from stormtorch.simulation.run import DATAGRAM_BYTES
-from stormtorch.transport.exchange import Arrival
 from training import WORLD, MakeOptimizer, Optimizer, Rank, on_ranks, sgd
 
 pytestmark = pytest.mark.pure

@@ -16,11 +16,11 @@ from stormtorch.network.loss import Bernoulli, PerLink
 from stormtorch.policies import rules
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
-from stormtorch.results.statistics import mean
 from stormtorch.simulation.chunks import Chunks
 from stormtorch.simulation.masks import Masks
 from stormtorch.simulation.repair import arrived
 from stormtorch.simulation.replicas import MOST_VERSIONS, Replicas
+from stormtorch.telemetry.statistics import mean
 from training import Optimizer, Vector
 
 pytestmark = pytest.mark.pure

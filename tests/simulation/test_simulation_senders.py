@@ -12,10 +12,10 @@ from torch import Tensor
 from mask_statistics import CPU, deviation, owners, within
 from stormtorch import LOSSY, Options
 from stormtorch.collectives import Group, all_gather
+from stormtorch.exchange.exchange import Transport
+from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import GilbertElliott, Shared, Stragglers
 from stormtorch.simulation.masks import Masks
-from stormtorch.transport.exchange import Transport
-from stormtorch.transport.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.pure
 

@@ -16,8 +16,8 @@ from simulating import Data, keep_trainings, outcome, replicas_of
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _engine, theory
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
-from stormtorch.results.statistics import mean
 from stormtorch.simulation.run import DATAGRAM_BYTES
+from stormtorch.telemetry.statistics import mean
 from training import Optimizer, Vector
 
 pytestmark = pytest.mark.pure

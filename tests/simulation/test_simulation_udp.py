@@ -18,11 +18,11 @@ from mask_statistics import within
 from stormtorch import BoundedDrift, Options
 from stormtorch.collectives import Group
 from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.statistics import mean
 from stormtorch.simulation import simulate
 from stormtorch.simulation.run import DATAGRAM_BYTES
 from stormtorch.studies.settings import LmSettings
 from stormtorch.tasks.task import Task
+from stormtorch.telemetry.statistics import mean
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from stormtorch import prepare
 from stormtorch.collectives import Group
-from stormtorch.runtime.membership import View
+from stormtorch.runtime.members.membership import View
 from stormtorch.studies.chaos.program import Program
 from stormtorch.studies.chaos.worker import STOP, Log, Stop, digest_of, prints_of, view_of
 from training import adamw, perceptron, regression, vectors

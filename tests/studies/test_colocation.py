@@ -9,10 +9,10 @@ import pytest
 
 import stormtorch._engine as _engine
 from stormtorch.checks import BadSetting
+from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.studies.colocation.run import Colocated, Colocation, colocate
 from stormtorch.studies.colocation.sweep import Seeds, Sweep, run_sweep
-from stormtorch.transport.simulated import core_settings
 
 # Few hosts and little time, so that a run takes a fraction of a second.
 SMALL = Colocation(hosts=4, training=200e6, every_s=0.1, requests_per_s=1000.0, seconds=0.6, warm_s=0.2, seed=5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stormtorch.checks import BadSetting
-from stormtorch.tasks.batches import PADDING, Batch
+from stormtorch.tasks.data.batches import PADDING, Batch
 from stormtorch.tasks.kinds import open_task
 from task_files import tiny, write_atis
 

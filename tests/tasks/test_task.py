@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from stormtorch.tasks.batches import Batch
+from stormtorch.tasks.data.batches import Batch
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.kinds import TASKS, open_task
 from stormtorch.tasks.language import Text

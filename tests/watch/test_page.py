@@ -14,7 +14,7 @@ import pytest
 
 from commands import ENVIRONMENT, STORMTORCH
 from records import told
-from stormtorch.results.records import Record, line_of
+from stormtorch.telemetry.records import Record, line_of
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stormtorch.results.metrics import METRICS
-from stormtorch.results.records import Record, Who
+from stormtorch.telemetry.metrics import METRICS
+from stormtorch.telemetry.records import Record, Who
 from stormtorch.watch.prometheus import JobMetrics, exposition
 
 pytestmark = pytest.mark.pure

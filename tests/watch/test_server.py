@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from records import told
-from stormtorch.results.records import line_of
+from stormtorch.telemetry.records import line_of
 from stormtorch.watch import pages, server
 from stormtorch.watch.guard import Guard
 from stormtorch.watch.server import listen, server_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from records import START, job_of, told
-from stormtorch.results.records import Record
+from stormtorch.telemetry.records import Record
 from stormtorch.watch.cost import cost_of
 from stormtorch.watch.findings import Finding, Level
 from stormtorch.watch.moment import Moment

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from records import START, told
-from stormtorch.results.record_files import read_run
-from stormtorch.results.records import Record, line_of
+from stormtorch.telemetry.record_files import read_run
+from stormtorch.telemetry.records import Record, line_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
 

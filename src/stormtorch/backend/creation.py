@@ -11,12 +11,12 @@ from torch.distributed.distributed_c10d import Store, _DistributedBackendOptions
 
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
+from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.exchange.options import Options
+from stormtorch.joining.rendezvous import connect
 from stormtorch.reliability import Priority
-from stormtorch.transport.attendance import Attendance
-from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.udp.attendance import Attendance
+from stormtorch.udp.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Environment variable with the interface or address to use if the options name none, like GLOO_SOCKET_IFNAME."""

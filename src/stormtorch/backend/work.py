@@ -14,9 +14,9 @@ import torch.distributed as dist
 from stormtorch.backend import native_future
 from stormtorch.backend.tensors import Staged
 from stormtorch.errors import Closed, ExchangeTimeout
+from stormtorch.exchange.waiting import doing
 from stormtorch.staging.order import Started
 from stormtorch.staging.threads import run_soon
-from stormtorch.transport.waiting import doing
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]
 """Exchanges of a collective, or a future of them if it has yet to begin."""

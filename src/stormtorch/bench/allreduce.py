@@ -26,8 +26,8 @@ from stormtorch.jobs.counters import Counters, Log, merge
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.surroundings import surroundings
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.surroundings import surroundings
 
 LINE_IDEAL = (
     "computed: 2(n-1)/n x bytes x 8 / rate, what each of n hosts must send and receive, at the rate of its line with "

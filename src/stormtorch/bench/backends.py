@@ -11,15 +11,15 @@ from stormtorch.bench.tcp import opened_by
 from stormtorch.checks import BadSetting, check_subset
 from stormtorch.collectives import Group, Pending, all_reduce
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.gloo import GlooGroup, gloo_group
 from stormtorch.jobs.mpi import check_mpi
 from stormtorch.jobs.ranks import Member
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab.conditions import Conditions
 from stormtorch.reliability import EXACT, LOSSY, Reliability
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
 """Backends that can be asked for."""

@@ -8,10 +8,10 @@ from typing import Any
 from stormtorch.bench.colocate import DDP, DDP_LOW, NONE, TRAININGS, Case, ColocateSettings
 from stormtorch.bench.service import ServiceResult
 from stormtorch.checks import blaming
-from stormtorch.results.report import without_nan, write_json
-from stormtorch.results.statistics import mean
-from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
+from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.statistics import mean
+from stormtorch.telemetry.surroundings import surroundings
 
 SERVICE = (
     "nginx on every host; requests from everyone to everyone else, a Poisson process on each host, sent when they are "

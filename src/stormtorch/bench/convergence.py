@@ -17,10 +17,10 @@ from stormtorch.lab.conditions import Conditions
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import WIRES, PolicySettings, make_policy
 from stormtorch.policies.presets import named as policies
-from stormtorch.results.report import write_json
-from stormtorch.results.surroundings import surroundings
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.models.llama import LlamaSize
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.surroundings import surroundings
 
 CLOCK = (
     "seconds of training by the slowest rank: steps, the arrival of the last parameters before an evaluation, and, "

@@ -40,9 +40,9 @@ from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.conditions import Conditions
 from stormtorch.policies.presets import WIRES
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.statistics import median
-from stormtorch.results.surroundings import surroundings
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import median
+from stormtorch.telemetry.surroundings import surroundings
 from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 STEP = (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from stormtorch.collectives import Group, receive, send
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.ranks import Member
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab import Lab
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
 
 SETTLING_S = 4.0
 """Seconds in which TCP and the engine still look for their share, and which do not count."""

@@ -11,17 +11,17 @@ from stormtorch.bench.results import CPU, cpu_s_per_gb
 from stormtorch.bench.rounds import Schedule, run_rounds
 from stormtorch.checks import check_between
 from stormtorch.collectives import Group, barrier
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.control import BARRIER, TIMES
 from stormtorch.jobs.counters import Log, merge
 from stormtorch.jobs.gloo import gloo_group
 from stormtorch.jobs.places import run_here
 from stormtorch.jobs.ranks import LOOPBACK, Member
 from stormtorch.reliability import EXACT
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.report import write_json
-from stormtorch.results.statistics import median, percentile
-from stormtorch.results.surroundings import surroundings
-from stormtorch.transport.options import Options
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.statistics import median, percentile
+from stormtorch.telemetry.surroundings import surroundings
 
 SIZES_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 

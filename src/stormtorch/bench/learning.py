@@ -20,8 +20,8 @@ from stormtorch.jobs.failed import RankFailed
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
-from stormtorch.results.progress import Advance, ignore_progress
 from stormtorch.tasks.models.llama import Llama
+from stormtorch.telemetry.progress import Advance, ignore_progress
 
 Watch = Callable[[Point], None]
 """Function that is called with each evaluation."""

@@ -24,15 +24,15 @@ from stormtorch.bench.finding import Finding, MannersSettings, lab_of
 from stormtorch.bench.flows import SETTLING_S, finish, rate_between, rate_of, send_for_a_while, start_flow
 from stormtorch.bench.yielding import look_alone, look_at_pause
 from stormtorch.collectives import Group, all_reduce, all_to_all, gather
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.ranks import Member, run_ranks
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab import Lab
 from stormtorch.network.units import parse_rate
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.report import write_json
-from stormtorch.results.statistics import median
-from stormtorch.results.surroundings import surroundings
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.statistics import median
+from stormtorch.telemetry.surroundings import surroundings
 
 # TCP and the engine run together for so long.
 _TOGETHER_S = 12.0

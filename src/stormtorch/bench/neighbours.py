@@ -15,8 +15,8 @@ from stormtorch.jobs.ranks import run_ranks
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import Measured
 from stormtorch.network.units import parse_rate
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.statistics import median
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import median
 
 # Requests due in the first part of a run open connections; they are sent and not counted.
 _FIRST_S = 1.0

@@ -20,6 +20,7 @@ from stormtorch.backend.lossy import LossyGradients, lossy_hook
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.bench.backends import chosen_tcp
 from stormtorch.bench.tcp import opened_by
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.control import TooSlow
 from stormtorch.jobs.counters import Delivery
 from stormtorch.jobs.ranks import Member
@@ -28,9 +29,8 @@ from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.presets import WIRES
 from stormtorch.runtime.prepare import prepare
-from stormtorch.runtime.session import sessions_of
-from stormtorch.transport.options import Options
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.runtime.session.session import sessions_of
+from stormtorch.udp.udp import UdpTransport
 
 NO_SYNC = "no_sync"
 """Name of the replica that computes but does not communicate."""

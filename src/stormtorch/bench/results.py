@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from stormtorch.bench.backends import Copies
 from stormtorch.jobs.counters import Log, Sample
-from stormtorch.results.report import write_json
-from stormtorch.results.statistics import median, percentile
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.statistics import median, percentile
 
 CPU = (
     "user and system time of all ranks, all their threads, from leaving the barrier until all ranks are done, per "

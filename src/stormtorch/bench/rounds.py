@@ -11,7 +11,7 @@ from stormtorch.jobs.control import Call, Cue, Stage, Turns
 from stormtorch.jobs.counters import Counters, Delivery, Log, Sample
 from stormtorch.jobs.ranks import Member
 from stormtorch.network.faults import faults
-from stormtorch.results.text import size_text
+from stormtorch.telemetry.text import size_text
 
 # A lossless machine now and then drops a datagram; a backend that always does is broken.
 _CHECKS = 3

@@ -28,7 +28,7 @@ from typing import Any
 from stormtorch.checks import check_between
 from stormtorch.lab.access import LabError, LabUnavailable
 from stormtorch.lab.lab import Lab
-from stormtorch.results.statistics import mean, percentile
+from stormtorch.telemetry.statistics import mean, percentile
 
 PORT = 8080
 """Port of nginx on every host."""

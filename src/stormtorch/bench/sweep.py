@@ -21,10 +21,10 @@ from stormtorch.jobs.places import open_lab
 from stormtorch.lab.access import LabError, LabUnavailable
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.report import write_json
-from stormtorch.results.surroundings import surroundings
-from stormtorch.results.text import condition_text
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.surroundings import surroundings
+from stormtorch.telemetry.text import condition_text
 
 
 @dataclass(frozen=True, kw_only=True)

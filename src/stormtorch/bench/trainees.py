@@ -12,6 +12,7 @@ import torch
 from stormtorch.bench.colocate import DDP, DDP_LOW, NONE, TURN, Case, ColocateSettings, YieldTo
 from stormtorch.bench.language import evaluate, language_task
 from stormtorch.bench.replicas import GlooReplica, PreparedReplica, Replica, Task, close_groups, open_groups
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.control import Stage
 from stormtorch.jobs.ranks import Member
 from stormtorch.lab.wires import LOW_DSCP
@@ -19,7 +20,6 @@ from stormtorch.policies import BoundedDrift, ModelAveraging
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.options import Options
 
 NICE = 10
 """Niceness of the training, so that the service waits for the network and not for a processor."""

@@ -8,12 +8,12 @@ import torch
 from stormtorch.bench.finding import Finding, MannersSettings, lab_of
 from stormtorch.bench.flows import finish, send_for_a_while, start_flow
 from stormtorch.collectives import Group, all_reduce
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.ranks import Member, run_ranks
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab import Lab
 from stormtorch.network.units import parse_rate
-from stormtorch.results.statistics import median
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
+from stormtorch.telemetry.statistics import median
 
 # Exchanges of both priorities take turns, so that what the machine does besides is the same for both.
 _TURNS = 25

@@ -8,11 +8,11 @@ from stormtorch.cli import bench, lab, train
 from stormtorch.cli.chaos import chaos
 from stormtorch.cli.demo import demo
 from stormtorch.cli.doctor import doctor
-from stormtorch.cli.helping import App
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.postmortem import postmortem
 from stormtorch.cli.report import report
 from stormtorch.cli.simulate import simulate
+from stormtorch.cli.terminal.helping import App
 from stormtorch.cli.theory import theory
 from stormtorch.cli.watch import watch
 
@@ -90,7 +90,7 @@ def keygen() -> None:
       export STORM_KEY=$(stormtorch keygen)            for dist.init_process_group("storm")
       stormtorch.Options(key=text.encode())            in a program, where text is what was printed
     """
-    from stormtorch.transport.keys import new_key
+    from stormtorch.exchange.keys import new_key
 
     typer.echo(new_key())
 

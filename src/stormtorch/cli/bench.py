@@ -6,12 +6,12 @@ import typer
 from rich.console import Console
 
 from stormtorch.cli import bench_all, bench_colocate, bench_steps, bench_virtual
-from stormtorch.cli.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
-from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
-from stormtorch.cli.helping import App
 from stormtorch.cli.networks import lab_network, typed_burst, with_links
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
+from stormtorch.cli.terminal.completion import offer_list
+from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import (
     Backends,
     BackendsAnywhere,
     Cable,
@@ -103,8 +103,8 @@ def allreduce(
     with friendly_errors():
         from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
         from stormtorch.cli.plots.bench import plot_allreduce
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import allreduce_table
+        from stormtorch.cli.terminal.screen import progress_bar
 
         network = lab_network(
             seed,
@@ -186,8 +186,8 @@ def sweep(
     with friendly_errors():
         from stormtorch.bench.sweep import SweepReport, SweepSettings, run_sweep
         from stormtorch.cli.plots.sweep import plot_sweep
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import sweep_table
+        from stormtorch.cli.terminal.screen import progress_bar
 
         settings = SweepSettings(
             ranks=ranks,
@@ -239,8 +239,8 @@ def latency(
     """
     with friendly_errors():
         from stormtorch.bench.latency import SIZES_BYTES, LatencySettings, run_latency
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import latency_table
+        from stormtorch.cli.terminal.screen import progress_bar
 
         settings = LatencySettings(
             ranks=ranks, iters=iters, warmup=warmup, backends=names(backends), idle_s=idle_s, timeout_s=timeout_s
@@ -282,8 +282,8 @@ def manners(
     with friendly_errors():
         from stormtorch.bench.finding import MannersSettings
         from stormtorch.bench.manners import run_manners
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.bench import manners_table
+        from stormtorch.cli.terminal.screen import progress_bar
 
         settings = MannersSettings(
             only=names(only), rate=rate, queue=queue, delay=delay, ranks=ranks, tcp=names(tcp), timeout_s=timeout_s

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stormtorch.cli.choices import SUITE
-from stormtorch.cli.completion import offer_list
 from stormtorch.cli.console import friendly_errors, names
+from stormtorch.cli.terminal.choices import SUITE
+from stormtorch.cli.terminal.completion import offer_list
 
 
 def all_parts(

@@ -6,10 +6,10 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadSetting, blaming
-from stormtorch.cli.choices import NEIGHBOURS, YieldTo
-from stormtorch.cli.completion import offer, offer_list
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, numbers, save
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.choices import NEIGHBOURS, YieldTo
+from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.options import (
     Batch,
     Context,
     FirstSeed,
@@ -159,8 +159,8 @@ def colocate(
         from stormtorch.bench.neighbours import run_colocate
         from stormtorch.bench.service import find_nginx
         from stormtorch.cli.plots.colocate import plot_colocate
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.colocate import colocate_table
+        from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch.lab.conditions import Conditions
 
         given = {"queue": queue, "low_queue": low_queue, "tcp": tcp}

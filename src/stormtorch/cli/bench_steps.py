@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stormtorch.cli.choices import (
+from stormtorch.cli.console import check_outputs, friendly_errors, names, save
+from stormtorch.cli.networks import lab_network, with_links
+from stormtorch.cli.terminal.choices import (
     DDP_BACKENDS,
     LAB_DDP_BACKENDS,
     LAB_LEARNERS,
@@ -16,10 +18,8 @@ from stormtorch.cli.choices import (
     POLICIES,
     WARMUP,
 )
-from stormtorch.cli.completion import offer
-from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.networks import lab_network, with_links
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.terminal.options import (
     BackendsAnywhere,
     Batch,
     Context,
@@ -114,8 +114,8 @@ def ddp(
     with friendly_errors():
         from stormtorch.bench.ddp import DdpSettings, run_ddp
         from stormtorch.cli.plots.bench import plot_ddp
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.steps import ddp_table
+        from stormtorch.cli.terminal.screen import progress_bar
 
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)
         network = with_links(network, per_link, ranks // max(ranks_per_host, 1))
@@ -202,8 +202,8 @@ def convergence(
         from stormtorch.bench.learning import run_convergence
         from stormtorch.cli.plots.convergence import plot_convergence
         from stormtorch.cli.policies import fields_of
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.steps import convergence_table
+        from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch.policies.presets import PolicySettings
 
         network = lab_network(seed, rate=rate, loss=loss, burst=burst, delay=delay, jitter=jitter, queue=queue, tcp=tcp)

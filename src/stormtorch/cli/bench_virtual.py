@@ -6,9 +6,9 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadSetting
-from stormtorch.cli.completion import offer
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, numbers, save
-from stormtorch.cli.options import Json, Plot
+from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.terminal.options import Json, Plot
 
 _TARGETS_S = (0.002, 0.005, 0.010)
 
@@ -59,8 +59,8 @@ def colocate_virtual(
         from dataclasses import replace
 
         from stormtorch.cli.plots.virtual import plot_virtual
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.virtual import virtual_table
+        from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch.studies.colocation.run import Colocation
         from stormtorch.studies.colocation.sweep import CARRY_RATES, RATES, Sweep, run_sweep
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from stormtorch.checks import BadSetting
-from stormtorch.cli.choices import FAULTS, POLICIES, spaced
-from stormtorch.cli.completion import offer, offer_list
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, save
-from stormtorch.cli.options import Delay, Json, Loss, Plot, Rate
+from stormtorch.cli.terminal.choices import FAULTS, POLICIES, spaced
+from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.options import Delay, Json, Loss, Plot, Rate
 
 
 def chaos(
@@ -77,8 +77,8 @@ def chaos(
         from rich.console import Console
 
         from stormtorch.cli.networks import lab_network
-        from stormtorch.cli.screen import progress_bar
         from stormtorch.cli.tables.chaos import show_chaos
+        from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch.studies.chaos import run
         from stormtorch.studies.chaos.settings import ChaosSettings
 

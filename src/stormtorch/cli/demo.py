@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stormtorch.checks import BadSetting, check_between
-from stormtorch.cli.completion import offer
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.terminal.completion import offer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,7 +139,7 @@ def _settings(
     from stormtorch.lab.conditions import Conditions
     from stormtorch.lab.lab import try_lab
     from stormtorch.report.text import percent
-    from stormtorch.results.text import network_text
+    from stormtorch.telemetry.text import network_text
 
     network = Conditions(rate=rate, loss=loss, delay=delay)
     common: dict[str, Any] = {
@@ -244,7 +244,7 @@ def _ended(name: str, points: list[Point], found: _Found) -> list[Point]:
 
 def _accuracy(settings: ConvergenceSettings, found: _Found, loss: float, console: Console) -> None:
     """Trains the same steps without loss, with it, and with it corrected by the lead."""
-    from stormtorch.cli.screen import progress_bar
+    from stormtorch.cli.terminal.screen import progress_bar
     from stormtorch.jobs.failed import RankFailed
     from stormtorch.studies.on_ranks import run_training
     from stormtorch.studies.settings import LmSettings
@@ -269,7 +269,7 @@ def _conclude(found: _Found, console: Console, page: Path, json: Path | None) ->
     from stormtorch.report.demo import accuracy_sentence, busy_sentence, demo_page, demo_verdict
     from stormtorch.report.page import page_html
     from stormtorch.report.race import learners_of, same_steps
-    from stormtorch.results.report import without_nan, write_json
+    from stormtorch.telemetry.report import without_nan, write_json
 
     data = without_nan(found.to_json())
     for problem in found.problems:

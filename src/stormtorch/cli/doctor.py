@@ -11,7 +11,7 @@ import typer
 
 from stormtorch.checks import BadSetting, check_between
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
-from stormtorch.cli.options import Json
+from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
     from stormtorch.doctor.director import Director
@@ -238,7 +238,7 @@ class _Show:
 
 
 def _progress(start: str) -> Any:
-    from stormtorch.cli.screen import spoken_progress
+    from stormtorch.cli.terminal.screen import spoken_progress
 
     return spoken_progress(start)
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
-from stormtorch.cli.helping import App
 from stormtorch.cli.networks import typed_burst
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import (
     Cable,
     Delay,
     Hosts,
@@ -299,7 +299,7 @@ def _read_trace(text: str) -> Any:
 @contextlib.contextmanager
 def _silence_broken(console: Console, write: Callable[["Line"], None]) -> Iterator[Callable[["Line"], None]]:
     """Says every ten seconds that the command still runs, on the standard error, while it writes nothing itself."""
-    from stormtorch.cli.screen import EVERY_S, spoken
+    from stormtorch.cli.terminal.screen import EVERY_S, spoken
 
     begun_s = last_s = time.monotonic()
 

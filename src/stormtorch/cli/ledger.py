@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, save
-from stormtorch.cli.options import Json, Plot
+from stormtorch.cli.terminal.options import Json, Plot
 
 if TYPE_CHECKING:
-    from stormtorch.results.accounts import Account
+    from stormtorch.telemetry.accounts import Account
 
 
 def ledger(
@@ -44,8 +44,8 @@ def ledger(
         from rich.console import Console
 
         from stormtorch.cli.tables.ledger import show_accounts
-        from stormtorch.results.accounts import answer, links_of, read_accounts, summary
-        from stormtorch.results.report import without_nan, write_json
+        from stormtorch.telemetry.accounts import answer, links_of, read_accounts, summary
+        from stormtorch.telemetry.report import without_nan, write_json
 
         check_outputs(json, plot)
         check_file("csv", csv)
@@ -68,7 +68,7 @@ def ledger(
 
 
 def _write_csv(accounts: "list[Account]", path: Path) -> None:
-    from stormtorch.results.accounts import COLUMNS
+    from stormtorch.telemetry.accounts import COLUMNS
 
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv_format.writer(file)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.cli.console import check_outputs, friendly_errors, save, save_into
-from stormtorch.cli.options import Json
+from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
-    from stormtorch.results.postmortem import Finding, Flight
+    from stormtorch.telemetry.postmortem import Finding, Flight
 
 
 def postmortem(
@@ -52,8 +52,8 @@ def postmortem(
 
         from stormtorch.cli.tables.postmortem import show_findings
         from stormtorch.folders import flights_folder
-        from stormtorch.results.postmortem import find, read_flights
-        from stormtorch.results.report import write_json
+        from stormtorch.telemetry.postmortem import find, read_flights
+        from stormtorch.telemetry.report import write_json
 
         check_outputs(json)
         try:
@@ -85,7 +85,7 @@ def _of_job(flights: "list[Flight]", job: str | None) -> "list[Flight]":
 
 
 def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:
-    from stormtorch.results.torch_flights import PREFIX, write_for_torch
+    from stormtorch.telemetry.torch_flights import PREFIX, write_for_torch
 
     def write(path: Path) -> None:
         for inside in write_for_torch(flights, path):

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.chart import Line, draw_lines
-from stormtorch.cli.screen import new_table, spoken
+from stormtorch.cli.terminal.chart import Line, draw_lines
+from stormtorch.cli.terminal.screen import new_table, spoken
 from stormtorch.report.text import called
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stormtorch.cli.choices import SIMULATE_POLICIES, Device, How, Optimizer, Precision, Weights, Wire
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, names, save
 from stormtorch.cli.networks import SimulatedNetwork, burst_in_packets
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.choices import SIMULATE_POLICIES, Device, How, Optimizer, Precision, Weights, Wire
+from stormtorch.cli.terminal.options import (
     AtOnce,
     Budget,
     BurstInPackets,
@@ -208,11 +208,11 @@ def run(
 
     from stormtorch.cli.plots.simulate import plot_simulation
     from stormtorch.cli.policies import check_taken
-    from stormtorch.cli.screen import progress_bar
     from stormtorch.cli.tables.simulate import show_simulation
-    from stormtorch.results.progress import ignore_progress
+    from stormtorch.cli.terminal.screen import progress_bar
     from stormtorch.simulation.processes import first, join, leave
     from stormtorch.studies.on_workers import run_simulations
+    from stormtorch.telemetry.progress import ignore_progress
 
     check_taken(settings)
     join(torch.device(settings.device))

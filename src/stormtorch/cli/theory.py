@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.cli.console import check_outputs, friendly_errors, save
-from stormtorch.cli.options import Json, Loss, MaxLag, Plot
+from stormtorch.cli.terminal.options import Json, Loss, MaxLag, Plot
 
 if TYPE_CHECKING:
     from stormtorch.theory import Prediction

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stormtorch.cli.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.helping import App
 from stormtorch.cli.networks import lab_network, typed_burst
-from stormtorch.cli.options import (
+from stormtorch.cli.terminal.choices import TRAIN_POLICIES, Shards, Weights, Wire
+from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import (
     Batch,
     Budget,
     Burst,
@@ -222,8 +222,8 @@ def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None
 
     from stormtorch.cli.plots.train import plot_training
     from stormtorch.cli.policies import check_taken
-    from stormtorch.cli.screen import progress_bar
     from stormtorch.cli.tables.train import show_training
+    from stormtorch.cli.terminal.screen import progress_bar
     from stormtorch.studies.on_ranks import run_training
 
     check_taken(settings)

@@ -6,8 +6,8 @@ from stormtorch.collectives import ops
 from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards, size
+from stormtorch.exchange.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
 # Up to this size each rank may send its whole tensor to every other. That saves a trip but needs a copy of the tensor,
 # which takes too long for larger ones.

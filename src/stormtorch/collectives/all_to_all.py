@@ -6,8 +6,8 @@ import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.spans import address, check_lossy, check_same, size
+from stormtorch.exchange.exchange import Plan, Receive, Send
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.exchange import Plan, Receive, Send
 
 
 def all_to_all(

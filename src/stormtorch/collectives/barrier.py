@@ -1,7 +1,7 @@
 """Barrier: no rank continues before all ranks have arrived."""
 
 from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.transport.exchange import Plan, Receive, Send
+from stormtorch.exchange.exchange import Plan, Receive, Send
 
 
 def barrier(group: Group, *, timeout_s: float | None = None) -> Pending:

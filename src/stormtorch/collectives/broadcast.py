@@ -6,8 +6,8 @@ import torch
 
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.spans import address, check_lossy, shards, size
+from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
 
 def broadcast(

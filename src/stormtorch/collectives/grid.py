@@ -13,8 +13,8 @@ import stormtorch._engine as _engine
 from stormtorch.collectives.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, shards
+from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 
 Span = tuple[int, int]
 

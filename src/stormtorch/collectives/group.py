@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from stormtorch.errors import Closed
+from stormtorch.exchange.exchange import Arrival, Exchange, Plan, Transport
 from stormtorch.reliability import Priority
-from stormtorch.transport.exchange import Arrival, Exchange, Plan, Transport
 
 T = TypeVar("T")
 

@@ -1,10 +1,10 @@
 """`join`: coming into a running job as a rank beyond those of its start."""
 
 from stormtorch.collectives.group import Group
-from stormtorch.transport.addresses import addresses
-from stormtorch.transport.leaving import say_goodbye_on_error
-from stormtorch.transport.newcomer import come_in
-from stormtorch.transport.options import Options
+from stormtorch.exchange.options import Options
+from stormtorch.joining.newcomer import come_in
+from stormtorch.udp.addresses import addresses
+from stormtorch.udp.leaving import say_goodbye_on_error
 
 
 def join(address: str, options: Options | None = None) -> Group:

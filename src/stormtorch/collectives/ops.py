@@ -5,8 +5,8 @@ from enum import Enum
 
 import torch
 
+from stormtorch.exchange.exchange import WIRE_DTYPES
 from stormtorch.reliability import Reliability
-from stormtorch.transport.exchange import WIRE_DTYPES
 
 
 class Op(Enum):

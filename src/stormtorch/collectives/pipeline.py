@@ -8,7 +8,7 @@ import torch
 
 from stormtorch.collectives.group import Pending
 from stormtorch.errors import Closed, StormError
-from stormtorch.transport.exchange import Arrival
+from stormtorch.exchange.exchange import Arrival
 
 Stage = Callable[[], Pending]
 """Function that begins a collective."""

@@ -6,8 +6,8 @@ from stormtorch.collectives import ops
 from stormtorch.collectives.group import Group, Pending, Steps
 from stormtorch.collectives.ops import Op
 from stormtorch.collectives.spans import address, size
+from stormtorch.exchange.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.transport.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 
 
 def reduce_scatter(

@@ -5,7 +5,7 @@ from typing import Any
 
 from stormtorch.doctor.measured import Examination, Link
 from stormtorch.doctor.verdict import LOSS_NOTE
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 from stormtorch.theory import predict
 
 USUAL_EAGER_BYTES = 256 << 10

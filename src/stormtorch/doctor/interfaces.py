@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stormtorch.doctor.finding import Finding, Level
-from stormtorch.results.text import loss_text, rate_text
+from stormtorch.telemetry.text import loss_text, rate_text
 
 _ROUTES, _COUNTERS = Path("/proc/net/route"), Path("/proc/net/dev")
 _GET_FLAGS, _GET_MTU, _ETHTOOL = 0x8913, 0x8921, 0x8946

@@ -19,7 +19,7 @@ from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES
 from stormtorch.doctor.worker import cuda_version, versions
 from stormtorch.lab.access import LabUnavailable
 from stormtorch.lab.lab import try_lab
-from stormtorch.results.text import size_text
+from stormtorch.telemetry.text import size_text
 
 _OLDEST_KERNEL = (5, 0)
 """First kernel with both UDP_SEGMENT and UDP_GRO."""

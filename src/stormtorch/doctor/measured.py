@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from stormtorch.results.statistics import mean, median, percentile
+from stormtorch.telemetry.statistics import mean, median, percentile
 
 # Below this fraction of the rate at which a train was sent, the network was slower than the sender.
 _KEPT_UP = 0.8

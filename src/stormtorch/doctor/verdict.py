@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.measured import Examination, Link
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
-from stormtorch.results.statistics import median, percentile
-from stormtorch.results.text import loss_text, rate_text, signed_time_text, size_text, time_text
+from stormtorch.telemetry.statistics import median, percentile
+from stormtorch.telemetry.text import loss_text, rate_text, signed_time_text, size_text, time_text
 
 LOSS_PROBLEM, LOSS_NOTE = 0.01, 0.001
 """Loss of a link that counts as a problem, and that is worth knowing."""

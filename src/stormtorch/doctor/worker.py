@@ -26,7 +26,7 @@ from stormtorch.doctor.sockets import (
     open_udp,
     socket_address,
 )
-from stormtorch.transport.addresses import local_address
+from stormtorch.udp.addresses import local_address
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Environment variable with the interface to use; the backend reads the same."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime import prepare as runtime
-from stormtorch.runtime.session import sessions_of
+from stormtorch.runtime.session.session import sessions_of
 
 
 def prepare(accelerator: Any, *objects: Any, policy: Policy | None = None) -> Any:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from stormtorch.exchange.options import Options
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.prepare import exact, prepare
-from stormtorch.runtime.session import sessions_of
-from stormtorch.transport.options import Options
+from stormtorch.runtime.session.session import sessions_of
 
 
 class StormStrategy(DDPStrategy):

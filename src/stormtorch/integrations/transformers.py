@@ -9,7 +9,7 @@ from typing import Any
 from stormtorch.integrations.accelerate import prepare_by
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.prepare import exact
-from stormtorch.runtime.session import sessions_of
+from stormtorch.runtime.session.session import sessions_of
 
 
 class StormTrainerMixin:

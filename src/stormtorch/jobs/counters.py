@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from stormtorch.transport.exchange import Arrival
-from stormtorch.transport.udp import UdpTransport
+from stormtorch.exchange.exchange import Arrival
+from stormtorch.udp.udp import UdpTransport
 
 
 class Delivery(NamedTuple):

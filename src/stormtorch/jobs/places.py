@@ -10,8 +10,8 @@ from stormtorch.lab.access import checked_tcp
 from stormtorch.lab.conditions import Conditions
 from stormtorch.lab.lab import Lab
 from stormtorch.lab.measured import Measured
-from stormtorch.results.progress import Advance
-from stormtorch.results.surroundings import Withheld
+from stormtorch.telemetry.progress import Advance
+from stormtorch.telemetry.surroundings import Withheld
 
 Result = TypeVar("Result")
 

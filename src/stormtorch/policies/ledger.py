@@ -20,7 +20,7 @@ import torch
 
 from stormtorch.errors import Closed
 from stormtorch.policies.ledger_file import LedgerFile
-from stormtorch.results.text import size_text
+from stormtorch.telemetry.text import size_text
 
 _log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from stormtorch.results.line_file import LineFile
+from stormtorch.telemetry.line_file import LineFile
 
 _log = logging.getLogger("stormtorch")
 

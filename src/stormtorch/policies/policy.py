@@ -182,7 +182,7 @@ class OwnerPolicy(Policy):
     gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
     missed. A number is a deadline in seconds from when a rank has its parameters; gradients that a rank has computed
     until then count, as soon as one rank has all. A policy may set one for each step, by `deadline_at`. See
-    `stormtorch.runtime.timed`."""
+    `stormtorch.runtime.owner.timed`."""
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5

@@ -5,7 +5,7 @@ from typing import Any
 
 from stormtorch.report.parts import Bar, Bars, Fact, Grid, Lines, Mark, Page, Section, Series, Table, colours_of
 from stormtorch.report.text import loss_words, machine_rows, percent, ranks_of, times, where_text
-from stormtorch.results.text import network_text, size_text, time_text
+from stormtorch.telemetry.text import network_text, size_text, time_text
 
 
 def allreduce_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:

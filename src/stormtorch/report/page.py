@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from stormtorch.report.parts import Bars, Cell, Grid, Lines, Page, Part, Section, Table, Timeline
-from stormtorch.results.report import without_nan
+from stormtorch.telemetry.report import without_nan
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 """Content policy: nothing may be fetched from anywhere."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stormtorch.results.text import bursts_of, loss_of, network_text
+from stormtorch.telemetry.text import bursts_of, loss_of, network_text
 
 _NAMES = {
     "gloo": "DDP on gloo",

@@ -6,7 +6,7 @@ from typing import Any
 
 from stormtorch.report.parts import Bar, Bars, Fact, Lines, Mark, Page, Part, Section, Series, Table, colours_of
 from stormtorch.report.text import listed, machine_rows, percent
-from stormtorch.results.statistics import mean, spread
+from stormtorch.telemetry.statistics import mean, spread
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from stormtorch.collectives import Group
+from stormtorch.exchange.waiting import doing
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.runtime import personal as personal_parts
-from stormtorch.runtime.gradient_session import GradientSession
-from stormtorch.runtime.hooks import take_over
-from stormtorch.runtime.model_session import ModelSession
-from stormtorch.runtime.recorder import record_session
-from stormtorch.runtime.scaling import watch_scalers
-from stormtorch.runtime.session import Session, combined, sessions_of
-from stormtorch.runtime.sharded import ShardedSession
-from stormtorch.runtime.timed import TimedSession
-from stormtorch.runtime.unwrapped import unwrap
-from stormtorch.transport.leaving import install_sigterm, leaves_by, say_goodbye_on_error
-from stormtorch.transport.waiting import doing
+from stormtorch.runtime.memory import personal as personal_parts
+from stormtorch.runtime.memory.scaling import watch_scalers
+from stormtorch.runtime.owner.sharded import ShardedSession
+from stormtorch.runtime.owner.timed import TimedSession
+from stormtorch.runtime.rank.gradient_session import GradientSession
+from stormtorch.runtime.rank.model_session import ModelSession
+from stormtorch.runtime.recording.recorder import record_session
+from stormtorch.runtime.session.hooks import take_over
+from stormtorch.runtime.session.session import Session, combined, sessions_of
+from stormtorch.runtime.session.unwrapped import unwrap
+from stormtorch.udp.leaving import install_sigterm, leaves_by, say_goodbye_on_error
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741

@@ -9,10 +9,10 @@ from typing import Any
 
 from stormtorch.checks import BadSetting
 from stormtorch.policies.ledger import Ledger
-from stormtorch.results.line_file import LineFile
 from stormtorch.simulation.checkpoints import replacing
 from stormtorch.simulation.processes import Processes
 from stormtorch.studies.results import SimResult
+from stormtorch.telemetry.line_file import LineFile
 
 _log = logging.getLogger("stormtorch")
 

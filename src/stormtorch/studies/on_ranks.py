@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 from stormtorch.collectives import Group, Op, all_reduce, broadcast
+from stormtorch.exchange.options import Options
 from stormtorch.jobs.control import Contender, Cue, Stage
 from stormtorch.jobs.counters import Counters
 from stormtorch.jobs.places import open_lab, run_here, run_in_lab
 from stormtorch.jobs.ranks import Member
+from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.statistics import mean, median
-from stormtorch.results.surroundings import surroundings
-from stormtorch.runtime.norms import clip_grad_norm_
+from stormtorch.runtime.memory.norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.studies.results import TrainReport, TrainResult, exp_of
 from stormtorch.studies.settings import TrainSettings
 from stormtorch.tasks.task import Task
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import mean, median
+from stormtorch.telemetry.surroundings import surroundings
 
 # Ethernet's: loss then strikes chunks of the size that it would strike on a network.
 _DATAGRAM_BYTES = 1472

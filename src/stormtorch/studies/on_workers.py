@@ -10,9 +10,6 @@ import torch
 
 from stormtorch.checks import BadSetting
 from stormtorch.policies.ledger import Row
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.statistics import mean, median
-from stormtorch.results.surroundings import surroundings
 from stormtorch.simulation.checkpoints import digest
 from stormtorch.simulation.processes import Processes
 from stormtorch.simulation.run import Simulated, Spot, simulate
@@ -22,6 +19,9 @@ from stormtorch.studies.results import SimReport, SimResult, exp_of, lost_on_ave
 from stormtorch.studies.settings import SimSettings, named
 from stormtorch.tasks.kinds import open_task
 from stormtorch.tasks.task import Task, adamw
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import mean, median
+from stormtorch.telemetry.surroundings import surroundings
 
 _SMALL_PARAMS = 1_000_000
 # Rows of the ledger that a result keeps, about.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stormtorch.results.report import without_nan, write_json
-from stormtorch.results.statistics import mean
 from stormtorch.studies.settings import SimSettings, StudySettings, TrainSettings
+from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.statistics import mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stormtorch.checks import BadSetting
-from stormtorch.tasks.batches import Batch, generator_of
+from stormtorch.tasks.data.batches import Batch, generator_of
 from stormtorch.tasks.data.corpus import Corpus
 from stormtorch.tasks.data.split import Split
 from stormtorch.tasks.data.tokens import Stories

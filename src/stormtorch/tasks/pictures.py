@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.tasks.batches import Batch, Epochs, generator_of
+from stormtorch.tasks.data.batches import Batch, Epochs, generator_of
 from stormtorch.tasks.data.images import CLASSES, Images
 from stormtorch.tasks.models.resnet import ResNet
 from stormtorch.tasks.task import CPU, Schedule, Task, seeded, staircase

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.tasks.batches import PADDING, Batch, Epochs
 from stormtorch.tasks.data.atis import Atis
+from stormtorch.tasks.data.batches import PADDING, Batch, Epochs
 from stormtorch.tasks.models.lstm import LstmTagger
 from stormtorch.tasks.task import CPU, Task, seeded
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.tasks.batches import PADDING, Batch
+from stormtorch.tasks.data.batches import PADDING, Batch
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ def report(data: dict[str, Any]) -> str:
     """Returns the page with its data inside, which loads nothing and runs nothing but the scripts it was made with."""
     charts, style = _text("uPlot.iife.min.js"), _text("uPlot.min.css") + "\n" + _text("style.css")
     program = f"(() => {{\n{''.join(_without_modules(_text(name)) for name in _MODULES)}}})();\n"
-    licence = (files("stormtorch.results") / "assets" / "uplot" / "LICENSE").read_text(encoding="utf-8")
+    licence = (files("stormtorch.watch") / "assets" / "uplot" / "LICENSE").read_text(encoding="utf-8")
     hashes = " ".join(_hash(script) for script in (charts, program))
     policy = f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
     page = index().decode()
@@ -54,7 +54,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def _assets() -> dict[str, Traversable]:
-    page, charts = files("stormtorch.watch") / "page", files("stormtorch.results") / "assets" / "uplot"
+    page, charts = files("stormtorch.watch") / "page", files("stormtorch.watch") / "assets" / "uplot"
     own = {name: page / name for name in (*_MODULES, "style.css")}
     return {**own, **{name: charts / name for name in ("uPlot.iife.min.js", "uPlot.min.css")}}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from stormtorch.results.metrics import METRICS, RankMetrics
-from stormtorch.results.records import Record, Who
+from stormtorch.telemetry.metrics import METRICS, RankMetrics
+from stormtorch.telemetry.records import Record, Who
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Type of the text, for the header of an answer over HTTP."""

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Protocol
 
-from stormtorch.results.record_files import Folder
-from stormtorch.results.records import Record, Who
-from stormtorch.transport.live import LiveJob
+from stormtorch.joining.live import LiveJob
+from stormtorch.telemetry.record_files import Folder
+from stormtorch.telemetry.records import Record, Who
 
 _KEY_VARIABLE = "STORM_KEY"
 # Of each file at a time: a run of days has gigabytes, which would not fit into memory at once.

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from statistics import median
 
-from stormtorch.results.text import time_text
+from stormtorch.telemetry.text import time_text
 from stormtorch.watch.cost import Cost, cost_of
 from stormtorch.watch.findings import Finding, Level, does, percent, where
 from stormtorch.watch.job import named

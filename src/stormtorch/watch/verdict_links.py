@@ -3,7 +3,7 @@
 from collections import defaultdict
 from statistics import median
 
-from stormtorch.results.text import rate_text, time_text
+from stormtorch.telemetry.text import rate_text, time_text
 from stormtorch.watch.cost import cost_of
 from stormtorch.watch.findings import Finding, Level, does, percent, where
 from stormtorch.watch.moment import LinkState, Moment

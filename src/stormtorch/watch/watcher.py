@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from stormtorch.results.records import Record, Who
+from stormtorch.telemetry.records import Record, Who
 from stormtorch.watch.fields import time_of
 from stormtorch.watch.job import Job
 from stormtorch.watch.prometheus import JobMetrics

@@ -95,7 +95,7 @@ def _draw(panels: list[_Panel], conditions: dict[str, Any], title: str, path: Pa
 
 
 def _where(conditions: dict[str, Any]) -> str:
-    from stormtorch.results.text import network_text
+    from stormtorch.telemetry.text import network_text
 
     return network_text(conditions["requested"]) if "requested" in conditions else "loopback"
 

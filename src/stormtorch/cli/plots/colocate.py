@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormtorch.cli.plots.labels import label_ends
-from stormtorch.results.text import rate_text, time_text
+from stormtorch.telemetry.text import rate_text, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from stormtorch.cli.plots.bench import COLOURS
 from stormtorch.cli.plots.labels import label_ends
-from stormtorch.results.text import condition_text
+from stormtorch.telemetry.text import condition_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.convergence import ConvergenceReport, Curve

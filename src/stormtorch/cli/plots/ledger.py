@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stormtorch.results.statistics import mean
+from stormtorch.telemetry.statistics import mean
 
 if TYPE_CHECKING:
-    from stormtorch.results.accounts import Account
+    from stormtorch.telemetry.accounts import Account
 
 # Okabe-Ito: colours that colour-blind people tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.cli.plots.bench import COLOURS
-from stormtorch.results.text import bursts_of, loss_of, network_text
+from stormtorch.telemetry.text import bursts_of, loss_of, network_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.sweep import SweepPoint, SweepReport

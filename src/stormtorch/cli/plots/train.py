@@ -7,8 +7,8 @@ from typing import Any
 
 from stormtorch.cli.plots.labels import label_ends
 from stormtorch.cli.tables.train import where_text
-from stormtorch.results.statistics import mean
 from stormtorch.studies.results import TrainReport, TrainResult
+from stormtorch.telemetry.statistics import mean
 
 COLOURS = {
     "lossless": "#495057",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stormtorch.results.text import rate_text
+from stormtorch.telemetry.text import rate_text
 
 if TYPE_CHECKING:
     from stormtorch.studies.colocation.sweep import Seeds

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from stormtorch.bench.results import AllReduceReport, AllReduceResult
-from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.captions import loss_sentence, much_withheld, round_text, troubles_text
-from stormtorch.results.text import (
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.text import (
     bursts_of,
     crowding_text,
     loss_of,

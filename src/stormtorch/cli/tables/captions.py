@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from stormtorch.results.statistics import median
-from stormtorch.results.text import bursts_of, loss_text, time_text
+from stormtorch.telemetry.statistics import median
+from stormtorch.telemetry.text import bursts_of, loss_text, time_text
 
 
 def round_text(conditions: dict[str, Any]) -> str:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
-from stormtorch.results.statistics import median
-from stormtorch.results.text import condition_text, loss_text, time_text
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.statistics import median
+from stormtorch.telemetry.text import condition_text, loss_text, time_text
 
 if TYPE_CHECKING:
     from stormtorch.studies.chaos.report import ChaosReport

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
-from stormtorch.results.text import loss_text, rate_text, ratio_text, time_text
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.text import loss_text, rate_text, ratio_text, time_text
 
 if TYPE_CHECKING:
     from stormtorch.bench.colocate_results import ColocateReport

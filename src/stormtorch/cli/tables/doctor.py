@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.screen import hang, new_table
+from stormtorch.cli.terminal.screen import hang, new_table
 from stormtorch.doctor.advice import Advice, Cost
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.measured import Examination, Link
 from stormtorch.doctor.verdict import LOSS_PROBLEM
-from stormtorch.results.text import loss_text, rate_text, time_text
+from stormtorch.telemetry.text import loss_text, rate_text, time_text
 
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 _MOST_IN_MATRIX = 7  # more do not fit into 80 columns

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
+from stormtorch.cli.terminal.screen import new_table
 from stormtorch.lab.measured import LinkCount, Measured
-from stormtorch.results.text import bursts_of
+from stormtorch.telemetry.text import bursts_of
 
 if TYPE_CHECKING:
     from stormtorch.lab.lab import Lab

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
-from stormtorch.results.accounts import answer, links_of
-from stormtorch.results.text import loss_text, share_text, size_text, time_text
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.accounts import answer, links_of
+from stormtorch.telemetry.text import loss_text, share_text, size_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch.results.accounts import Account
+    from stormtorch.telemetry.accounts import Account
 
 _SHOWN_LINKS = 8
 _SHOWN_EVENTS = 10

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
-from stormtorch.results.text import size_text, time_text
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.text import size_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch.results.postmortem import Finding, Operation
+    from stormtorch.telemetry.postmortem import Finding, Operation
 
 # Collectives before and after the one in which ranks differ.
 _BEFORE, _AFTER = 2, 1

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.train import (
     against_text,
     apart_text,
@@ -17,10 +16,11 @@ from stormtorch.cli.tables.train import (
     spread_text,
     success_text,
 )
+from stormtorch.cli.terminal.screen import new_table
 from stormtorch.network.loss import GilbertElliott, LossModel, PerLink, Shared, SlowBackward, Stragglers, Trace
-from stormtorch.results.statistics import mean, median
-from stormtorch.results.text import loss_text, share_text, size_text, time_text
 from stormtorch.studies.results import SimReport, SimResult
+from stormtorch.telemetry.statistics import mean, median
+from stormtorch.telemetry.text import loss_text, share_text, size_text, time_text
 
 
 def show_simulation(report: SimReport, console: Console) -> None:

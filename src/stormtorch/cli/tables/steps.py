@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
 from stormtorch.cli.tables.captions import loss_sentence, round_text, troubles_text
-from stormtorch.results.text import (
+from stormtorch.cli.terminal.screen import new_table
+from stormtorch.telemetry.text import (
     condition_text,
     crowding_text,
     network_text,

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from stormtorch.cli.screen import new_table
+from stormtorch.cli.terminal.screen import new_table
 from stormtorch.theory import KINDS, Prediction
 
 

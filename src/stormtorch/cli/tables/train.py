@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stormtorch.cli.screen import new_table
-from stormtorch.results.statistics import mean, median, spread
-from stormtorch.results.text import crowding_text, loss_text, network_text, ratio_text, share_text, time_text
+from stormtorch.cli.terminal.screen import new_table
 from stormtorch.studies.results import StudyReport, TrainReport, TrainResult
 from stormtorch.studies.settings import StudySettings
+from stormtorch.telemetry.statistics import mean, median, spread
+from stormtorch.telemetry.text import crowding_text, loss_text, network_text, ratio_text, share_text, time_text
 
 MEANINGS = {
     "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.screen import Fitting, new_table
-from stormtorch.results.text import rate_text, time_text
+from stormtorch.cli.terminal.screen import Fitting, new_table
+from stormtorch.telemetry.text import rate_text, time_text
 
 _STYLES = {"bad": "bold red", "warn": "bold yellow", "good": "bold green", "idle": "bold"}
 _STATES = {"running": "green", "failed": "red", "gone": "red", "silent": "red"}

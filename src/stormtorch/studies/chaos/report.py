@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormtorch.results.report import without_nan, write_json
-from stormtorch.results.statistics import median
 from stormtorch.studies.chaos.faults import KINDS
 from stormtorch.studies.chaos.invariants import Check, final_loss
 from stormtorch.studies.chaos.logs import History
 from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import Recovery
+from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.statistics import median
 
 
 @dataclass(frozen=True)

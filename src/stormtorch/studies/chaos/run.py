@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.jobs.failed import RankFailed
 from stormtorch.lab.lab import Lab
-from stormtorch.results.progress import Advance, ignore_progress
-from stormtorch.results.surroundings import surroundings
 from stormtorch.studies.chaos.drill import LEAVE_S, WORKER, Drill
 from stormtorch.studies.chaos.faults import Fault
 from stormtorch.studies.chaos.invariants import Run, check_run, final_loss
@@ -18,7 +17,8 @@ from stormtorch.studies.chaos.logs import History
 from stormtorch.studies.chaos.report import ChaosReport
 from stormtorch.studies.chaos.settings import ChaosSettings
 from stormtorch.studies.chaos.timeline import recoveries
-from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.surroundings import surroundings
 
 _TICK_S = 0.05
 _LOOK_EVERY_S = 0.5

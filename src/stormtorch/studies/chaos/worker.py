@@ -28,6 +28,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 from stormtorch.collectives import Group
 from stormtorch.collectives.joining import join
 from stormtorch.errors import StormError
+from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.exchange.options import Options
+from stormtorch.joining.rendezvous import connect
 from stormtorch.lab.wires import DEVICE, address
 from stormtorch.policies.presets import make_policy
 from stormtorch.runtime.prepare import exact, prepare
@@ -35,9 +38,6 @@ from stormtorch.studies.chaos.logs import log_path
 from stormtorch.studies.chaos.program import Program, second_model
 from stormtorch.tasks.data.corpus import open_corpus
 from stormtorch.tasks.language import Text
-from stormtorch.transport.keys import VARIABLE as KEY_VARIABLE
-from stormtorch.transport.options import Options
-from stormtorch.transport.rendezvous import connect
 
 STOP = "stop.json"
 """Name of the file that says when to end: {"decay_at": step, "stop_at": step}."""

@@ -10,13 +10,13 @@ import torch
 import stormtorch._engine as _engine
 from stormtorch.checks import BadSetting, check, check_between
 from stormtorch.collectives.spans import shards
+from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
+from stormtorch.exchange.options import Options
+from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.network.units import parse_rate
 from stormtorch.reliability import Reliability
-from stormtorch.results.statistics import mean, percentile
-from stormtorch.transport.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
-from stormtorch.transport.options import Options
-from stormtorch.transport.simulated import core_settings
+from stormtorch.telemetry.statistics import mean, percentile
 
 # Of a datagram on the wire: Ethernet, IPv4, UDP.
 _HEADER_BYTES = 42

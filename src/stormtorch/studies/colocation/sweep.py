@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import check, check_between
-from stormtorch.results.statistics import mean
 from stormtorch.studies.colocation.run import Colocated, Colocation, colocate
+from stormtorch.telemetry.statistics import mean
 
 ALLOWED = (0.01, 0.05, 0.10, 0.20)
 """Losses of the training that are allowed."""

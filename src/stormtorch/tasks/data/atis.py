@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
-from stormtorch.tasks.batches import PADDING
+from stormtorch.tasks.data.batches import PADDING
 from stormtorch.tasks.data.split import Examples, Split
 
 _UNKNOWN = 0

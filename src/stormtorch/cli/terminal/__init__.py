@@ -1,0 +1,1 @@
+"""What commands share: screens, options, help, completion."""

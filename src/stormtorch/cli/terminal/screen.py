@@ -1,0 +1,251 @@
+"""Tables and progress in a terminal; where there is none, a line every ten seconds."""
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.constrain import Constrain
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text, TextType
+
+from stormtorch.telemetry.progress import Advance
+
+EVERY_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+# Columns between two of a table, where there is room.
+_GAP = 2
+# Least width of prose in a table, most of the text above and below one, and what stands for no limit.
+_PROSE, _PAGE, _WIDE = 16, 100, 10_000
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Advance]:
+    """Shows a bar on the standard error, so that tables can be piped; where that is no terminal, a line every ten
+    seconds.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with _progress_lines(total, start, unit, console) as advance:
+            yield advance
+        return
+    narrow = console.width < 120
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", table_column=Column(ratio=1)),
+        *([BarColumn(10 if narrow else 40)] if console.width >= 80 else []),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # Few refreshes: the bar shares the cores with what is measured.
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=narrow) as bar:
+        task = bar.add_task(start, total=total)
+
+        def advance(what: str, done: int) -> None:
+            bar.update(task, description=what, completed=done)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def spoken_progress(start: str) -> Iterator[Advance]:
+    """Says what is being done: by a spinner in a terminal, by a line for each step elsewhere, on the standard error."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status(start) as status:
+            yield lambda what, _done: status.update(what)
+    else:
+        console.print(start, markup=False, soft_wrap=True)
+        yield lambda what, _done: console.print(what, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _progress_lines(total: int, start: str, unit: str, console: Console) -> Iterator[Advance]:
+    begun_s = time.monotonic()
+    now = (start, 0)
+
+    def advance(what: str, done: int) -> None:
+        nonlocal now
+        now = (what, done)
+
+    def line() -> str:
+        what, done = now
+        passed_s = time.monotonic() - begun_s
+        left = f", about {passed_s * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        return f"{what}: {done} of {total} {unit} after {passed_s:.0f} s{left}"
+
+    with spoken(line, console):
+        yield advance
+
+
+@contextlib.contextmanager
+def spoken(line: Callable[[], str], console: Console) -> Iterator[None]:
+    """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars. An empty line is left
+    out.
+    """
+    done = threading.Event()
+
+    def speak() -> None:
+        while not done.wait(EVERY_S):
+            if text := line():
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    speaker = threading.Thread(target=speak, name="progress", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        speaker.join(1.0)
+
+
+def hang(head: str | tuple[str, str], text: str | tuple[str, str], console: Console) -> None:
+    """Prints prose whose lines all begin behind its head; where there is no terminal, on one line.
+
+    Args:
+        head: What stands before the first line, with a style or without.
+        text: Prose, with a style or without.
+        console: Where to.
+    """
+    if not console.is_terminal:
+        console.print(Text.assemble(head, text), soft_wrap=True)
+        return
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text.assemble(head), Text.assemble(text))
+    console.print(grid)
+
+
+def new_table(title: str, caption: str | Text | None = None, *, keys: int = 1, lines: bool = True) -> "FittingTable":
+    """Makes a table that no terminal cuts; all tables of commands come from here.
+
+    Args:
+        title: Text above it.
+        caption: Text below it.
+        keys: Number of its first columns, which say what a row is about.
+        lines: Whether there are lines above it, below it and under its headings. There are no vertical ones.
+    """
+    table = FittingTable(box=box.HORIZONTALS if lines else None, pad_edge=False, title=title, caption=caption)
+    table.keys = keys
+    return table
+
+
+class _Need(NamedTuple):
+    """Width that a column needs."""
+
+    least: int
+    broken: int
+    """The same with a heading that is broken at its spaces."""
+    best: int
+
+
+class FittingTable(Table):
+    """A table that gives way to a narrow terminal and leaves nothing out: first prose is wrapped, then headings are
+    broken and gaps become narrower, then columns follow below, behind those that say what a row is about.
+    """
+
+    keys = 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width
+        needs = [self._need(column, console, options.update(width=_WIDE)) for column in self.columns]
+        if self.title:
+            yield _annotation(self.title, "table.title", room)
+        for chosen, gap in self._parts(needs, room):
+            part = self._part(chosen, gap, self._widths(chosen, gap, needs, room))
+            yield from super(FittingTable, part).__rich_console__(console, options)
+        if self.caption:
+            yield _annotation(self.caption, "table.caption", room)
+
+    def _need(self, column: Column, console: Console, wide: ConsoleOptions) -> _Need:
+        cells = [Measurement.get(console, wide, cell) for cell in column.cells] or [Measurement(1, 1)]
+        heading = Measurement.get(console, wide, column.header if self.show_header else "")
+        longest = max(each.maximum for each in cells)
+        least = longest if column.no_wrap else max(min(longest, _PROSE), *(each.minimum for each in cells))
+        least, longest = (min(max(each, column.min_width or 1), column.max_width or each) for each in (least, longest))
+        return _Need(max(least, heading.maximum), max(least, heading.minimum), max(longest, heading.maximum))
+
+    def _parts(self, needs: Sequence[_Need], room: int) -> Iterator[tuple[list[int], int]]:
+        """The columns that stand beside each other, and the gap between them."""
+        every = list(range(len(needs)))
+        for gap in (_GAP, 1):
+            if self._least(every, gap, needs) <= room:
+                yield every, gap
+                return
+        shown = every[: self.keys]
+        for index in every[self.keys :]:
+            if len(shown) > self.keys and self._least([*shown, index], 1, needs) > room:
+                yield shown, 1
+                shown = shown[: self.keys]
+            shown.append(index)
+        yield shown, 1
+
+    def _least(self, chosen: Sequence[int], gap: int, needs: Sequence[_Need]) -> int:
+        widths = sum(needs[index].broken if gap < _GAP else needs[index].least for index in chosen)
+        return widths + self._between(chosen, gap)
+
+    def _between(self, chosen: Sequence[int], gap: int) -> int:
+        return gap * (len(chosen) - 1) + 2 * (self.box is not None)
+
+    def _widths(self, chosen: Sequence[int], gap: int, needs: Sequence[_Need], room: int) -> dict[int, int]:
+        widths = {index: needs[index].broken if gap < _GAP else needs[index].least for index in chosen}
+        spare = room - sum(widths.values()) - self._between(chosen, gap)
+        for index in sorted(chosen, key=lambda index: needs[index].best - widths[index]):
+            more = needs[index].best - widths[index]
+            if more > spare:  # of use to prose only
+                more = 0 if self.columns[index].no_wrap else max(spare, 0)
+            widths[index] += more
+            spare -= more
+        while spare < 0 and max(widths.values()) > 1:  # one column beside the first ones is too much: words are broken
+            widths[max(widths, key=widths.__getitem__)] -= 1
+            spare += 1
+        return widths
+
+    def _part(self, chosen: Sequence[int], gap: int, widths: Mapping[int, int]) -> "FittingTable":
+        part = copy.copy(self)
+        part.title = part.caption = None
+        part.padding = (0, gap - (self.box is not None), 0, 0)  # a box has a gap of its own
+        part.columns = [
+            replace(self.columns[index], _index=number, width=widths[index], no_wrap=False, overflow="fold")
+            for number, index in enumerate(chosen)
+        ]
+        return part
+
+
+def _annotation(text: TextType, style: str, room: int) -> RenderableType:
+    whole = Text.from_markup(text, style=style) if isinstance(text, str) else text
+    return Constrain(whole, min(room, _PAGE))
+
+
+class Fitting:
+    """Shows the first of several forms of a table that fits; the last one if none does."""
+
+    def __init__(self, *forms: RenderableType) -> None:
+        self._forms = forms
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=_WIDE)
+        for each in self._forms:
+            if Measurement.get(console, wide, each).maximum <= options.max_width:
+                yield each
+                return
+        yield self._forms[-1]

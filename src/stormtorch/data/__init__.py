@@ -1,0 +1,1 @@
+"""Which samples a rank reads when ranks come and go."""

@@ -1,0 +1,295 @@
+"""Where one rank stands in an epoch, and how ranks tell each other when the view changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stormtorch.data.epoch_plan import Cursor, EpochPlan, Progress
+from stormtorch.data.spans import Spans, union
+
+_Name = tuple[int, int]
+"""Epoch of a plan, and number of the view that it was made for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What all ranks must have been given alike."""
+
+    length: int
+    """Samples of an epoch."""
+    batch_size: int
+    constant: bool
+    """Whether the global batch stays the same whoever is there."""
+    drop_last: bool
+    shuffle: bool
+
+    def check(self, other: Mapping[str, Any], whose: str) -> None:
+        """Raises a ValueError if others were given something else."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), other[name]
+            if mine != theirs:
+                raise ValueError(
+                    f"{whose} has an ElasticSampler with {name}={theirs}, this rank one with {name}={mine}: "
+                    "give all ranks the same data and settings"
+                )
+
+
+@dataclass(slots=True)
+class _Place:
+    """A plan, and how far this rank has come in it."""
+
+    name: _Name
+    plan: EpochPlan
+    done: int
+    drawn: Cursor
+    hand: int
+    before: int
+    """Batches that this rank used in the epoch before the plan was made."""
+
+    def to_json(self) -> dict[str, Any]:
+        progress = {"done": self.done, "drawn": self.drawn, "hand": self.hand}
+        # As a string within the string: who gets many of them, all alike, decodes one.
+        return {"name": self.name, "plan": json.dumps(self.plan.to_json()), "progress": progress}
+
+
+class EpochPosition:
+    """Place of one rank in the epoch: which batch it draws next, which step is complete, what the next plan is.
+
+    A view may be overtaken by the next one before all its members have a plan for it. All then go back to the plan of
+    the last view that was in place, so a rank keeps that one until it goes on training.
+
+    Args:
+        terms: What all ranks were given.
+        seed: Seed of the order of samples.
+        rank: This rank.
+        members: Ranks that train together.
+    """
+
+    def __init__(self, terms: Terms, seed: int, rank: int, members: Sequence[int]) -> None:
+        self.terms = terms
+        self.seed = seed
+        self.epoch = 0
+        self.rank = rank
+        self.members = tuple(sorted(members))
+        self.view = 0
+        self.global_batch: int | None = None
+        """Samples of every step, if they are to stay the same; known from the first plan on."""
+        self._left: Spans = union([(0, terms.length)])  # at the beginning of the first plan
+        self._place: _Place | None = None
+        self._earlier: _Place | None = None  # in the last view before this one that was in place
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> bool:
+        """Whether this rank is a member."""
+        return self.rank in self.members
+
+    @property
+    def busy(self) -> bool:
+        """Whether the training loop is in the middle of a step."""
+        return self._place is not None and self._place.hand > 0
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been drawn or trained on in the present plan."""
+        return self._place is None or (self._place.done, self._place.drawn) == (0, (0, 0))
+
+    @property
+    def drawn(self) -> Cursor:
+        """The first batch that this rank has not drawn."""
+        return self._begin().drawn
+
+    @property
+    def done(self) -> int:
+        """Steps that are complete in the present plan."""
+        return self._begin().done
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of what is left of the epoch."""
+        return self._begin().plan
+
+    def begin(self) -> int:
+        """Makes the plan of the epoch if there is none yet, and returns the number of the epoch."""
+        self._begin()
+        return self.epoch
+
+    def draw(self) -> Spans | None:
+        """Returns the next batch, which may be empty; None at the end of the plan."""
+        place = self._begin()
+        if not self.inside or place.drawn[0] >= place.plan.steps:
+            return None
+        self._earlier = None  # training goes on, so the view is in place
+        step, number = place.drawn
+        place.drawn = place.plan.after(place.drawn, self.rank)
+        return place.plan.batches(step, self.rank)[number]
+
+    def rewind(self) -> None:
+        """Takes back what was drawn and is not used: it will be drawn again."""
+        place = self._begin()
+        if self.inside and place.done < place.plan.steps:
+            count = len(place.plan.batches(place.done, self.rank))
+            place.drawn = (place.done, place.hand) if place.hand < count else (place.done + 1, 0)
+
+    def take_in_hand(self) -> None:
+        """Notes that the training loop has taken one more batch of the step in progress."""
+        self._earlier = None  # training goes on, so the view is in place
+        self._begin().hand += 1
+
+    def put_back(self) -> None:
+        """Notes that the step in progress will not be completed with the batches in hand."""
+        self._begin().hand = 0
+
+    def assume_busy(self) -> None:
+        """Notes that a loop which does not say what it takes is in the middle of a step, if it can be."""
+        place = self._begin()
+        if not place.hand and place.drawn > (place.done, 0):
+            place.hand = len(place.plan.batches(place.done, self.rank))
+
+    def step_done(self) -> None:
+        """Notes that a step is complete. The last step of an epoch begins the next one."""
+        self._earlier = None  # training goes on, so the view is in place
+        place = self._begin()
+        place.done += 1
+        place.hand = 0
+        place.drawn = max(place.drawn, (place.done, 0))
+        if place.done >= place.plan.steps:
+            self.go_to(self.epoch + 1)
+
+    def go_to(self, epoch: int) -> None:
+        """Begins an epoch, whatever is left of the present one."""
+        self.epoch = epoch
+        self._left = union([(0, self.terms.length)])
+        self._place = self._earlier = None
+
+    def count(self) -> int:
+        """Returns how many batches this rank uses in this epoch if the members stay the same."""
+        place = self._begin()
+        return place.before + (place.plan.count(self.rank) if self.inside else 0)
+
+    # --- membership -------------------------------------------------------------------------------------------------
+
+    def enter(self, rank: int, view: int, members: Sequence[int]) -> None:
+        """Says who this rank is and who is there, before anything is drawn."""
+        self.rank, self.view, self.members = rank, view, tuple(sorted(members))
+        self._place = None
+
+    def give(self) -> bytes:
+        """Returns what others need to know of this rank when the view changes."""
+        places = [self._begin(), *([self._earlier] if self._earlier else [])]
+        return json.dumps(
+            {
+                "terms": {name: getattr(self.terms, name) for name in Terms.__slots__},
+                "seed": self.seed,
+                "global_batch": self.global_batch,
+                "busy": self.busy,
+                "places": [place.to_json() for place in places],
+            }
+        ).encode()
+
+    def take(
+        self,
+        given: Mapping[int, bytes],
+        view: int,
+        members: Sequence[int],
+        base: int,
+    ) -> bool:
+        """Makes the plan for a new view from what ranks have given. All members make the same one.
+
+        Args:
+            given: What each rank gave: nothing or no bytes if it has just come.
+            view: Number of the view.
+            members: Ranks in it.
+            base: Number of the last view that was in place on all its members.
+
+        Returns:
+            Whether the batches that this rank has drawn are still its own.
+        """
+        known = {rank: json.loads(each) for rank, each in given.items() if each}
+        for rank, each in known.items():
+            self.terms.check(each["terms"], f"rank {rank}")
+        names = [tuple(place["name"]) for each in known.values() for place in each["places"]]
+        names = [name for name in names if name[1] <= base]
+        if not names:
+            self.enter(self.rank, view, members)
+            return True
+        name = max(names)
+        places = {
+            rank: place for rank, each in known.items() for place in each["places"] if tuple(place["name"]) == name
+        }
+        first = known[min(places)]
+        plan = EpochPlan.from_json(json.loads(places[min(places)]["plan"]))
+        progress = {rank: _progress(place["progress"]) for rank, place in places.items()}
+        busy = [rank for rank in sorted(members) if rank in known and rank not in places and known[rank]["busy"]]
+        self._adopt(name, plan.follow(members, progress, busy), view, members)
+        self.seed, self.global_batch = first["seed"], first["global_batch"]
+        return self.rank in places
+
+    def _adopt(self, name: _Name, plan: EpochPlan, view: int, members: Sequence[int]) -> None:
+        mine = [each for each in (self._place, self._earlier) if each and each.name == name]
+        before = mine[0].before if mine else 0
+        if mine and self.rank in mine[0].plan.members:
+            before += mine[0].plan.count(self.rank, mine[0].done)
+        self._earlier = mine[0] if mine else None
+        self.epoch, self.view, self.members = name[0], view, tuple(sorted(members))
+        drawn = plan.cursor(len(plan.kept.get(self.rank, ())), self.rank) if self.inside else (0, 0)
+        hand = plan.hands.get(self.rank, 0)
+        self._place = _Place((self.epoch, view), plan, 0, drawn, hand, before)
+        if not plan.steps:
+            self.go_to(self.epoch + 1)  # what was left is dropped
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a job of any size needs to go on from the steps that are complete."""
+        left = self._place.plan.unused(self._place.done) if self._place else self._left
+        return {
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "length": self.terms.length,
+            "left": [list(span) for span in left],
+            "global_batch": self.global_batch,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        if state["length"] != self.terms.length:
+            raise ValueError(
+                f"the state is of a data set of {state['length']} samples, this one has {self.terms.length}: "
+                "load it with the data it was made with"
+            )
+        self.go_to(state["epoch"])
+        self.seed = state["seed"]
+        self._left = union((first, end) for first, end in state["left"])
+        self.global_batch = state["global_batch"] if self.terms.constant else None
+
+    def _begin(self) -> _Place:
+        while self._place is None or self._place.done >= self._place.plan.steps:
+            whole = union([(0, self.terms.length)])
+            if self._place is not None:
+                if self._place.plan.left == whole:
+                    raise ValueError(
+                        f"drop_last leaves nothing of {self.terms.length} samples, as a step of {len(self.members)} "
+                        f"ranks needs {self._place.plan.samples_per_step}: set drop_last=False or a smaller batch_size"
+                    )
+                self.go_to(self.epoch + 1)  # what was left is dropped
+            if self.terms.constant and self.global_batch is None:
+                self.global_batch = self.terms.batch_size * len(self.members)
+            plan = EpochPlan(
+                members=self.members,
+                batch_size=self.terms.batch_size,
+                global_batch=self.global_batch,
+                drop_last=self.terms.drop_last,
+                left=self._left,
+            )
+            self._place = _Place((self.epoch, self.view), plan, 0, (0, 0), 0, 0)
+        return self._place
+
+
+def _progress(given: Mapping[str, Any]) -> Progress:
+    step, batch = given["drawn"]
+    return Progress(done=given["done"], drawn=(step, batch), hand=given["hand"])

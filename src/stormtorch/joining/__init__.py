@@ -1,0 +1,1 @@
+"""How a rank enters a job: rendezvous, start, late entry, restart, and questions from outside."""

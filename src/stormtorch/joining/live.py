@@ -1,0 +1,230 @@
+"""Records of a running job, asked for over the network. One address is enough: each rank knows those of the others."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from stormtorch.errors import NotAdmitted
+from stormtorch.joining.reception import MOST_ERRANDS
+from stormtorch.telemetry.records import Record, Who, checked
+from stormtorch.udp import frames
+from stormtorch.udp.addresses import Address, addresses
+
+_ASK_S = 2.0
+_PASS_ON_S = 4.0
+# A rank that nobody reaches is asked for again after this time; one that only others reach, directly.
+_AGAIN_S = 5.0
+_DIRECT_AGAIN_S = 30.0
+_MOST_RANKS = 1024
+_MOST_ANSWERS = 64
+_MOST_TALKS = 16
+# Ranks that nobody here reaches are asked for by others: so long in all at each read, and again so soon by one that was
+# busy. Who had no turn is asked for at the next read.
+_ERRANDS_S = 6.0
+_BUSY_AGAIN_S = 0.1
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank, as far as it is known here."""
+
+    address: Address
+    incarnation: int = -1
+    pid: int = 0
+    known: int = -1
+    """Incarnation that other ranks have told of."""
+    since: int = 0
+    direct_at: float = 0.0
+    """When to ask it directly again."""
+    at: float = 0.0
+    """When to ask for it again at all."""
+    way: str = ""
+    """"direct", "through rank 3", or why it cannot be reached."""
+
+
+class LiveJob:
+    """The records of all ranks of a running job. Ranks may die, return and join meanwhile.
+
+    Args:
+        where: Address of any rank, "host:port"; several are divided by commas, and one that answers is enough.
+        key: The job's key, if it has one.
+    """
+
+    def __init__(self, where: str, *, key: bytes | None = None) -> None:
+        self._where = addresses(where)
+        self._key = key
+        self._version = version("stormtorch")  # reads a file, and every question names it
+        self._ranks: dict[int, _Rank] = {}
+        self._pool = ThreadPoolExecutor(_MOST_TALKS, "watch")
+
+    def read(self) -> dict[Who, list[Record]]:
+        """Returns the records that have come since the last call, by process.
+
+        It takes up to some seconds where ranks cannot be reached, and goes on without them: see `ways`.
+
+        Raises:
+            ConnectionError: Nobody has ever answered at the addresses.
+            NotAdmitted: The job has another key, or another version of this package.
+        """
+        now = time.monotonic()
+        found: dict[Who, list[Record]] = {}
+        if not any(rank.way == "direct" for rank in self._ranks.values()):
+            self._find(found)
+        # Copied: what is told names ranks that were not known before.
+        due = [(number, rank) for number, rank in sorted(self._ranks.items()) if now >= rank.at]
+        for each in self._pool.map(lambda item: self._ask_directly(item[1], now), due):
+            _merge(found, each)
+        others = [(number, rank) for number, rank in due if rank.way != "direct"]
+        through = [number for number, rank in self._ranks.items() if rank.way == "direct"]
+        if others and through:
+            seats = {helper: threading.Semaphore(MOST_ERRANDS) for helper in through}
+            for each in self._pool.map(lambda item: self._ask_through(item[0], item[1], seats, now), others):
+                _merge(found, each)
+        return found
+
+    def ways(self) -> dict[int, str]:
+        """Returns by rank how it was reached: "direct", "through rank 3", or why it was not."""
+        return {number: rank.way for number, rank in sorted(self._ranks.items())}
+
+    def close(self) -> None:
+        """Ends all talks."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def _find(self, found: dict[Who, list[Record]]) -> None:
+        """Learns which ranks are at the addresses that the user gave."""
+        errors: list[str] = []
+        for address in self._where:
+            try:
+                answer = self._ask(address, {"op": "tell", "since": 0}, _ASK_S)
+            except NotAdmitted:
+                raise
+            except (OSError, frames.Garbage) as error:
+                errors.append(f"{address[0]}:{address[1]}: {error}")
+                continue
+            number = answer.get("rank")
+            if answer.get("state") == "running" and type(number) is int and 0 <= number < _MOST_RANKS:
+                rank = self._ranks.setdefault(number, _Rank(address))
+                rank.address, rank.at, rank.direct_at = address, 0.0, 0.0
+                if rank.since == 0:
+                    self._take(rank, answer, found, "direct")
+            else:
+                errors.append(f"{address[0]}:{address[1]}: its training has ended, or has not begun")
+        if not self._ranks:
+            raise ConnectionError(
+                f"no rank of a job answers ({'; '.join(errors)}): give the address of a rank that trains, as its "
+                "records and its log name it, or the folder of STORM_RECORD"
+            )
+
+    def _ask(self, address: Address, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return frames.ask(address, question, key=self._key, version=self._version, timeout_s=timeout_s)
+
+    def _ask_directly(self, rank: _Rank, now: float) -> dict[Who, list[Record]]:
+        if now < rank.direct_at:
+            return {}
+        found: dict[Who, list[Record]] = {}
+        try:
+            for _ in range(_MOST_ANSWERS):
+                answer = self._ask(rank.address, {"op": "tell", "since": rank.since}, _ASK_S)
+                if not self._take(rank, answer, found, "direct"):
+                    break
+        except (OSError, frames.Garbage, NotAdmitted) as error:
+            rank.way, rank.direct_at = f"{rank.address[0]}:{rank.address[1]}: {error}", now + _DIRECT_AGAIN_S
+        return found
+
+    def _ask_through(
+        self, number: int, rank: _Rank, seats: dict[int, threading.Semaphore], now: float
+    ) -> dict[Who, list[Record]]:
+        """Has another rank ask, each time another one, so that no rank has all the work, nor more than it takes on."""
+        found: dict[Who, list[Record]] = {}
+        helper = list(seats)[(number + int(now)) % len(seats)]
+        until = now + _ERRANDS_S
+        if not seats[helper].acquire(timeout=max(0.0, until - time.monotonic())):
+            return found
+        try:
+            for _ in range(_MOST_ANSWERS):
+                answer = self._ask_patiently(helper, {"op": "tell", "since": rank.since, "for": number}, until)
+                if answer is None:
+                    return found
+                if answer.get("state") == "running" and answer.get("rank") != number:
+                    break
+                if not self._take(rank, answer, found, f"through rank {helper}"):
+                    break
+        except (OSError, frames.Garbage, NotAdmitted):
+            pass  # it is asked through another one next time
+        finally:
+            seats[helper].release()
+        if not rank.way.startswith("through"):
+            rank.at = now + _AGAIN_S
+        return found
+
+    def _ask_patiently(self, helper: int, question: dict[str, Any], until: float) -> dict[str, Any] | None:
+        """Asks a rank again while it is busy with other watchers and newcomers; None if it was all the time."""
+        while time.monotonic() < until:
+            try:
+                answer = self._ask(self._ranks[helper].address, question, _PASS_ON_S)
+            except (frames.Garbage, ConnectionResetError):
+                answer = {"state": "busy"}  # all seats are taken: it hangs up before it greets
+            if answer.get("state") != "busy":
+                return answer
+            time.sleep(_BUSY_AGAIN_S)
+        return None
+
+    def _take(self, rank: _Rank, answer: dict[str, Any], found: dict[Who, list[Record]], way: str) -> bool:
+        """Takes over what a rank has told. Returns whether it has more to tell. The answer may hold anything."""
+        number, incarnation, pid = answer.get("rank"), answer.get("incarnation"), answer.get("pid")
+        following, told = answer.get("next"), answer.get("records")
+        if answer.get("state") != "running":
+            if answer.get("state") != "busy":
+                rank.way = str(answer.get("why", "its training has ended"))[:300]
+            return False
+        numbers = (number, incarnation, pid, following)
+        if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(told, list):
+            rank.way = "it told nonsense"
+            return False
+        assert isinstance(number, int) and isinstance(incarnation, int) and isinstance(pid, int)
+        assert isinstance(following, int)
+        rank.way = way
+        if (incarnation, pid) != (rank.incarnation, rank.pid):
+            # Another process has taken its place, and counts its records from 0.
+            again = rank.since > 0
+            rank.incarnation, rank.pid, rank.since = incarnation, pid, 0
+            if again:
+                return True
+        records = [record for each in told if (record := checked(each)) is not None]
+        if records:
+            found.setdefault(Who(number, incarnation, pid), []).extend(records)
+        more = following > rank.since and answer.get("more") is True
+        rank.since = following
+        self._learn(answer)
+        return more
+
+    def _learn(self, answer: dict[str, Any]) -> None:
+        """Learns the addresses of other ranks, and that other processes have taken their places."""
+        told = answer.get("receptions")
+        for text, place in told.items() if isinstance(told, dict) and len(told) <= _MOST_RANKS else ():
+            try:
+                number, (host, port, incarnation) = int(text), place
+                ipaddress.ip_address(str(host).partition("%")[0])
+                if not 0 <= number < _MOST_RANKS or not 0 < port <= 0xFFFF or incarnation < 0:
+                    continue
+                address = (str(host), int(port))
+            except (TypeError, ValueError):
+                continue
+            rank = self._ranks.setdefault(number, _Rank(address))
+            if incarnation > max(rank.known, rank.incarnation):
+                rank.known = incarnation
+                if rank.way != "direct":
+                    rank.address, rank.at, rank.direct_at = address, 0.0, 0.0
+
+
+def _merge(found: dict[Who, list[Record]], more: dict[Who, list[Record]]) -> None:
+    for who, records in more.items():
+        found.setdefault(who, []).extend(records)

@@ -1,0 +1,303 @@
+"""Joining a job: ranks publish their addresses in a store, agree on common settings, and start their transports."""
+
+import contextlib
+import functools
+import ipaddress
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+from torch.distributed.distributed_c10d import Store
+
+from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.exchange.options import Options
+from stormtorch.joining.newcomer import check_path, come_in, receptions
+from stormtorch.joining.reception import not_yet
+from stormtorch.joining.restarting import Generations, JobRuns
+from stormtorch.joining.starting import bind, receive_newcomers, start
+from stormtorch.udp.attendance import Attendance
+from stormtorch.udp.cards import (
+    ADVICE,
+    Card,
+    Job,
+    agree,
+    fingerprint,
+    first,
+    known,
+    newest,
+    next_incarnation,
+    places,
+    publish,
+    publish_later,
+)
+from stormtorch.udp.udp import UdpTransport
+
+_log = logging.getLogger("stormtorch")
+_TEST_NETWORK = ipaddress.ip_network("198.18.0.0/15")
+"""Addresses reserved for tests of networks, never routed (RFC 2544); the lab's hosts have them."""
+
+
+def connect(
+    store: Store, rank: int, world: int, options: Options | None = None, *, prefix: str = "storm"
+) -> UdpTransport:
+    """Joins a job: publishes this rank's address in `store`, waits for the others, and starts the engine.
+
+    Args:
+        store: Any torch.distributed store that all ranks share.
+        rank: This rank.
+        world: Number of ranks.
+        options: Settings of this rank. `key` must be the same on every rank; addresses may differ. With `rejoin`, this
+            process takes the place of one that died, and returns once a view of the others includes it.
+        prefix: Prefix of all keys in the store, which keeps several transports in one store apart.
+
+    Raises:
+        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's timeout; the error names
+            them.
+        PeerFailed: A rank could not join; the error says why.
+        Unreachable: Routers that translate addresses leave no way to another rank; the error names both.
+        NotAdmitted: With `rejoin`, the running job did not let this process in; the error says why.
+    """
+    options = options or Options()
+    _check_rank(rank, world)
+    if options.rejoin == "auto":
+        return _start_or_return(store, rank, world, options, prefix)
+    if options.rejoin:
+        store.get(f"{prefix}/cookie")  # waits until there is a job
+        where = receptions([card for peer, card in known(store, prefix, world).items() if peer != rank])
+        return _return(store, rank, world, options, prefix, where)
+    return _meet(store, rank, world, options, prefix)
+
+
+def _start_or_return(store: Store, rank: int, world: int, options: Options, prefix: str) -> UdpTransport:
+    generations = Generations(store, rank, world, options, prefix)
+    while True:
+        way = generations.find_way()
+        if way.where:
+            return _return(store, rank, world, options, way.prefix, way.where)
+        with contextlib.suppress(JobRuns):
+            look_back = functools.partial(generations.look_back, way.prefix)
+            return _meet(store, rank, world, options, way.prefix, look_back)
+
+
+def _return(
+    store: Store, rank: int, world: int, options: Options, prefix: str, where: Sequence[tuple[str, int]]
+) -> UdpTransport:
+    """Takes the place of a rank whose process died, by asking the others."""
+    transport = come_in(where, options, rank=rank, store=store)
+    if transport.world != world:
+        transport.close(0.0)
+        raise ValueError(f"rank {rank}: the running job began with {transport.world} ranks, not {world}")
+    with contextlib.suppress(RuntimeError):  # the ranks know it already; the store only serves those to come
+        publish_later(store, prefix, rank, transport.cards[rank])
+    return transport
+
+
+def _meet(
+    store: Store,
+    rank: int,
+    world: int,
+    options: Options,
+    prefix: str,
+    meanwhile: Callable[[], None] | None = None,
+) -> UdpTransport:
+    attendance = Attendance(store, prefix, rank, world, options.timeout_s, meanwhile)
+    with attendance.or_note():
+        endpoint, card = bind(options)
+        listener, card = receive_newcomers(card, options, not_yet)
+    try:
+        # A rank 0 that died here may have left a cookie to which the others keep.
+        founded = meanwhile is not None and store.check([f"{prefix}/cookie"])
+        job, cards = _agree_in_store(store, rank, world, options, prefix, attendance, card, founded)
+        transport = start(endpoint, listener, store, rank, cards, job, options)
+    except BaseException:
+        if listener is not None:
+            listener.close()  # nobody is to be told that this rank is still meeting the others
+        raise
+    if transport.whereabouts is not None:
+        _find_ways(transport, attendance)
+    return transport
+
+
+def _agree_in_store(
+    store: Store,
+    rank: int,
+    world: int,
+    options: Options,
+    prefix: str,
+    attendance: Attendance,
+    card: Card,
+    founded: bool,
+) -> tuple[Job, dict[int, Card]]:
+    """Publishes this rank's card, and returns what the ranks have in common, and their cards.
+
+    `founded`: a rank 0 has drawn the cookie already.
+    """
+    drawn = None
+    if rank == 0 and not founded:
+        store.set(f"{prefix}/start", json.dumps({"world": world, "version": version("stormtorch")}))
+        drawn = secrets.token_hex(8)
+        store.set(f"{prefix}/cookie", drawn)
+    attendance.wait({0: f"{prefix}/cookie"})
+    with attendance.or_note():
+        _check_start(store, prefix, rank, world)
+        cookie = _read_cookie(store, prefix)
+        if drawn is not None and drawn.encode() != cookie:
+            raise ValueError(f"rank {rank}: the store shows another cookie than this process has written. {ADVICE}")
+    card = replace(card, fingerprint=fingerprint(options.key, cookie))
+    publish(store, prefix, rank, card)
+    attendance.wait(places(prefix, world))
+    with attendance.or_note():
+        cards = [first(store, prefix, peer) for peer in range(world)]
+        _check_cards(rank, card, cards)
+    cards[rank] = card  # keys follow from it, and no store may choose them
+    if rank == 0 and options.key is None and any(_meets_strangers(each) for each in cards):
+        _warn_of_strangers()
+    return Job(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world), dict(enumerate(cards))
+
+
+def _find_ways(transport: UdpTransport, attendance: Attendance) -> None:
+    assert transport.whereabouts is not None
+    try:
+        with attendance.or_note():
+            peers = [peer for peer in range(transport.world) if peer != transport.rank]
+            transport.whereabouts.find_all(peers, transport.silence_s)
+    except BaseException:
+        transport.close(0.0)
+        raise
+
+
+def rejoin(
+    store: Store, rank: int, world: int, options: Options | None = None, *, prefix: str = "storm"
+) -> UdpTransport:
+    """Takes the place of a rank whose process died, in a job that goes on.
+
+    The agreement that the ranks made at the start still holds. The transport can be used at once, but a peer accepts
+    its datagrams only after it has readmitted this process: see `returned` and `UdpTransport.readmit`. Other ranks may
+    have died meanwhile. Sequence numbers start at zero here, so exchanges need a group whose name is new to all ranks.
+
+    Args:
+        store: Store by which the job was connected; it must have survived.
+        rank: Rank to take the place of.
+        world: Number of ranks, the same as before.
+        options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes`, `check` and
+            `lanes` are ignored, as those of the job apply.
+        prefix: Prefix that the other ranks gave to `connect`.
+    """
+    options = options or Options()
+    _check_rank(rank, world)
+    cookie = _read_cookie(store, prefix)
+    founders = [first(store, prefix, peer) for peer in range(world)]
+    agreement = agree(founders)
+    endpoint, card = bind(options, agreement)
+    listener, card = receive_newcomers(card, options, not_yet)
+    card = replace(card, fingerprint=fingerprint(options.key, cookie))
+    _check_keys(rank, card, founders)
+    check_path(f"rank {rank}", card, agreement, founders)
+    cards = {peer: newest(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)}
+    cards[rank] = card = replace(card, incarnation=next_incarnation(store, prefix, rank))
+    # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
+    agreement = replace(agreement, receive_buffer=min(agreement.receive_buffer, card.receive_buffer))
+    job = Job(cookie=cookie, agreement=agreement, prefix=prefix, world=world)
+    transport = start(endpoint, listener, store, rank, cards, job, options)
+    publish(store, prefix, rank, card)
+    return transport
+
+
+def reincarnate(transport: UdpTransport) -> None:
+    """Lets a rank that was cut off return as a new process would, but within its own process.
+
+    Its old endpoint says goodbye, so that nobody waits for data that it will not send. Peers accept the new endpoint
+    after they have readmitted it, as after `rejoin`.
+    """
+    transport.close(0.0)
+    options = replace(transport.options, port=0)
+    transport.succeed(rejoin(transport.store, transport.rank, transport.world, options, prefix=transport.prefix))
+
+
+def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
+    """Card of a newer process that has taken a peer's place; None if there is none.
+
+    Looks into the store and never blocks. Pass the card to `UdpTransport.readmit`.
+
+    Args:
+        store: Store by which the job was connected: `transport.store`.
+        peer: Rank to look for.
+        known_incarnation: Number of the process that this rank knows, `transport.incarnation(peer)`: 0 is the first.
+        prefix: Prefix that was given to `connect`: `transport.prefix`.
+    """
+    return newest(store, prefix, peer, known_incarnation)
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must lie in [0, world), got rank {rank} of {world}")
+
+
+def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
+    """Raises a ValueError if rank 0 was started for another number of ranks, or runs another version of stormtorch."""
+    if not store.check([f"{prefix}/start"]):  # written before the cookie, which is there
+        raise ValueError(f"rank 0 runs an older version of stormtorch than rank {rank}: install the same on all hosts")
+    try:
+        start = json.loads(store.get(f"{prefix}/start"))
+        started, theirs = int(start["world"]), str(start["version"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"the store holds something else than rank 0 writes at {prefix}/start. {ADVICE}") from None
+    if started != world:
+        raise ValueError(
+            f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {started}: give all ranks "
+            "the same world size"
+        )
+    own = version("stormtorch")
+    if theirs != own:
+        raise ValueError(
+            f"rank {rank} runs stormtorch {own}, but rank 0 runs {theirs:.20}: install the same version on all hosts"
+        )
+
+
+def _read_cookie(store: Store, prefix: str) -> bytes:
+    cookie = bytes(store.get(f"{prefix}/cookie"))
+    if not re.fullmatch(rb"[0-9a-f]{16}", cookie):
+        raise ValueError(f"the store holds something else than a cookie at {prefix}/cookie: {cookie[:40]!r}. {ADVICE}")
+    return cookie
+
+
+def _check_cards(rank: int, card: Card, cards: Sequence[Card]) -> None:
+    """Raises a ValueError if a store shows other cards than the ranks have written."""
+    if cards[rank] != card:
+        raise ValueError(f"rank {rank}: the store shows another card than this process has written. {ADVICE}")
+    _check_keys(rank, card, cards)
+    ranks: dict[str, int] = {}
+    for peer, other in enumerate(cards):
+        if ranks.setdefault(other.nonce, peer) != peer:
+            raise ValueError(
+                f"rank {rank}: the store shows the same card for ranks {ranks[other.nonce]} and {peer}. {ADVICE}"
+            )
+
+
+def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
+    for peer, other in enumerate(cards):
+        if other.fingerprint != card.fingerprint:
+            raise ValueError(
+                f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank, in Options or "
+                f"in {KEY_VARIABLE}. If it is, the store shows entries of another job. {ADVICE}"
+            )
+
+
+def _meets_strangers(card: Card) -> bool:
+    """Whether others may share the rank's network: not on loopback, nor on the lab's network, which is for tests."""
+    return not card.loopback and ipaddress.ip_address(card.host.partition("%")[0]) not in _TEST_NETWORK
+
+
+@functools.cache  # once per process
+def _warn_of_strangers() -> None:
+    _log.warning(
+        "rank 0: this job uses a network without a key. Anyone who reaches its store can read the cookie there and "
+        "forge datagrams with it: gradients, or a ping that silences a link. Anyone who sees packets can read them. "
+        "Unless the network is yours alone, make a key by `stormtorch keygen` and give it to every rank, as "
+        "Options(key=...) or, with torch.distributed, in %s.",
+        KEY_VARIABLE,
+    )

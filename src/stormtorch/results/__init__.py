@@ -1,1 +1,0 @@
-"""Common parts of results: statistics, texts, surroundings, progress, reports."""

@@ -1,0 +1,1 @@
+"""How an owner's state gets to others when members change."""

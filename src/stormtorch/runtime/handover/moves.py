@@ -1,0 +1,110 @@
+"""Plans how shards move when ranks come or go: who gives what to whom. Numbers only, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from stormtorch.runtime.handover.standby import standby_of
+from stormtorch.runtime.memory.layout import PARTS, Layout
+
+
+class Source(IntEnum):
+    """What a rank gives of a range: what it holds as its owner or its standby, or its mere copy of the parameters."""
+
+    OWNER = 0
+    STANDBY = 1
+    COPY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a view divides the parameters among its members."""
+
+    members: tuple[int, ...]
+    layouts: Sequence[Layout]
+    standbys: int
+    parts: tuple[int, ...] | None = None
+    """Share of each member, in parts of `layout.PARTS`; None is equal ones."""
+
+    def share(self, place: int) -> float:
+        """Returns the fraction of the parameters that a member owns."""
+        return 1.0 / len(self.members) if self.parts is None else self.parts[place] / PARTS
+
+    def standby(self, shard: int) -> int | None:
+        """Returns the rank that follows the owner of a shard, if there is one."""
+        place = standby_of(shard, len(self.members), self.standbys)
+        return None if place is None else self.members[place]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A range of a bucket that one rank gives to another, or keeps."""
+
+    bucket: int
+    first: int
+    count: int
+    giver: int
+    source: Source
+    shard: int
+    """Number of the shard before the change."""
+    taker: int
+    stands_by: bool
+    """Whether the taker gets it as a standby, not as the owner."""
+
+
+def plan_moves(
+    before: Cut, after: Cut, there: Collection[int], equal: Collection[int], freshest: Mapping[int, int]
+) -> list[Move]:
+    """Plans all moves from one view to another.
+
+    The owner of a range gives it or keeps it. A standby that is equal keeps what it has, and gives it if the owner is
+    gone. If both are gone, the rank whose copy of the parameters is the freshest gives that, and the optimizer's state
+    of the range is lost.
+
+    Args:
+        before: The division that the ranks come from.
+        after: The division that they go to.
+        there: Ranks that still hold what they had before.
+        equal: Shards before the change whose standby has the same values and state as their owner.
+        freshest: Rank with the freshest copy of each shard that has neither owner nor standby any more.
+    """
+    moves = []
+    for bucket, (old, new) in enumerate(zip(before.layouts, after.layouts, strict=True)):
+        for shard, (first, count) in enumerate(new.spans):
+            takers = [(after.members[shard], False)]
+            standby = after.standby(shard)
+            if standby is not None:
+                takers.append((standby, True))
+            for old_shard, (old_first, old_count) in enumerate(old.spans):
+                begin, end = max(first, old_first), min(first + count, old_first + old_count)
+                if begin >= end:
+                    continue
+                for taker, stands_by in takers:
+                    giver, source = _giver(before, old_shard, taker, there, equal, freshest)
+                    moves.append(Move(bucket, begin, end - begin, giver, source, old_shard, taker, stands_by))
+    return moves
+
+
+def _giver(
+    before: Cut,
+    shard: int,
+    taker: int,
+    there: Collection[int],
+    equal: Collection[int],
+    freshest: Mapping[int, int],
+) -> tuple[int, Source]:
+    owner, standby = before.members[shard], before.standby(shard)
+    if owner in there and not (taker == standby and shard in equal):
+        return owner, Source.OWNER
+    if standby is not None and standby in there:
+        return standby, Source.STANDBY
+    return freshest[shard], Source.COPY
+
+
+def orphans(before: Cut, there: Collection[int]) -> list[int]:
+    """Returns the shards whose owner and standby are both gone."""
+    return [
+        shard for shard, owner in enumerate(before.members) if owner not in there and before.standby(shard) not in there
+    ]

@@ -1,0 +1,591 @@
+"""A standby: a rank that follows the owner of another shard step by step, so that nothing is lost if the owner dies.
+
+The owner sends its averaged gradient exactly, as its optimizer is about to use it. The standby runs the same optimizer
+on the same values, one step later: the gradient travels while parameters and the next gradients do. So a standby costs
+1/(2(n-1)) more traffic at n ranks, the memory of one more shard, and the time of its optimizer.
+
+What a program changes besides, as by clamping weights or clearing the optimizer's state, the owner sends too
+(`Refill`). From time to time a standby compares its shard with the owner's, by fingerprints, and asks for all of it
+where they differ.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from enum import IntEnum
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Pending, objects
+from stormtorch.runtime.handover.reports import ShardReport
+from stormtorch.runtime.members.beside import Beside, Path
+from stormtorch.runtime.memory import fingerprints
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.holdings import Holding, Record, State, build
+from stormtorch.runtime.memory.layout import Piece
+from stormtorch.runtime.memory.randomness import Randomness
+from stormtorch.runtime.memory.shards import MASTER
+from stormtorch.staging.order import Order
+
+_MOST_STEPS = 16
+"""Most steps from one comparison with the owner to the next."""
+
+
+class Refill(IntEnum):
+    """What owners send their standbys beside gradients, as a program has changed it or a standby lacks it."""
+
+    NOTHING = 0
+    VALUES = 1
+    ALL = 2
+    """Parameters and the optimizer's state."""
+
+
+def standby_of(shard: int, members: int, standbys: int) -> int | None:
+    """Returns the place, among the members, of the standby of a shard; None if it has none.
+
+    Two ranks have none: each would hold everything.
+    """
+    return (shard + 1) % members if standbys and members >= 3 else None
+
+
+class Standby:
+    """Follows the owner before this rank in the list of members, and lets the one after it follow this rank.
+
+    Args:
+        optimizer: The user's optimizer, prepared.
+        groups: Numbers of the parameters in each of its groups.
+        buckets: Buckets of this rank.
+        holding: The shard of the owner that this rank follows, as it is now.
+        whole: Whether pieces are whole parameters, with their shape.
+        shapes: Shape of each parameter.
+        channel: Group of the members, for this purpose alone.
+        order: Starts exchanges once data has left the GPU.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[Sequence[int]],
+        buckets: Sequence[Bucket],
+        holding: Holding,
+        *,
+        whole: bool,
+        shapes: Sequence[torch.Size],
+        channel: Group,
+        order: Order,
+    ) -> None:
+        self._optimizer = optimizer
+        self._buckets = buckets
+        self._channel = channel
+        self._order = order
+        self._whole = whole
+        self._layouts, self._masters = holding.layouts, holding.masters
+        self.shard = holding.shard
+        """Number of the shard that this rank follows."""
+        self._grads = [torch.zeros_like(each) for each in holding.masters]
+        spans = [layout.spans[self.shard] for layout in holding.layouts]
+        self._places = [bucket.places(*span) for bucket, span in zip(buckets, spans, strict=True)]
+        """Places in the shard of what travels, by bucket; None where all of it does."""
+        self._rooms = [
+            _room(each, places) if each.is_cuda or places is not None else each
+            for each, places in zip(self._grads, self._places, strict=True)
+        ]
+        self._gone = [
+            None if bucket.kept is None else ~bucket.kept.narrow(0, *span)
+            for bucket, span in zip(buckets, spans, strict=True)
+        ]
+        # Gradients of a GPU on their way to this rank's standby.
+        self._messages = {
+            bucket.index: torch.empty_like(bucket.host_own_grads, pin_memory=True)
+            for bucket in buckets
+            if bucket.on_gpu
+        }
+        self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
+        self._state: defaultdict[Any, Any] = defaultdict(dict)
+        # Some optimizers keep numbers of their own beside the state of parameters.
+        kept: dict[Any, Any] = dict(optimizer.state)
+        self._state.update({key: _copied(value) for key, value in kept.items() if not isinstance(key, torch.Tensor)})
+        self._beside = Beside(optimizer, ())
+        by_parameter: dict[int, list[nn.Parameter]] = {}
+        for bucket, layout in enumerate(holding.layouts):
+            begin, _ = layout.spans[self.shard]
+            for piece in layout.pieces(self.shard):
+                values = holding.masters[bucket].narrow(0, piece.first - begin, piece.count)
+                stand_in = nn.Parameter(values.view(shapes[piece.parameter]) if whole else values)
+                self._pieces.append((bucket, piece, stand_in))
+                by_parameter.setdefault(piece.parameter, []).append(stand_in)
+                self._give_state(stand_in, holding.state_of(bucket, piece))
+        self._settings: list[dict[str, Any]] = []
+        self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
+        self._taken: _Taken | None = None
+        """What the step under way, or the last one, takes to repeat."""
+        self._randomness = Randomness(bucket.device for bucket in buckets)
+        self._sending: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
+        self._receiving: list[Pending] = []
+        self._refilling: list[Pending] = []
+        self._values: list[torch.Tensor] = []
+        self._size: torch.Tensor | None = None
+        self._copies: dict[int, fingerprints.Print] = {}
+        self.behind = 0
+        """Updates of the owner that did not arrive here, as it died while it sent them."""
+        self.differs = False
+        """Whether the shard is known to differ from the owner's, which has not sent all of it yet."""
+        self.mismatches = 0
+        """How often it was found to differ."""
+        self._every = 1
+        self._compare_at = 0
+        self._refills = 0
+        self.changes = False
+        """Whether the program was seen to change parameters beside steps: by this rank, or in a round by any."""
+        self.older = False
+        """Whether this rank's copies do not show what the program has changed of the shard since its last step."""
+
+    def begin(self, own: Holding, step: int) -> None:
+        """Begins a view, or goes on from loaded values: from now on, changes by the program are noticed.
+
+        Args:
+            own: This rank's shard.
+            step: Number of the step that comes next.
+        """
+        self._seal, self._told = fingerprints.Seal(self._buckets, own), (0, 0)
+        self._every, self._compare_at = 1, step + 1
+        self.arrived()
+
+    def _give_state(self, stand_in: nn.Parameter, given: State) -> None:
+        if given:
+            self._state[stand_in] = dict(given)
+
+    # --- this rank's own shard, for its standby -----------------------------------------------------------------------
+
+    def take(self, used: Sequence[bool], seeds: tuple[int, int], refill: Refill, own: Holding) -> None:
+        """Takes what this rank's optimizer is about to use. From now on it draws the step's random numbers.
+
+        Args:
+            used: Whether each parameter has a gradient on any rank.
+            seeds: Seeds of the random numbers of this rank's step, and of the owner's that it follows.
+            refill: What owners also send; the same on all ranks.
+            own: This rank's shard.
+        """
+        gradients = {}
+        for bucket in self._buckets:
+            self.sent(bucket)
+            if bucket.host_own_grads.numel():
+                gradients[bucket.index] = self._take_gradients(bucket)
+        self._taken = _Taken(used, seeds[1], refill, self._optimizer, gradients)
+        self._taken.within_objects = self._beside.within_objects()
+        if refill is Refill.VALUES:
+            self._taken.values = [each.detach().to("cpu", copy=True) for each in own.masters]
+        elif refill is Refill.ALL:
+            records = [
+                record.packed()
+                for bucket, layout in enumerate(own.layouts)
+                for record in own.cut(bucket, *layout.spans[own.shard], whole=self._whole)
+            ]
+            self._taken.records = objects.pack(records)
+        self._randomness.begin(seeds[0])
+
+    @torch.no_grad()
+    def _take_gradients(self, bucket: Bucket) -> tuple[torch.Tensor, Sequence[Any]]:
+        # The optimizer may write into its gradients: copy them first.
+        if not bucket.on_gpu:
+            return bucket.taken(bucket.step_grads), ()
+        message = self._messages[bucket.index]
+        moments = bucket.fetch(message, bucket.step_grads)
+        for moment in moments:
+            # The optimizer waits for the copy; the program does not.
+            torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))
+        return message, moments
+
+    def release(self) -> None:
+        """Gives the program its random numbers back, after the optimizer's step or before a closure runs again."""
+        self._randomness.end()
+
+    @property
+    def taken(self) -> bool:
+        """Whether what the present step takes to repeat was taken."""
+        return self._taken is not None
+
+    def stepped(self, own: Holding, step: int) -> None:
+        """Called when the optimizer has stepped, before the program changes anything.
+
+        Args:
+            own: This rank's shard.
+            step: Number of the step.
+        """
+        # Of a shard without elements nothing is to be seen.
+        self._randomness.end(look=any(each.numel() for each in own.masters))
+        self.send()  # what a closure has computed within the step
+        self._seal = fingerprints.Seal(self._buckets, own)
+        self._told = fingerprints.of_holding(own) if step + 1 >= self._compare_at else (0, 0)
+
+    def report(self, own: Holding, step: int) -> ShardReport:
+        """Returns what this rank reports of its shard in the round of a step."""
+        if self.differs or self._seal.state_changed(own):
+            refill = Refill.ALL
+        else:
+            refill = Refill.VALUES if self._seal.values_changed(self._buckets, own) else Refill.NOTHING
+        return ShardReport(refill, self._randomness.fresh_seed(step), *self._told)
+
+    def send(self) -> None:
+        """Sends what was taken to this rank's own standby, and begins to receive from the owner it follows."""
+        if self._taken is None or self._taken.sent:
+            return
+        self._taken.sent = True
+        channel, after = self._channel, (self._channel.rank + 1) % self._channel.size
+        last = len(self._buckets)  # tags below are those of gradients
+        if self._taken.refill is Refill.VALUES:
+            for index, values in enumerate(self._taken.values):
+                if values.numel():
+                    self._refilling.append(collectives.send(channel, values, after, tag=last + index))
+                room = torch.empty(self._masters[index].shape, dtype=torch.float32, device="cpu")
+                self._values.append(room)
+                if room.numel():
+                    self._refilling.append(collectives.receive(channel, room, self.shard, tag=last + index))
+        elif self._taken.refill is Refill.ALL:
+            records = self._taken.records
+            size = torch.tensor([records.numel()], dtype=torch.int64, device="cpu")
+            self._size = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self._refilling.append(collectives.send(channel, size, after, tag=last))
+            self._refilling.append(collectives.send(channel, records, after, tag=last + 1))
+            self._receiving.append(collectives.receive(channel, self._size, self.shard, tag=last))
+        for index, (message, moments) in self._taken.gradients.items():
+
+            def begin(message: torch.Tensor = message, index: int = index) -> list[Pending]:
+                return [collectives.send(channel, message, after, tag=index)]
+
+            begun = self._order.begin(begin, moments)
+            self._sending[index] = begun  # type: ignore[assignment]  # it holds what `begin` returns
+        for index, room in enumerate(self._rooms):
+            if room.numel():
+                self._receiving.append(collectives.receive(channel, room, self.shard, tag=index))
+
+    def sent(self, bucket: Bucket) -> None:
+        """Waits until a bucket's gradients have been sent, as their memory is about to be written."""
+        sending = self._sending.pop(bucket.index, None)
+        if sending is not None:
+            for each in sending.result() if isinstance(sending, Future) else sending:
+                each.wait()
+
+    # --- the shard that this rank follows -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Repeats the last step of the owner, unless that has been done."""
+        for bucket in self._buckets:
+            self.sent(bucket)
+        taken, self._taken = self._taken, None
+        if taken is None or not taken.sent:
+            return
+        receiving, self._receiving = self._receiving, []
+        refilling, self._refilling = self._refilling, []
+        values, self._values = self._values, []
+        arrivals = [arrival for each in receiving for arrival in each.wait()]
+        records = None
+        if taken.refill is Refill.ALL and all(arrival.arrived == 1.0 for arrival in arrivals):
+            assert self._size is not None
+            records = objects.room(int(self._size), self._channel.ranks[self.shard], self._channel)
+            refilling.append(collectives.receive(self._channel, records, self.shard, tag=len(self._buckets) + 1))
+        arrivals += [arrival for each in refilling for arrival in each.wait()]
+        if any(arrival.arrived < 1.0 for arrival in arrivals):
+            self.behind += 1
+            return
+        for masters, came in zip(self._masters, values, strict=False):
+            masters.copy_(came)
+        if records is not None:
+            self._replace(records)
+        for grads, room, places in zip(self._grads, self._rooms, self._places, strict=True):
+            if places is not None:
+                grads.index_copy_(0, places, room.to(grads.device))
+            elif room is not grads:
+                grads.copy_(room)
+        for home, piece, stand_in in self._pieces:
+            begin, _ = self._layouts[home].spans[self.shard]
+            view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(stand_in.shape)
+            stand_in.grad = view if taken.used[piece.parameter] else None
+        self._step(taken)
+        for masters, gone in zip(self._masters, self._gone, strict=True):
+            if gone is not None:
+                masters.masked_fill_(gone, 0.0)
+
+    def _replace(self, packed: torch.Tensor) -> None:
+        """Takes over all of the owner's shard."""
+        records = [Record(*each) for each in objects.unpack(packed)]
+        masters, states = build(self.shard, self._layouts, records, self._buckets, whole=self._whole)
+        for own, given in zip(self._masters, masters, strict=True):
+            own.copy_(given)
+        for bucket, piece, stand_in in self._pieces:
+            self._state.pop(stand_in, None)
+            self._give_state(stand_in, states[bucket, piece])
+        self.differs = False
+
+    @torch.no_grad()
+    def move(self, method: Callable[[], object], own: Holding) -> None:
+        """Moves the shard that this rank follows by a method of the optimizer, which has just moved its own.
+
+        Args:
+            method: It.
+            own: This rank's shard.
+        """
+        optimizer = self._optimizer
+        kept = dict(optimizer.__dict__)
+        groups = [
+            {**each, **old, "params": params}
+            for each, old, params in zip(optimizer.param_groups, self._settings, self._groups, strict=True)
+        ]
+        optimizer.__dict__.update(param_groups=groups, state=self._state)
+        try:
+            method()
+        finally:
+            optimizer.__dict__.update(kept)
+        self._show()
+        self._seal = fingerprints.Seal(self._buckets, own)
+
+    def _show(self) -> None:
+        """Gives this rank's copies of parameters the values of the shard that it follows."""
+        for masters, copies in zip(self._masters, self._followed_copies(), strict=True):
+            copies.copy_(masters)
+        self.arrived()
+
+    def kept(self) -> tuple[list[torch.Tensor], dict[Any, State]]:
+        """Returns the shard that this rank follows as it is now, before a method of the optimizer moves it."""
+        self.follow()
+        self._settings = [
+            {name: _copied(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return [each.clone() for each in self._masters], {key: dict(each) for key, each in self._of_parameters()}
+
+    @torch.no_grad()
+    def restore(self, kept: tuple[list[torch.Tensor], dict[Any, State]]) -> None:
+        """Undoes a move."""
+        for masters, values in zip(self._masters, kept[0], strict=True):
+            masters.copy_(values)
+        self._state.update(kept[1])
+        self._show()
+
+    def _of_parameters(self) -> list[tuple[Any, State]]:
+        return [(key, each) for key, each in self._state.items() if isinstance(key, torch.Tensor)]
+
+    def _step(self, taken: _Taken) -> None:
+        optimizer = self._optimizer
+        kept, within = dict(optimizer.__dict__), self._beside.within_objects()
+        groups = [{**each, "params": params} for each, params in zip(taken.settings, self._groups, strict=True)]
+        for name in kept.keys() - taken.attributes.keys() - {"param_groups", "state"}:
+            del optimizer.__dict__[name]  # this rank's own step has made it
+        optimizer.__dict__.update(taken.attributes, param_groups=groups, state=self._state)
+        # They belong to the optimizer's own parameters, and the step of a base class would call them.
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        optimizer.__dict__.update(_optimizer_step_pre_hooks=hooks, _optimizer_step_post_hooks=hooks)
+        self._beside.put(taken.within_objects)
+        self._randomness.begin(taken.seed)
+        try:
+            plain_step(optimizer)()
+        finally:
+            self._randomness.end()
+            for name in vars(optimizer).keys() - kept.keys():
+                del optimizer.__dict__[name]
+            optimizer.__dict__.update(kept)
+            self._beside.put(within)
+
+    @torch.no_grad()
+    def load(self, state_of: Callable[[Piece], State] | None, buckets: Sequence[Bucket]) -> None:
+        """Takes over loaded parameters, and the optimizer's state if that was loaded. All ranks load the same.
+
+        Args:
+            state_of: Returns the loaded state of a piece; None if only parameters were loaded.
+            buckets: Buckets that hold the loaded parameters.
+        """
+        self.follow()
+        for bucket, piece, stand_in in self._pieces:
+            given = {} if state_of is None else state_of(piece)
+            master = given.pop(MASTER, None)
+            loaded = buckets[bucket].flat.narrow(0, piece.first, piece.count).float()
+            if master is not None:
+                loaded = master.to(loaded.device).reshape(-1)
+            elif buckets[bucket].dtype != torch.float32:
+                # As the owner does: keep the extra bits where the loaded value is the rounded one.
+                own = stand_in.detach().reshape(-1)
+                loaded = torch.where(own.to(buckets[bucket].dtype) == loaded.to(buckets[bucket].dtype), own, loaded)
+            stand_in.copy_(loaded.view(stand_in.shape))
+            if state_of is not None:
+                self._state[stand_in] = {
+                    name: value.to(stand_in.device, torch.float32)
+                    if buckets[bucket].dtype != torch.float32
+                    and isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and value.shape == stand_in.shape
+                    else value
+                    for name, value in given.items()
+                }
+        self.arrived()
+
+    # --- whether it is equal ------------------------------------------------------------------------------------------
+
+    def compare(self, owner: ShardReport, refill: Refill, step: int) -> bool:
+        """Compares the shard with what the owner reports of its own, at times. Returns False if they differ.
+
+        All ranks compare in the same rounds: in the first steps of a view and after all was sent, then more rarely.
+
+        Args:
+            owner: What the owner has reported in this round, about its last step.
+            refill: What owners send in this step.
+            step: Number of the step.
+        """
+        equal = True
+        self.changes |= refill is not Refill.NOTHING
+        if step >= self._compare_at:
+            values, state = fingerprints.of_holding(self.holding())
+            # Values that the program has changed since are sent in this step.
+            known = owner.values or owner.state
+            if known and not self.behind:
+                equal = state == owner.state and (values == owner.values or refill is not Refill.NOTHING)
+            self._every = min(2 * self._every, _MOST_STEPS)
+            self._compare_at = step + self._every
+        if refill is Refill.ALL:
+            # An optimizer that cannot be repeated would make every step dear.
+            self._every = min(1 << self._refills, _MOST_STEPS)
+            self._refills += 1
+            self._randomness.needed = True  # perhaps it draws now
+            self._compare_at = step + self._every
+        if not equal:
+            self.differs = True
+            self.mismatches += 1
+        return equal
+
+    def arrived(self, came: Sequence[bool] = ()) -> None:
+        """Notes this rank's copies of the parameters of the shard that it follows, before the program changes them.
+
+        Args:
+            came: Whether anything has come for each bucket; empty: for all. Where nothing has, as from an owner that
+                has died, the program's latest change is already in the copy.
+        """
+        for place, copies in enumerate(self._followed_copies()):
+            if not came or came[place]:
+                self._copies[place] = fingerprints.of(copies)
+
+    def _followed_copies(self) -> list[torch.Tensor]:
+        return [
+            bucket.flat.narrow(0, *layout.spans[self.shard])
+            for bucket, layout in zip(self._buckets, self._layouts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes over this rank's copies of the shard's parameters, which the owner has just sent exactly."""
+        for masters, copies in zip(self._masters, self._followed_copies(), strict=True):
+            _adopt(masters, copies)
+        self.arrived()
+
+    @torch.no_grad()
+    def end(self, own: Holding) -> None:
+        """Repeats the last step, and follows what the program has changed since: another view begins.
+
+        The program changes this rank's copies of parameters as it does the owner's. Where they were equal to the shard,
+        the shard can follow; where loss has made them older, only the owner could tell.
+
+        Args:
+            own: This rank's shard.
+        """
+        self.follow()
+        # What this rank's program has done to its own state, the owner's has done as well.
+        self.differs |= self._seal.state_changed(own)
+        self.changes |= self._seal.values_changed(self._buckets, own)
+        pairs = zip(self._masters, self._followed_copies(), strict=True)
+        for before, (masters, copies) in zip(self._copies.values(), pairs, strict=True):
+            up_to_date = fingerprints.same([fingerprints.of(masters.to(copies.dtype))], [before])
+            if fingerprints.same([fingerprints.of(copies)], [before]):
+                self.older |= not up_to_date
+            elif up_to_date:
+                _adopt(masters, copies)
+            else:
+                self.differs = True
+
+    def holding(self) -> Holding:
+        """Returns what this rank holds of the shard that it follows. It stays valid until the next `follow`."""
+        states = {(bucket, piece): dict(self._state.get(stand_in, {})) for bucket, piece, stand_in in self._pieces}
+        return Holding(self.shard, self._layouts, self._masters, lambda bucket, piece: states[bucket, piece])
+
+
+class _Taken:
+    """What it takes to repeat a step: of the owner its gradients, of this rank the settings, which are the owner's too.
+
+    Args:
+        used: Whether each parameter has a gradient on any rank.
+        seed: Seed of the random numbers of the owner's step.
+        refill: What owners send beside gradients.
+        optimizer: The user's optimizer, before it steps.
+        gradients: This rank's own gradients, by bucket, and what must happen before they may be read.
+    """
+
+    def __init__(
+        self,
+        used: Sequence[bool],
+        seed: int,
+        refill: Refill,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[int, tuple[torch.Tensor, Sequence[Any]]],
+    ) -> None:
+        self.used, self.seed, self.refill, self.gradients = used, seed, refill, gradients
+        # A scheduler changes them before the gradient has come.
+        self.settings: list[dict[str, Any]] = [
+            {name: value if name == "params" else _copied(value) for name, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        # Some optimizers count their steps in an attribute, and GradScaler gives its scale in one.
+        self.attributes = {
+            name: _copied(value) for name, value in vars(optimizer).items() if name not in ("param_groups", "state")
+        }
+        self.within_objects: dict[Path, Any] = {}
+        """Numbers of objects that the optimizer keeps: its attributes are the same objects here."""
+        self.sent = False
+        self.values: list[torch.Tensor] = []
+        self.records = torch.empty(0, dtype=torch.uint8)
+
+
+def _adopt(masters: torch.Tensor, copies: torch.Tensor) -> None:
+    """Takes over parameters, but keeps the bits that float32 values have beside them where they have not changed."""
+    same = masters.to(copies.dtype) == copies
+    masters.copy_(torch.where(same, masters, copies.float()))
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Returns the step of the user's optimizer without the hooks that belong to its own parameters."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it when it makes the optimizer
+    return lambda: step(optimizer)
+
+
+def _room(like: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    count = like.numel() if places is None else places.numel()
+    return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")
+
+
+def _copied(value: Any) -> Any:
+    """Returns a setting as it is now, as schedulers and steps change tensors and lists in place."""
+    if isinstance(value, OrderedDict | nn.Parameter):
+        return value  # hooks, and parameters, are not settings
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {name: _copied(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random):
+        copy = random.Random()
+        copy.setstate(value.getstate())
+        return copy
+    return value
+
+
+def can_follow(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a standby can repeat the optimizer's steps: not if it has another optimizer within itself."""
+    return not any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())

@@ -1,0 +1,1 @@
+"""What ranks agree on beside the parameters: members, turns, calls, settings."""

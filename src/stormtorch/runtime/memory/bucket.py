@@ -1,0 +1,399 @@
+"""The memory of some parameters: a flat vector of them, one of their gradients, and this rank's shard of both."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import stormtorch._engine as _engine
+from stormtorch.exchange.exchange import WIRE_DTYPES
+from stormtorch.runtime.memory.layout import Layout, Piece
+from stormtorch.staging.copies import Visit
+from stormtorch.staging.order import Moment
+
+
+class Bucket:
+    """Parameters that travel together. They become views of `flat`; their gradients become views of `grads`.
+
+    Args:
+        index: Number of the bucket. Low ones complete their gradients first; high ones are needed first in forward.
+        layout: Places of parameters and shards in the bucket.
+        parameters: All parameters, by number. Those in this bucket have one dtype and device.
+        rank: Rank of this process, which owns the shard of the same number.
+    """
+
+    def __init__(self, index: int, layout: Layout, parameters: Sequence[nn.Parameter], rank: int) -> None:
+        self.index = index
+        self.layout = layout
+        self.rank = rank
+        first = parameters[layout.slots[0].parameter]
+        self.dtype, self.device = first.dtype, first.device
+        self.on_gpu = self.device.type == "cuda"
+        """Whether the parameters are on a GPU, so that they must be copied for the network."""
+        self.flat = torch.zeros(layout.elements, dtype=self.dtype, device=self.device)
+        self.grads = torch.zeros_like(self.flat)
+        self.parameters = [parameters[slot.parameter] for slot in layout.slots]
+        self.grad_views: list[torch.Tensor] = []
+        with torch.no_grad():
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True):
+                view = self.flat[slot.first : slot.first + slot.count].view(parameter.shape)
+                view.copy_(parameter)
+                parameter.data = view
+                self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
+        # Addresses of the gradients' places: comparing numbers is much quicker than making views.
+        self._homes = [view.data_ptr() for view in self.grad_views]
+        self._home: torch.Tensor | None = None
+        self._spare = torch.empty(0)
+        self.kept: torch.Tensor | None = None
+        """Whether each element is kept, once `prune` was called. All others are zero, and do not travel."""
+        self._lay_out()
+        self.finite: bool | None = None
+        """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
+        self._shares_gradients = False
+        self._own(torch.empty(0))
+        self.previous: torch.Tensor | None = None
+        """Owned parameters before the last step, where `remember` was called."""
+        # The network reads and writes main memory; on the CPU that is the vectors themselves.
+        self.host_flat = self._host(self.flat, self.travels)
+        self.host_grads = self._host(self.grads, self.travels)
+        self.renew_host()
+
+    def _own(self, masters: torch.Tensor) -> None:
+        """Allocates what belongs to this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
+        self.own = self.shard(self.flat, self.rank)
+        self._owned = self.layout.spans[self.rank]
+        # Owners compute in float32. A float32 bucket is its own master.
+        wide = self.dtype == torch.float32
+        self.masters = self.own if wide else (masters if masters.numel() else self.own.float())
+        # In memory of its own: if a rank dies, the others repeat the exchange from the gradients that they have.
+        self.own_grads = torch.zeros_like(self.masters)
+        self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
+        shares = self._shares_gradients and wide
+        self.step_grads = self.shard(self.grads, self.rank) if shares else self.own_grads
+        """Averaged gradients of this rank's shard that the optimizer uses."""
+
+    def share_gradients(self) -> None:
+        """Has the optimizer use the memory in which the program sees gradients, once they are shown there."""
+        self._shares_gradients = True
+        self.recut(self.layout, self.rank, torch.empty(0) if self.masters is self.own else self.masters)
+
+    def recut(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
+        """Gives this rank another shard. Parameters and their gradients stay where they are.
+
+        Args:
+            layout: The layout with the new shards; its parameters are in the same places.
+            rank: Number of this rank's shard from now on.
+            masters: Float32 values of the new shard. Where `flat` is float32, it must hold them already.
+        """
+        self.layout, self.rank = layout, rank
+        self.previous = None
+        self._lay_out()
+        self._own(masters)
+
+    def divide(self, layout: Layout, rank: int) -> None:
+        """Divides the bucket into other shards, for sessions in which nobody owns parameters."""
+        self.layout, self.rank = layout, rank
+        self._lay_out()
+
+    def show_own_gradients(self) -> None:
+        """Copies the averaged gradients of this rank's shard to where the user sees gradients."""
+        shard = self.shard(self.grads, self.rank)
+        if shard.numel():
+            shard.copy_(self.own_grads)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the network reads and writes other memory than the model does, so that values must be copied."""
+        return self.on_gpu or self.kept is not None
+
+    def shard(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
+        """Returns an owner's part of a vector like `flat`, or like `host_flat`, which pruning makes shorter."""
+        spans = self.layout.spans if vector.numel() == self.layout.elements else self.spans
+        return vector.narrow(0, *spans[owner])
+
+    def shards(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Returns all owners' parts of such a vector."""
+        return [self.shard(vector, owner) for owner in range(len(self.layout.spans))]
+
+    def pieces(self) -> list[Piece]:
+        """Returns the pieces of parameters that this rank owns."""
+        return self.layout.pieces(self.rank)
+
+    def within_own(self, piece: Piece, vector: torch.Tensor) -> torch.Tensor:
+        """Returns a piece's part of a vector like `masters`."""
+        return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
+
+    def address_of(self, piece: Piece, vector: torch.Tensor) -> int:
+        """Returns the address of a piece's part of such a vector: that costs less than a view of it."""
+        return vector.data_ptr() + (piece.first - self.layout.spans[self.rank][0]) * vector.element_size()
+
+    def bring_home(self, *, arriving: bool = False) -> None:
+        """Puts parameters back into the bucket that were only copied, as `model.to("cpu:0")` does on the CPU.
+
+        Args:
+            arriving: Whether parameters are on their way, so that copies made meanwhile may hold old values.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, device or size, or was copied while parameters were arriving.
+        """
+        if self.is_away:
+            return
+        first, size = self.flat.data_ptr(), self.dtype.itemsize
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if not slot.count or (parameter.data_ptr() == first + slot.first * size and parameter.dtype == self.dtype):
+                continue
+            home = self.flat[slot.first : slot.first + slot.count]
+            same = parameter.dtype == self.dtype and parameter.numel() == slot.count and self._is_here(parameter.device)
+            if arriving or not same:
+                raise RuntimeError(
+                    f"parameter {slot.parameter} of shape {tuple(parameter.shape)} was moved after prepare(), as "
+                    f"model.to(), model.half() and flatten_parameters() do, and is {parameter.dtype} on "
+                    f"{parameter.device} now: do that before"
+                )
+            with torch.no_grad():
+                home = home.view(parameter.shape)
+                home.copy_(parameter)
+                parameter.data = home
+
+    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> bool:
+        """Puts a gradient back into the bucket if its memory was replaced. Returns whether it was.
+
+        Args:
+            place: Place of the parameter in the bucket.
+            view: The gradient that should be a view of `grads`.
+            keep: Whether to copy its values into the bucket.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if view.data_ptr() == self._homes[place] or not self.layout.slots[place].count:
+                return False
+            with torch.no_grad():
+                slot = self.layout.slots[place]
+                home = self.grads[slot.first : slot.first + slot.count].view(view.shape)
+                if keep:
+                    home.copy_(view)
+                view.data = home
+                return True
+
+    def collect(self, views: Sequence[torch.Tensor]) -> list[bool]:
+        """Puts all parameters' gradients into the bucket, zeros where one has none. Tells whether each has one.
+
+        Args:
+            views: What parameters get as their gradients: views of `grads`, in the bucket's order.
+        """
+        given = [parameter.grad for parameter in self.parameters]
+        looks = self.device.type == "cpu" and self.dtype in WIRE_DTYPES
+        copies: list[tuple[int, int, int]] = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # backward(create_graph=True) enables gradients
+            for place, (gradient, view, home) in enumerate(zip(given, views, self._homes, strict=True)):
+                if view.data_ptr() != home:
+                    self.bring_gradient_home(place, view, keep=gradient is view)
+                if gradient is None:
+                    self.grad_views[place].zero_()
+                    continue
+                count = self.layout.slots[place].count
+                if gradient is view or not (looks and self._is_plain(gradient, count)):
+                    if gradient is not view:
+                        self.grad_views[place].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    copies.append((home, home, count))  # only look at it
+                else:
+                    copies.append((gradient.data_ptr(), home, count))
+                if gradient is not view:
+                    self.parameters[place].grad = view
+        # One call for the whole bucket. It looks for infinities as it copies: a look of its own would read all again.
+        self.finite = _engine.copy_finite(WIRE_DTYPES[self.dtype], copies) if looks else None
+        return [gradient is not None for gradient in given]
+
+    def _is_plain(self, gradient: torch.Tensor, count: int) -> bool:
+        """Whether a gradient is nothing but elements in a row, like those of the bucket."""
+        return (
+            type(gradient) is torch.Tensor
+            and gradient.layout == torch.strided
+            and gradient.dtype == self.dtype
+            and gradient.device.type == "cpu"
+            and gradient.numel() == count
+            and gradient.is_contiguous()
+            and not gradient.is_neg()
+            and not gradient._is_zerotensor()
+        )
+
+    def _is_here(self, device: torch.device) -> bool:
+        """Whether a device is this bucket's. All CPU devices are the same one, whatever their index."""
+        return device == self.device or (device.type == "cpu" and self.device.type == "cpu")
+
+    # --- owned parameters ---------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Copies the owned parameters before a step, into memory that is the same at every step."""
+        if self.previous is None:
+            self.previous = torch.empty_like(self.masters)
+        self.previous.copy_(self.masters)
+
+    def settle(self) -> None:
+        """Copies the masters to this rank's parameters, after a step."""
+        if self.masters is not self.own:
+            self.own.copy_(self.masters)
+
+    def follow(self) -> None:
+        """Copies this rank's parameters to the masters where they differ, as the user has changed them there."""
+        if self.masters is not self.own:
+            self.masters.copy_(torch.where(self.masters.to(self.dtype) == self.own, self.masters, self.own.float()))
+
+    def adopt(self) -> None:
+        """Takes over loaded parameters: masters keep their extra bits where they round to the same value."""
+        self.follow()
+        self.renew_host()
+
+    # --- what does not travel -----------------------------------------------------------------------------------------
+
+    def prune(self, kept_E: torch.Tensor) -> None:
+        """Sets all but some elements to zero for good: from now on, only these travel.
+
+        Args:
+            kept_E: Whether each element of `flat` is kept. What earlier calls have pruned stays so.
+        """
+        if self.kept is None:
+            self.kept = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                part = self.kept[slot.first : slot.first + slot.count].view(parameter.shape)
+                # It holds the mask alone, whose memory later calls write into: a hook must not hold its parameter.
+                parameter.register_hook(lambda gradient, part=part: _masked(gradient, part))  # type: ignore[no-untyped-call]
+        self.kept &= kept_E.to(self.device)
+        with torch.no_grad():
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                if parameter.grad is not None:
+                    part = self.kept[slot.first : slot.first + slot.count].view(parameter.shape)
+                    parameter.grad.masked_fill_(~part, 0.0)
+        self._lay_out()
+        self.clear_pruned()
+        self.host_flat = self._host(self.flat, self.travels)
+        self.renew_host()
+        if self.grads.numel():
+            self.host_grads = self._host(self.grads, self.travels)
+            self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
+
+    @torch.no_grad()
+    def clear_pruned(self) -> None:
+        """Sets pruned elements to zero again: some optimizers move them though their gradients are zero."""
+        if self.kept is not None:
+            self.flat.masked_fill_(~self.kept, 0.0)
+            if self.masters is not self.own:
+                self.masters.masked_fill_(~self.kept.narrow(0, *self._owned), 0.0)
+
+    def _lay_out(self) -> None:
+        """Finds where the elements that travel are, in `flat` and in what the network reads and writes."""
+        self.spans = self.layout.spans
+        """First element and number of elements of each owner's shard in `host_flat`."""
+        self.travels = self.layout.elements
+        """Number of elements of `host_flat`."""
+        if self.kept is None:
+            return
+        (self._places,) = torch.nonzero(self.kept, as_tuple=True)
+        firsts = [first for first, _ in self.layout.spans]
+        ends = [first + count for first, count in self.layout.spans]
+        bounds = torch.tensor([firsts, ends], device=self.device)
+        begins, stops = torch.searchsorted(self._places, bounds).tolist()
+        self.spans = tuple((begin, stop - begin) for begin, stop in zip(begins, stops, strict=True))
+        self.travels = self._places.numel()
+        first, count = self.spans[self.rank]
+        self._own_places = self._places[first : first + count] - self.layout.spans[self.rank][0]
+
+    def places(self, first: int, count: int) -> torch.Tensor | None:
+        """Returns the places of what travels of a range of `flat`, counted in the range; None if all of it does."""
+        return None if self.kept is None else torch.nonzero(self.kept.narrow(0, first, count), as_tuple=True)[0]
+
+    def _where(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns the places of what travels in a vector like `flat` or like `masters`."""
+        return self._places if vector.numel() == self.layout.elements else self._own_places
+
+    def release_gradients(self) -> None:
+        """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
+        self.grads = self.host_grads = self.own_grads = self.host_own_grads = self.grads.new_empty(0)
+        self.step_grads = self.own_grads
+        self.grad_views = []
+
+    # --- steps beside a running backward ------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """Whether `flat` is other memory than that which the model computes with."""
+        return self._home is not None
+
+    @torch.no_grad()
+    def go_away(self) -> None:
+        """Goes on in a copy of the parameters, so that the model's own stay as they are while it computes."""
+        if self._home is None:
+            if self._spare.shape != self.flat.shape:
+                self._spare = torch.empty_like(self.flat)
+            self._spare.copy_(self.flat)
+            self._home = self.flat
+            self._dwell(self._spare)
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Gives the model the parameters of the copy, and goes on in its memory."""
+        if self._home is not None:
+            self._home.copy_(self.flat)
+            home, self._home = self._home, None
+            self._dwell(home)
+
+    def _dwell(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        if not self.apart:
+            self.host_flat = flat
+        is_master = self.masters is self.own
+        self.own = self.shard(flat, self.rank)
+        if is_master:
+            self.masters = self.own
+
+    # --- to and from the network's memory -----------------------------------------------------------------------------
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Moment]:
+        """Begins to copy what travels of a vector like `flat` or `masters` to the network's memory.
+
+        The copy is complete when the returned moments have happened.
+        """
+        if self.kept is not None:
+            source = source.index_select(0, self._where(source))
+        if not self.on_gpu:
+            target.copy_(source)
+            return []
+        visit = Visit(self.device)
+        visit.fetch_into(target, source)
+        return [event for event in (visit.fetched(),) if event is not None]
+
+    def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies what came into a vector like `flat` or `masters`; on a GPU after all work on its current stream."""
+        if self.kept is None:
+            target.copy_(source, non_blocking=True)
+        else:
+            target.zero_().index_copy_(0, self._where(target), source.to(target, non_blocking=True))
+
+    def taken(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in main memory of what travels of a vector like `flat` or `masters`."""
+        values = vector if self.kept is None else vector.index_select(0, self._where(vector))
+        return values.detach().to("cpu", copy=True)
+
+    def bring_others(self) -> None:
+        """Copies all parameters but this rank's shard from the network's memory."""
+        first, count = self.spans[self.rank]
+        for begin, end in ((0, first), (first + count, self.travels)):
+            values = self.host_flat[begin:end]
+            if self.kept is None:
+                self.flat[begin:end].copy_(values, non_blocking=True)
+            else:
+                self.flat.index_copy_(0, self._places[begin:end], values.to(self.device, non_blocking=True))
+
+    def renew_host(self) -> None:
+        """Gives the network's memory the parameters that the model has."""
+        if self.apart:
+            self.host_flat.copy_(self.taken(self.flat))
+
+    def _host(self, like: torch.Tensor, travels: int) -> torch.Tensor:
+        """Returns memory for what travels of a vector: the vector itself, unless the network's memory is apart."""
+        if not self.apart:
+            return like
+        return torch.zeros(travels, dtype=like.dtype, device="cpu", pin_memory=self.on_gpu)
+
+
+def _masked(gradient: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).masked_fill(~kept, 0.0)

@@ -1,0 +1,182 @@
+"""What a rank holds of the optimizer for one shard: float32 values, and the state of each piece.
+
+The owner of a shard has one, and so has its standby. When ranks come or go, shards are cut anew, and parts of holdings
+travel as records: the values and the state of some elements of one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.layout import Layout, Piece
+
+State = dict[str, Any]
+"""The optimizer's state of one piece, by name."""
+
+
+class Record(NamedTuple):
+    """Some elements of one parameter: their float32 values and the optimizer's state of them."""
+
+    parameter: int
+    offset: int
+    elements: int
+    values: torch.Tensor
+    state: State
+
+    def packed(self) -> tuple[int, int, int, torch.Tensor, State]:
+        """Returns it in main memory, as it travels."""
+        # Copied: of a part of a tensor, torch would save the whole.
+        state = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in self.state.items()
+        }
+        return self.parameter, self.offset, self.elements, self.values.detach().to("cpu", copy=True), state
+
+
+@dataclass
+class Holding:
+    """One shard of all buckets."""
+
+    shard: int
+    """Number of the shard, which is the place of its owner among the members."""
+    layouts: Sequence[Layout]
+    masters: list[torch.Tensor]
+    """Float32 values of the shard, by bucket."""
+    state_of: Callable[[int, Piece], State]
+    """Returns the optimizer's state of a piece, given its bucket."""
+
+    def cut(self, bucket: int, first: int, count: int, *, whole: bool) -> list[Record]:
+        """Returns what it holds of a range of a bucket.
+
+        Args:
+            bucket: Number of the bucket.
+            first: First element of the range, counted in the bucket.
+            count: Number of elements.
+            whole: Whether pieces are whole parameters, so that the range ends at their borders.
+        """
+        begin, _ = self.layouts[bucket].spans[self.shard]
+        records = []
+        for piece in self.layouts[bucket].pieces(self.shard):
+            low, high = max(piece.first, first), min(piece.first + piece.count, first + count)
+            if low >= high:
+                continue
+            values = self.masters[bucket][low - begin : high - begin]
+            state = self.state_of(bucket, piece)
+            if not whole:
+                state = _cut(state, piece.count, low - piece.first, high - low)
+            records.append(Record(piece.parameter, piece.offset + low - piece.first, high - low, values, state))
+        return records
+
+    def clear_pruned(self, buckets: Sequence[Bucket]) -> None:
+        """Sets the values and the state of pruned elements to zero."""
+        for bucket, layout, masters in zip(buckets, self.layouts, self.masters, strict=True):
+            if bucket.kept is None:
+                continue
+            masters.masked_fill_(~bucket.kept.narrow(0, *layout.spans[self.shard]), 0.0)
+            for piece in layout.pieces(self.shard):
+                clear_pruned(self.state_of(bucket.index, piece), bucket.kept.narrow(0, piece.first, piece.count))
+
+
+def clear_pruned(state: State, kept_E: torch.Tensor) -> None:
+    """Sets the state of pruned elements to zero, in place, of a piece or of a whole parameter."""
+    for value in state.values():
+        # A number of dimension 0, such as the count of steps, belongs to no element.
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == kept_E.numel():
+            value.masked_fill_(~kept_E.view(value.shape), 0.0)
+
+
+def _cut(state: State, count: int, offset: int, length: int) -> State:
+    """Returns the part of a piece's state that belongs to some of its elements."""
+    return {
+        name: value[offset : offset + length] if _by_element(name, value, count) else value
+        for name, value in state.items()
+    }
+
+
+def _by_element(name: str, value: Any, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (count,) and name != "step"
+
+
+def assemble(
+    piece: Piece,
+    records: Sequence[Record],
+    values: torch.Tensor,
+    *,
+    whole: bool,
+    device: torch.device,
+    counters: torch.device,
+) -> State:
+    """Writes the values of a piece, and returns its state, from records that overlap it.
+
+    A piece of which a part has lost its state has none: zeros beside a large number of steps would make Adam's next
+    updates several times too large.
+
+    Args:
+        piece: The piece.
+        records: Records, perhaps of other parameters too.
+        values: Memory for the float32 values of the piece.
+        whole: Whether pieces are whole parameters, so that one record has all of it.
+        device: Device of the state.
+        counters: Device of single numbers of the state, such as the number of steps.
+    """
+    state: State = {}
+    complete = True
+    for record in records:
+        if record.parameter != piece.parameter:
+            continue
+        low = max(piece.offset, record.offset)
+        high = min(piece.offset + piece.count, record.offset + record.elements)
+        if low >= high:
+            continue
+        here, there = slice(low - piece.offset, high - piece.offset), slice(low - record.offset, high - record.offset)
+        values[here].copy_(record.values.reshape(-1)[there])
+        complete = complete and bool(record.state)
+        for name, value in record.state.items():
+            if whole or not _by_element(name, value, record.elements):
+                kept = state.get(name)
+                if kept is None or (name == "step" and float(value) > float(kept)):
+                    state[name] = _copied(value, device, counters)
+            else:
+                if name not in state:
+                    state[name] = torch.zeros(piece.count, dtype=value.dtype, device=device)
+                state[name][here].copy_(value[there])
+    return state if complete else {}
+
+
+def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(counters if value.dim() == 0 else device, copy=True)
+
+
+def build(
+    shard: int, layouts: Sequence[Layout], records: Sequence[Record], buckets: Sequence[Bucket], *, whole: bool
+) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
+    """Returns the float32 values of a shard and the state of its pieces, from records of it."""
+    by_parameter: dict[int, list[Record]] = {}
+    on_device = False
+    for record in records:
+        by_parameter.setdefault(record.parameter, []).append(record)
+        on_device = on_device or any(
+            isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cuda for value in record.state.values()
+        )
+    masters, states = [], {}
+    for bucket, layout in zip(buckets, layouts, strict=True):
+        begin, count = layout.spans[shard]
+        values = torch.zeros(count, dtype=torch.float32, device=bucket.device)
+        for piece in layout.pieces(shard):
+            states[bucket.index, piece] = assemble(
+                piece,
+                by_parameter.get(piece.parameter, ()),
+                values.narrow(0, piece.first - begin, piece.count),
+                whole=whole,
+                device=bucket.device,
+                counters=bucket.device if on_device else torch.device("cpu"),
+            )
+        masters.append(values)
+    return masters, states

@@ -1,0 +1,242 @@
+"""The loss scale of `torch.amp.GradScaler`: it belongs to the round, so that gradients of one scale alone are averaged.
+
+A rank that comes in, or was away, gives its gradients the scale of the others before they leave, and its scaler takes
+the scale and the growth counter. If its gradients are left out, its program may be at a step with a scaler where the
+others are at one without, or the reverse: it gets the averaged ones in the scale that it expects. Ranks whose scales
+differ all the same, as a program has set one of them, leave the step out and go on with the smallest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from stormtorch.runtime.memory.bucket import Bucket
+
+_MOST = float(torch.finfo(torch.float32).max)
+# Growth counters travel as float32, which represents all integers up to this.
+MOST_GROWTH = 1 << 24
+
+
+class Scale(NamedTuple):
+    """The scale of a rank's gradients, as ranks tell each other."""
+
+    scale: float = -1.0
+    """0 if the loss was scaled by no scaler; negative if there was no backward to tell by."""
+    growth: float = 0.0
+    """Steps since the scale has grown or shrunk."""
+
+
+UNKNOWN = Scale()
+
+
+class _Scaled(NamedTuple):
+    """A loss that a scaler has scaled, whose backward runs."""
+
+    task: int
+    scaler: weakref.ref[torch.amp.GradScaler]
+    scale: torch.Tensor
+
+
+# By thread: ranks that are threads of one process have backwards of their own.
+_running: dict[int, _Scaled] = {}
+
+
+def watch_scalers() -> None:
+    """Notes from now on which scaler has scaled the loss of a backward: torch does not tell."""
+    plain = torch.amp.GradScaler.scale
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = plain(self, outputs)
+        if self.is_enabled() and not torch.compiler.is_compiling():
+            now = self._get_scale_async()
+            if now is not None:
+                _note(weakref.ref(self), now.detach().clone(), scaled)
+        return scaled
+
+    plain_unscale = torch.amp.GradScaler.unscale_
+
+    @functools.wraps(plain_unscale)
+    def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        session = vars(optimizer).get("session")
+        if session is not None:
+            session.settle_gradients()  # it changes those of the optimizer, and the program may have changed its own
+        plain_unscale(self, optimizer)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
+
+def _note(scaler: weakref.ref[torch.amp.GradScaler], scale: torch.Tensor, scaled: Any) -> None:
+    def began(_gradient: torch.Tensor) -> None:
+        thread, task = threading.get_ident(), torch._C._current_graph_task_id()
+        _running[thread] = _Scaled(task, scaler, scale)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ended, thread))
+
+    for each in scaled if isinstance(scaled, list | tuple) else [scaled]:
+        if isinstance(each, list | tuple):
+            _note(scaler, scale, each)
+        elif isinstance(each, torch.Tensor) and each.requires_grad:
+            each.register_hook(began)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _ended(thread: int) -> None:
+    _running.pop(thread, None)
+
+
+def _current() -> _Scaled | None:
+    task = torch._C._current_graph_task_id()
+    for each in _running.values():
+        if each.task == task:
+            return each
+    return _running.get(threading.get_ident())  # a backward within a backward, as with checkpointing
+
+
+class LossScale:
+    """The scale of one session's gradients, on one rank."""
+
+    def __init__(self) -> None:
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._given: torch.Tensor | None = None
+        """Scale that the gradients of this backward have been computed with; None if none has come."""
+        self._bare = False
+        """Whether gradients have come of a loss that no scaler has scaled."""
+        self._coming: Scale | None = None
+        """What the others have, and this rank's scaler does not yet."""
+        self._wanted: float | None = None
+        """Scale that this rank's gradients get before they leave; None leaves them as they are."""
+        self._at: dict[int, float] = {}
+        """Scale of the gradients of each bucket that got another one."""
+        self._left_out = False
+        self.shown = 1.0
+        """What this rank's program must find the averaged gradients multiplied by."""
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    def told(self) -> str:
+        """Returns what this rank tells newcomers; nothing if it knows of no scale."""
+        state = self._state()
+        return "" if state is None else f"{state.scale!r} {state.growth!r}"
+
+    def come(self, told: str) -> None:
+        """Takes the scale of the others, as this rank has just come in or was away."""
+        try:
+            scale, growth = map(float, told.split())
+        except ValueError:
+            return
+        if 0.0 < scale <= _MOST and 0.0 <= growth <= MOST_GROWTH:
+            self._coming = Scale(scale, growth)
+
+    # --- a backward and its round -------------------------------------------------------------------------------------
+
+    def begins(self) -> None:
+        """Called when a backward brings its first gradient."""
+        found = _current()
+        self._bare = found is None
+        self._at.clear()
+        if found is not None:
+            if found.scale is not self._given:
+                self._wanted = None
+            self._scaler, self._given = found.scaler, found.scale
+
+    def left_out(self) -> None:
+        """Called when this rank's gradients become zeros, which have every scale."""
+        self._left_out = True
+
+    def fit(self, bucket: Bucket) -> None:
+        """Gives the gradients of a bucket the scale of the others, before they leave."""
+        if self._coming is not None or self._wanted is not None:
+            self._fit(bucket)
+
+    @torch.no_grad()
+    def _fit(self, bucket: Bucket) -> None:
+        if self._coming is not None and self._given is not None and not self._bare:
+            self._wanted = self._coming.scale
+            self._adopt(self._coming)
+        if self._wanted is None or self._given is None:
+            return
+        before = self._at.get(bucket.index)
+        before = float(self._given) if before is None else before
+        if before != self._wanted:
+            bucket.grads.mul_(self._wanted / before)
+        self._at[bucket.index] = self._wanted
+
+    def report(self, buckets: Iterable[Bucket]) -> Scale:
+        """Returns what this rank reports of its gradients."""
+        state = self._state()
+        if self._left_out:
+            return UNKNOWN
+        if self._bare:
+            # Zeros have every scale: ranks without data send some.
+            return Scale(0.0) if any(bool(bucket.grads.any()) for bucket in buckets) else UNKNOWN
+        if state is None or self._coming is not None:
+            return UNKNOWN if self._coming is None else self._coming
+        if self._given is None:
+            return state
+        return Scale(float(self._given) if self._wanted is None else self._wanted, state.growth)
+
+    def agree(self, scales: Mapping[int, Scale]) -> str:
+        """Has all ranks go on with one scale.
+
+        Args:
+            scales: What each rank has reported, by its number in messages.
+
+        Returns:
+            Why the gradients of this round must not be used, in words; nothing if they may.
+
+        Raises:
+            ValueError: Some ranks scale their loss, and others do not.
+        """
+        left_out, bare_here = self._left_out, self._bare or self._given is None
+        self._given = self._wanted = None
+        self._left_out = self._bare = False
+        self.shown = 1.0
+        known = {rank: each for rank, each in scales.items() if each.scale > 0.0}
+        bare = [rank for rank, each in scales.items() if each.scale == 0.0]
+        if not known:
+            if left_out and not bare_here and (own := self._state()) is not None:
+                self.shown = own.scale
+            return ""
+        if bare:
+            raise ValueError(
+                f"rank {min(bare)} has scaled its loss by no GradScaler, and rank {min(known)} by "
+                f"{known[min(known)].scale:g}: their gradients have no mean; use a GradScaler on all ranks, or on none"
+            )
+        agreed = min(known.values())
+        if left_out and bare_here:
+            self.shown = 1.0 / agreed.scale
+        differ = len({each.scale for each in known.values()}) > 1
+        if differ:
+            agreed = Scale(agreed.scale, 0.0)
+        state = self._state()
+        if state is None:
+            self._coming = agreed
+        elif state != agreed:
+            self._adopt(agreed)
+        if not differ:
+            return ""
+        which = ", ".join(f"{each.scale:g} on rank {rank}" for rank, each in sorted(known.items()))
+        return f"this step is left out, as its gradients have different loss scales: {which}; all go on from the least"
+
+    def _state(self) -> Scale | None:
+        scaler = self._scaler() if self._scaler is not None else None
+        state = {} if scaler is None else scaler.state_dict()
+        if not state or not 0.0 < state["scale"] <= _MOST or not math.isfinite(state["scale"]):
+            return None
+        return Scale(float(state["scale"]), float(min(state["_growth_tracker"], MOST_GROWTH)))
+
+    def _adopt(self, agreed: Scale) -> None:
+        self._coming = None
+        scaler = self._scaler() if self._scaler is not None else None
+        if scaler is not None and scaler.is_enabled():
+            state = scaler.state_dict()
+            scaler.load_state_dict(state | {"scale": agreed.scale, "_growth_tracker": int(agreed.growth)})

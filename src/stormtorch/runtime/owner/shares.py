@@ -1,0 +1,271 @@
+"""How much each rank owns: as much as every other, by weights that the user gives, or by measured speed.
+
+Ranks tell each other in every report how fast their lines and processors are. If other shares would make steps shorter
+by enough, the lowest member asks for a view with the same members. As in every view, shards then move with the
+optimizer's state to where they belong: all members compute the same shares from what they tell each other in its
+beginning. `theory/shards.py` has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stormtorch.collectives.wire import element_bytes
+from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.runtime.memory.layout import PARTS
+from stormtorch.theory.shards import HostSpeed, ShardTimes
+
+GAIN = 1.1
+"""Before a view is asked for, other shares must promise steps shorter by this factor: a view costs more than a step."""
+# In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than
+# what a view is asked for, because speeds are measured anew until it begins: some views would change nothing otherwise.
+_KEPT_GAIN = 1.05
+LEAST_STEPS = 12
+"""Least number of steps from one cut to the next."""
+_MOST_STEPS = 400
+_EVERY = 4
+_REMEMBERED = 8
+
+Parts = tuple[int, ...]
+"""Share of each member, in parts of `PARTS`."""
+
+
+class Speed(NamedTuple):
+    """Measured speed of one rank, as it travels in reports; 0 where nothing is known."""
+
+    up: float = 0.0
+    """Bytes per second that its line carried out."""
+    down: float = 0.0
+    """Bytes per second that its line carried in."""
+    step_s: float = 0.0
+    """Seconds that its processor would need to run the optimizer on all parameters."""
+
+    @property
+    def known(self) -> bool:
+        """Whether its line was measured."""
+        return self.up > 0.0 and self.down > 0.0
+
+    def host(self, ranks: int = 1) -> HostSpeed:
+        """Returns the speed of a host with so many ranks like this one.
+
+        Its directions count as independent: exchanges that rarely fill both at once do not show whether they share a
+        medium.
+        """
+        return HostSpeed(ranks * self.up, ranks * self.down, step_s=self.step_s)
+
+
+def speed_of(told: object) -> Speed:
+    """Reads a speed that another rank has told; what makes no sense is unknown."""
+    if not isinstance(told, Sequence) or len(told) != len(Speed._fields):
+        return Speed()
+    speed = Speed(*(float(each) for each in told))
+    sound = all(math.isfinite(each) and 0.0 <= each <= 1e15 for each in speed)
+    return speed if sound else Speed()
+
+
+class Speedometer:
+    """Measures the speed of this rank's line and processor.
+
+    Args:
+        take_peaks: Returns the most that the line carried since the last call: out, in, and both at once.
+    """
+
+    def __init__(self, take_peaks: Callable[[], tuple[float, float, float]]) -> None:
+        self._take_peaks = take_peaks
+        self._up: deque[float] = deque(maxlen=_REMEMBERED)
+        self._down: deque[float] = deque(maxlen=_REMEMBERED)
+        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._began: float | None = None
+        self.speed = Speed()
+        """What was last measured."""
+
+    def read(self) -> Speed:
+        """Measures, once per round."""
+        up, down, _ = self._take_peaks()
+        for peak, peaks in ((up, self._up), (down, self._down)):
+            if peak > 0.0:  # short steps do not fill a window each
+                peaks.append(peak)
+        step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
+        self.speed = Speed(_second_largest(self._up), _second_largest(self._down), step_s)
+        return self.speed
+
+    def step_begins(self) -> None:
+        """Called before the user's optimizer steps."""
+        self._began = time.perf_counter()
+
+    def step_ends(self, share: float, ranks: int) -> None:
+        """Called after it has."""
+        # Of a small share, the time would be that of the call alone.
+        if self._began is not None and 2.0 * share * ranks >= 1.0:
+            self._steps_s.append((time.perf_counter() - self._began) / share)
+        self._began = None
+
+
+def _second_largest(values: Collection[float]) -> float:
+    """Returns the largest but one, as a single window may hold a burst; the largest of fewer than three, 0 of none."""
+    return sorted(values)[-1 if len(values) < 3 else -2] if values else 0.0
+
+
+class Shares:
+    """Says how much each member owns, and when other shares would pay.
+
+    Args:
+        policy: The user's policy.
+        size_bytes: Bytes of all parameters, as they travel.
+        standbys: Standbys of each shard.
+        owners: Number of ranks at the start.
+        label: Returns the number of a rank in the group that was prepared.
+
+    Raises:
+        ValueError: The policy has weights for another number of ranks.
+    """
+
+    def __init__(
+        self, policy: OwnerPolicy, size_bytes: float, standbys: int, owners: int, label: Callable[[int], int]
+    ) -> None:
+        self._weights = None if isinstance(policy.shards, str) else policy.shards
+        self.measured = policy.shards == "rate"
+        """Whether shares follow measured speeds."""
+        if self._weights is not None and len(self._weights) != owners:
+            raise ValueError(f"shards must have one weight per rank, {owners}, got {len(self._weights)}")
+        self._size_bytes = size_bytes
+        # The gradient for a standby travels as float32.
+        self._followers = standbys * 4.0 / element_bytes(policy.wire)
+        self._label = label
+        self._seen = 0
+        self._asked = -1
+        self._patience = LEAST_STEPS
+        self._cut_at: int | None = None
+
+    def at_start(self, members: Sequence[int]) -> Parts | None:
+        """Returns the shares of members of which nothing is known but the user's weights; None is equal ones."""
+        if self._weights is None:
+            return None
+        known = len(self._weights)
+        mean = sum(self._weights) / known
+        labels = [self._label(rank) for rank in members]
+        return rounded([self._weights[each] if each < known else mean for each in labels])
+
+    def decide(
+        self,
+        members: Sequence[int],
+        told: Mapping[int, Speed],
+        before: Mapping[int, float],
+        machines: Sequence[Sequence[int]],
+    ) -> Parts | None:
+        """Returns the shares of a view that begins, the same on all members; None is equal ones.
+
+        Args:
+            members: Ranks of the view.
+            told: What each member has told of its speed.
+            before: Share of each rank in the view before; empty if they were equal.
+            machines: Places of the members that exchange as one, where exchanges go by machines; otherwise each alone.
+        """
+        if not self.measured:
+            return self.at_start(members)
+        kept = [before.get(rank, 0.0) for rank in members]
+        old = rounded(kept) if all(rank in before for rank in members) else None
+        known = [told[rank] for rank in members if told[rank].known]
+        if not known:
+            return old
+        usual = Speed(*(statistics.median(each) for each in zip(*known, strict=True)))
+        speeds = [told[rank] if told[rank].known else usual for rank in members]
+        times, best = self._best(speeds, machines)
+        for parts in (old, None):
+            if times(parts) <= _KEPT_GAIN * times(best):
+                return parts
+        return best
+
+    def _best(
+        self, speeds: Sequence[Speed], machines: Sequence[Sequence[int]]
+    ) -> tuple[Callable[[Parts | None], float], Parts | None]:
+        """Returns a function that predicts the seconds of a step with given shares, and the best shares."""
+        hosts = []
+        for places in machines:
+            mine = [speeds[place] for place in places]
+            mean = Speed(*(statistics.fmean(each) for each in zip(*mine, strict=True)))
+            # Its ranks step at the same time, each on its part of what the machine owns.
+            hosts.append(mean._replace(step_s=max(each.step_s for each in mine) / len(mine)).host(len(mine)))
+        times = ShardTimes(hosts, self._size_bytes, self._followers if len(speeds) >= 3 else 0.0)
+
+        def predicted(parts: Parts | None) -> float:
+            if parts is None:
+                return times.step_s([len(places) / len(speeds) for places in machines])
+            return times.step_s([sum(parts[place] for place in places) / PARTS for places in machines])
+
+        shares = [0.0] * len(speeds)
+        for places, share in zip(machines, times.best(), strict=True):
+            for place in places:
+                shares[place] = share / len(places)
+        return predicted, rounded(shares)
+
+    def pays(
+        self, speeds: Sequence[Speed], parts: Parts | None, machines: Sequence[Sequence[int]], step: int, since: int
+    ) -> bool:
+        """Whether other shares have promised for some steps to pay, so that the lowest member should ask for a view.
+
+        Args:
+            speeds: Speed of each member, as told in this round's reports.
+            parts: Shares of the members now; None is equal ones.
+            machines: See `decide`.
+            step: Number of the step.
+            since: Number of the step at which the view began.
+        """
+        if step - since < self._patience or (step - since) % _EVERY or not all(each.known for each in speeds):
+            return False
+        predicted, best = self._best(speeds, machines)
+        gains = predicted(parts) > GAIN * predicted(best)
+        self._seen = self._seen + 1 if gains else 0
+        if self._seen < 2 or self._asked == since:
+            return False
+        self._asked, self._seen = since, 0
+        # Speeds that keep changing are not worth following: each cut soon after another makes the next one wait longer.
+        soon = self._cut_at is not None and step - self._cut_at < 10 * self._patience
+        self._patience = min(2 * self._patience, _MOST_STEPS) if soon else LEAST_STEPS
+        self._cut_at = step
+        return True
+
+
+def rounded(shares: Sequence[float]) -> Parts | None:
+    """Returns shares, of any sum, in parts of `PARTS`; None if they are all equal, or nothing."""
+    total = sum(shares)
+    if not total > 0.0 or all(each == shares[0] for each in shares):
+        return None
+    ends = [round(PARTS * sum(shares[: place + 1]) / total) for place in range(len(shares))]
+    return tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def by_machine(members: Sequence[int], machines: Mapping[int, str], *, hierarchy: bool) -> list[list[int]]:
+    """Returns the places of members that exchange as one machine; each member alone where none do.
+
+    Args:
+        members: Ranks of a view.
+        machines: Machine of each rank; empty where it is unknown.
+        hierarchy: Whether exchanges go by machines where these allow it.
+    """
+    found: dict[str, list[int]] = {}
+    for place, rank in enumerate(members):
+        found.setdefault(machines.get(rank, ""), []).append(place)
+    each = len(next(iter(found.values())))
+    even = all(len(places) == each for places in found.values())
+    if not hierarchy or "" in found or not even or each == 1 or len(found) == 1:
+        return [[place] for place in range(len(members))]
+    return list(found.values())
+
+
+def words_of(parts: Parts | None, labels: Sequence[int]) -> str:
+    """Says in words how much each member owns."""
+    if parts is None:
+        return "all ranks own equal shares"
+    told = ", ".join(f"rank {label} {part / PARTS:.1%}" for label, part in zip(labels, parts, strict=True))
+    return f"ranks own shares: {told}"
+
+
+def told_speed(each: Mapping[str, Any]) -> Speed:
+    """Returns the speed in what a rank has told when a view began."""
+    return speed_of(each.get("speed"))

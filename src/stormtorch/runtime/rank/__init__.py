@@ -1,0 +1,1 @@
+"""Rank policies on real ranks: models or gradients averaged among ranks."""

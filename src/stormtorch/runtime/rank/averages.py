@@ -1,0 +1,455 @@
+"""The exchanges of a `RankPolicy`: a vector per bucket goes to the owners of its shards, and answers come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Op, Pending
+from stormtorch.collectives.sparse import SparseWire
+from stormtorch.collectives.wire import Wire, narrower
+from stormtorch.exchange.exchange import Arrival
+from stormtorch.policies import rules
+from stormtorch.policies.memory import Memory
+from stormtorch.policies.policy import overrides
+from stormtorch.policies.rank_policy import RankPolicy, takes_rank
+from stormtorch.runtime.memory.arrivals import Links
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.chunked import Remembered, chunked, windows
+from stormtorch.runtime.rank.memories import Call, Memories
+from stormtorch.runtime.session.pressure import Pressure
+from stormtorch.runtime.session.profiling import shown
+from stormtorch.runtime.session.relays import Relays
+from stormtorch.staging.order import Order
+
+Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the vector of a bucket that ranks exchange, and the memory that the network reads and writes."""
+
+
+@dataclass
+class Standing:
+    """What all ranks have done for a round that begins."""
+
+    weight: float = 1.0
+    """How much this rank counts."""
+    takes: bool = True
+    """Whether it accepts what comes of the round."""
+    all_weights: Pending | None = None
+    """Tells every rank the weights of all; None if all of them are 1."""
+    weights_N: list[torch.Tensor] = field(default_factory=list)
+    """Memory for the weights, one element for each rank."""
+    partner: int = -1
+    """Place of the rank that this one meets, where ranks meet in pairs."""
+
+    def weights(self) -> torch.Tensor:
+        """Returns the weights of all ranks, once these are known."""
+        return torch.cat(self.weights_N)
+
+
+@dataclass
+class _Round:
+    """The exchange of one bucket that is under way."""
+
+    group: Group
+    standing: Standing
+    begun: Future[Sequence[Pending]] | Sequence[Pending]
+    """What has begun: both stages at once, or the first one and what follows it, or the messages of a pair."""
+    fused: bool = False
+    """Whether one all-reduce does both stages."""
+    mean: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Memory for the owner's mean of what arrived."""
+    parts: list[torch.Tensor] = field(default_factory=list)
+    """What this rank has sent to each owner, unweighted, where the policy is told what has arrived of it."""
+    messages: list[torch.Tensor] = field(default_factory=list)
+    """Memory for what each rank sends of this owner's shard, where the engine does not add it up."""
+    seed: int = 0
+    """Seed of the offsets of the wire's grids."""
+    up: list[Arrival] = field(default_factory=list)
+    """Arrivals of the first stage, once it has ended."""
+    rooms: list[torch.Tensor] = field(default_factory=list)
+    """Memory for the answer of each owner, or for the partner's message."""
+    known_C: list[torch.Tensor] = field(default_factory=list)
+    """For each owner, memory for flags that say which of this rank's chunks have reached it."""
+    combined: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Memory for what the owner that this rank follows has combined."""
+
+
+AnyWire = Wire | SparseWire
+
+
+def wires_of(
+    policy: RankPolicy, buckets: Sequence[Bucket], chunk_bytes: int
+) -> tuple[Sequence[AnyWire], Sequence[AnyWire]]:
+    """Returns how the vector of each bucket goes up, and how answers come down: not in a wider format than its own."""
+    if policy.codes is not None:
+        up, down = ([SparseWire(code, chunk_bytes)] * len(buckets) for code in policy.codes)
+        return up, down
+    wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
+    return wires, wires
+
+
+class Averages:
+    """The exchanges of one session.
+
+    Where the policy is a plain mean, one all-reduce does both stages and sends on each chunk as soon as it is complete.
+    Otherwise the policy's functions run between a reduce-scatter and an all-gather, on a background thread, so that
+    other ranks get their answers whatever this one does meanwhile. Ranks that meet in pairs send each other all.
+
+    Args:
+        policy: The user's policy.
+        buckets: Buckets whose vectors are exchanged.
+        vectors: Returns the vector of a bucket.
+        order: Starts exchanges once data has left the GPU.
+        group: All ranks.
+        memories: What the policy remembers.
+        reports: Group in which owners tell ranks what has arrived of what they sent.
+        following: Group in which standbys follow owners.
+    """
+
+    def __init__(
+        self,
+        policy: RankPolicy,
+        buckets: Sequence[Bucket],
+        vectors: Vectors,
+        order: Order,
+        group: Group,
+        memories: Memories,
+        reports: Sequence[Group],
+        following: Sequence[Group],
+    ) -> None:
+        size = group.size
+        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
+        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
+        self.up, self.down = Links(size), Links(size)
+        """Chunks that arrived from each peer since the last `clear`, on the way to owners and back."""
+        self.losses = [0.0] * size
+        """Measured loss of what this rank sends to each rank."""
+        self.present = size
+        """Number of ranks that are there, as far as is known."""
+        self.effective_batch = 1.0
+        self.variance_inflation = 1.0
+        self._all = group
+        self._policy = policy
+        self._buckets = buckets
+        self._vectors = vectors
+        self._order = order
+        self._memories = memories
+        self._reports, self._following = reports, following
+        self._relays = Relays(group.transport)
+        self._wires, self._answers = wires_of(policy, buckets, group.transport.chunk_bytes)
+        # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
+        self._keeps = policy.sends == "parameters" and policy.wire.is_floating_point and policy.codes is None
+        changed = any(overrides(policy, name) for name in ("send", "combine", "update", "accept", "sent"))
+        self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.meets_in_pairs)
+        self._accepts = overrides(policy, "accept")
+        self._follows = policy.owners_remember and memories.held.cut.standby(0) is not None
+        self._rounds: dict[int, _Round] = {}
+        self._copies = self._inverse = self._chunks = 0.0
+
+    def chunks_of(self, owner: int) -> int:
+        """Returns the number of chunks in an owner's shards."""
+        return sum(self._wires[each.index].chunks(each.spans[owner][1]) for each in self._buckets)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one collective does all of every bucket's exchange."""
+        return self._plain and all(self._wires[each.index].dtype == each.dtype for each in self._buckets)
+
+    def clear(self) -> None:
+        """Learns from all counts how long to wait, and resets them."""
+        self._up_pressure.learn(self.up)
+        self._down_pressure.learn(self.down)
+        self.up.clear()
+        self.down.clear()
+        self._copies = self._inverse = self._chunks = 0.0
+
+    # --- beginning ----------------------------------------------------------------------------------------------------
+
+    def start(self, bucket: Bucket, group: Group, standing: Standing, seed: int = 0) -> None:
+        """Begins to send a bucket's vector.
+
+        Args:
+            bucket: The bucket.
+            group: All ranks, in the order in which they own the shards.
+            standing: What the ranks have done for this round.
+            seed: Seed of the offsets of the wire's grids.
+        """
+        vector, host = self._vectors(bucket)
+        wire = self._wires[bucket.index]
+        fused = self._plain and wire.dtype == bucket.dtype
+        name = "all_reduce" if fused else "exchange" if self._policy.meets_in_pairs else "reduce_scatter"
+        with shown(name, bucket.index, vector.numel(), wire.dtype):
+            moments = bucket.fetch(host, vector) if bucket.apart else []
+            if fused:
+
+                def begin() -> Pending:
+                    # One exchange has both stages, and each has half of the time.
+                    reliability = self._up_pressure.within(self._policy.up, part=0.5)
+                    share = self._down_pressure.within(self._policy.down, part=0.5)
+                    return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
+
+                begun = self._order.begin(lambda: [begin()], moments)
+                self._rounds[bucket.index] = _Round(group, standing, begun, True)  # type: ignore[arg-type]  # it holds what `begin` returns
+                return
+            for moment in moments:
+                moment.synchronize()
+            if self._policy.meets_in_pairs:
+                self._rounds[bucket.index] = self._meet(bucket, group, host, standing, seed)
+            else:
+                self._rounds[bucket.index] = self._reduce(bucket, group, host, standing, seed)
+
+    def _sent(self, bucket: Bucket, part: torch.Tensor, first: int, loss: float) -> torch.Tensor:
+        """Returns what the policy sends of a part of a bucket, in memory that training does not change."""
+        policy, wire = self._policy, self._wires[bucket.index]
+        if not overrides(policy, "send"):
+            return part.clone() if policy.delay else part
+        memory = self._memories.rank(bucket.index, first)
+        takes = takes_rank(policy.send)
+        return chunked(policy.send, wire.per_chunk, [part], [loss], memory if takes else None)
+
+    def _meet(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
+        wire, up = self._wires[bucket.index], self._up_pressure.within(self._policy.up)
+        if standing.partner == group.rank:
+            return _Round(group, standing, ())
+        message = wire.encode(self._sent(bucket, host, 0, self.losses[standing.partner]), seed)
+        room = wire.room(host.numel())
+        begun = (
+            collectives.send(group, message, standing.partner, reliability=up),
+            collectives.receive(group, room, standing.partner, reliability=up),
+        )
+        return _Round(group, standing, begun, rooms=[room])
+
+    def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
+        """Begins the first stage; the second follows it on a background thread."""
+        wire, policy = self._wires[bucket.index], self._policy
+        spans = bucket.spans
+        parts = [
+            self._sent(bucket, part, first, self.losses[self._all.ranks.index(rank)])
+            for part, (first, _), rank in zip(bucket.shards(host), spans, group.ranks, strict=True)
+        ]
+        mean = torch.empty(spans[group.rank][1], dtype=torch.float32, device="cpu")
+        kept = parts if policy.reports or standing.weights_N else []
+        round_ = _Round(group, standing, (), mean=mean, parts=kept, seed=seed)
+        weighed = parts if standing.weight == 1.0 else [part * standing.weight for part in parts]
+        if self._by_messages(wire):
+            messages = [wire.encode(part.float(), seed) for part in weighed]
+            round_.parts = [wire.rounded(part.float(), seed) for part in weighed] if kept else []
+            round_.messages = [wire.room(mean.numel()) for _ in messages]
+            first = collectives.all_to_all(
+                group, round_.messages, messages, reliability=self._up_pressure.within(policy.up)
+            )
+        else:
+            assert isinstance(wire, Wire), "sparse messages are read one by one"
+            given = [part.to(wire.reduces) for part in weighed]
+            first = wire.reduce_scatter(group, mean, given, reliability=self._up_pressure.within(policy.up))
+        needed = [first] if standing.all_weights is None else [first, standing.all_weights]
+        call = self._memories.call
+
+        def then() -> Sequence[Pending]:
+            round_.up = first.wait()
+            return self._give_back(bucket, round_, call)
+
+        round_.begun = [self._relays.begin(needed, then, group.others())]
+        return round_
+
+    def _by_messages(self, wire: AnyWire) -> bool:
+        """Whether an owner reads each rank's message: the engine knows no sparse ones, and tells not how it rounds."""
+        return isinstance(wire, SparseWire) or (wire.grids and self._policy.reports)
+
+    def _add_up(self, wire: AnyWire, round_: _Round) -> torch.Tensor:
+        """Adds up the messages of all ranks, and returns how many copies of each chunk there are."""
+        group, sums = round_.group, torch.zeros_like(round_.mean)
+        counts_C = torch.zeros(wire.chunks(sums.numel()), device="cpu")
+        for peer, (rank, message) in enumerate(zip(group.ranks, round_.messages, strict=True)):
+            came_C = torch.ones(counts_C.numel(), dtype=torch.bool, device="cpu")
+            if peer != group.rank:
+                came_C = round_.up[0].mask(rank)
+            values = torch.zeros_like(sums)
+            wire.place(message, values, came_C)
+            sums += values
+            counts_C += came_C
+        for first, last, chunks in windows(sums.numel(), wire.per_chunk):
+            rows = chunks.stop - chunks.start
+            rules.mean_of_arrived(sums[first:last].view(rows, -1), counts_C[chunks])
+        round_.mean.copy_(sums)
+        return counts_C
+
+    # --- what owners do -----------------------------------------------------------------------------------------------
+
+    def _give_back(self, bucket: Bucket, round_: _Round, call: Call) -> Sequence[Pending]:
+        """Makes this rank's answer of what arrived, and begins to send it."""
+        wire, policy, group = self._wires[bucket.index], self._policy, round_.group
+        mean, counts_C = self._mean(bucket, round_)
+        value = chunked(policy.combine, wire.per_chunk, [mean], [counts_C, self.present])
+        begun: list[Pending] = []
+        if self._follows:
+            begun += self._let_follow(bucket, round_, value)
+        value = self._update(self._memories.owner(bucket.index, call), wire.per_chunk, value)
+        answer = self._answers[bucket.index]
+        message = answer.encode(value, round_.seed)
+        round_.rooms = [answer.room(count) for _, count in bucket.spans]
+        round_.rooms[group.rank] = message
+        begun.insert(
+            0, collectives.all_gather(group, round_.rooms, message, reliability=self._down_pressure.within(policy.down))
+        )
+        if policy.reports:
+            begun.append(self._report(bucket, round_))
+        return begun
+
+    def _update(self, memory: Remembered, per_chunk: int, combined: torch.Tensor) -> torch.Tensor:
+        def update(values: torch.Tensor, owner: Memory) -> torch.Tensor:
+            return self._policy.update(owner, values)
+
+        update.__qualname__ = self._policy.update.__qualname__
+        return chunked(update, per_chunk, [combined], memory=memory)
+
+    def _mean(self, bucket: Bucket, round_: _Round) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the mean of what arrived, and how many copies of each chunk did."""
+        wire, group = self._wires[bucket.index], round_.group
+        chunks = wire.chunks(round_.mean.numel())
+        arrival = round_.up[0] if round_.up else None
+        counts_C = torch.ones(chunks, device="cpu")
+        if round_.messages and arrival is not None:
+            counts_C = self._add_up(wire, round_)
+        elif arrival is not None and arrival.counts().numel():
+            counts_C = arrival.counts().float()
+        if not round_.standing.weights_N:
+            return round_.mean, counts_C
+        weights = round_.standing.weights()
+        came_NC = torch.zeros(group.size, chunks, device="cpu")
+        for peer, rank in enumerate(group.ranks):
+            if peer == group.rank:
+                came_NC[peer] = 1.0
+            elif arrival is not None:
+                came_NC[peer] = arrival.mask(rank).float()
+
+        def weigh(mean: torch.Tensor, own: torch.Tensor, count: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return rules.weighted_mean(mean * count, weight.squeeze(-1), own)
+
+        own = round_.parts[group.rank].float()
+        mean = chunked(weigh, wire.per_chunk, [round_.mean, own], [counts_C, weights @ came_NC])
+        return mean, (weights > 0.0).float() @ came_NC
+
+    def _let_follow(self, bucket: Bucket, round_: _Round, combined: torch.Tensor) -> list[Pending]:
+        """Sends what was combined to the standby of this rank's shard, and receives that of the shard before."""
+        group = self._following[bucket.index]
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        round_.combined = torch.empty(bucket.spans[before][1], dtype=torch.float32, device="cpu")
+        return [collectives.send(group, combined, after), collectives.receive(group, round_.combined, before)]
+
+    def _report(self, bucket: Bucket, round_: _Round) -> Pending:
+        """Tells every rank which of its chunks have reached this owner."""
+        wire, group = self._wires[bucket.index], self._reports[bucket.index]
+        spans = bucket.spans
+        told = []
+        for rank in group.ranks:
+            if rank == group.transport.rank or not round_.up:
+                told.append(torch.ones(wire.chunks(spans[group.rank][1]), dtype=torch.uint8, device="cpu"))
+            else:
+                told.append(round_.up[0].mask(rank).to(torch.uint8))
+        # What does not come is not known to have arrived.
+        round_.known_C = [torch.zeros(wire.chunks(count), dtype=torch.uint8, device="cpu") for _, count in spans]
+        return collectives.all_to_all(group, round_.known_C, told)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def finish(self, bucket: Bucket) -> None:
+        """Waits until a bucket's vector holds what the policy accepts of the answers."""
+        round_ = self._rounds.pop(bucket.index)
+        vector, host = self._vectors(bucket)
+        name = "all_reduce wait" if round_.fused else "exchange wait"
+        with shown(name, bucket.index, vector.numel(), self._wires[bucket.index].dtype):
+            begun = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
+            arrivals = [arrival for each in begun for arrival in each.wait()]
+        if round_.fused:
+            for arrival in arrivals:
+                # Counts are per rank of the session's group, not per place in this round's order.
+                self.up.add(self._all, arrival)
+                self._count(arrival)
+                self.down.add(self._all, arrival, stage=1)
+        elif round_.standing.takes:
+            if bucket.apart and self._policy.delay:
+                host.copy_(bucket.taken(vector))  # training has gone on since the exchange began
+            if self._policy.meets_in_pairs:
+                self._accept_pair(bucket, host, round_, arrivals)
+            else:
+                self._accept(bucket, host, round_, arrivals)
+        if bucket.apart:
+            bucket.bring(vector, host)
+
+    def _accept(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrivals: list[Arrival]) -> None:
+        """Takes what came of each owner's shard, also from this rank's own message: all ranks take the same values."""
+        wire, group = self._wires[bucket.index], round_.group
+        for arrival in round_.up:
+            self.up.add(self._all, arrival)
+            self._count(arrival)
+        answer = arrivals[0] if arrivals else None
+        if answer is not None:
+            self.down.add(self._all, answer)
+        if self._follows and len(arrivals) > 2 and arrivals[2].arrived == 1.0 and round_.combined.numel():
+            self._update(self._memories.followed(bucket.index), wire.per_chunk, round_.combined)
+        if self._policy.reports:
+            self._learn(bucket, round_)
+        spans = bucket.spans
+        self._memories.arrived = 1.0
+        if answer is not None:
+            chunks, mine = sum(each for each, _ in answer.links().values()), self._answers[bucket.index]
+            own_chunks = mine.chunks(spans[group.rank][1])
+            self._memories.arrived = (answer.arrived * chunks + own_chunks) / (chunks + own_chunks)
+        for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.rooms, strict=True)):
+            if not own.numel():
+                continue
+            if owner == group.rank or answer is None:
+                arrived_C = torch.ones(self._answers[bucket.index].chunks(own.numel()), dtype=torch.bool, device="cpu")
+            else:
+                arrived_C = answer.mask(group.ranks[owner])
+            self._take(bucket, own, room, arrived_C, spans[owner][0])
+
+    def _accept_pair(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrivals: list[Arrival]) -> None:
+        wire, group = self._wires[bucket.index], round_.group
+        chunks = wire.chunks(host.numel())
+        if not round_.rooms:
+            self._take(bucket, host, wire.room(host.numel()), torch.zeros(chunks, dtype=torch.bool, device="cpu"), 0)
+            return
+        came = arrivals[-1]
+        self.down.add(self._all, came)
+        self._take(bucket, host, round_.rooms[0], came.mask(group.ranks[round_.standing.partner]), 0)
+
+    def _learn(self, bucket: Bucket, round_: _Round) -> None:
+        """Has the policy learn which of this rank's chunks have reached their owners."""
+        wire, policy = self._wires[bucket.index], self._policy
+        for part, known_C, (first, count) in zip(round_.parts, round_.known_C, bucket.spans, strict=True):
+            memory = self._memories.rank(bucket.index, first)
+            assert memory is not None
+            sent = part if round_.messages else wire.rounded(part.float(), round_.seed)
+            for begin, end, chunks in windows(count, wire.per_chunk):
+                rows = chunks.stop - chunks.start
+                rank = memory(begin, rows, (end - begin) // rows)
+                policy.sent(rank, sent[begin:end].view(rows, -1), known_C[chunks].bool().unsqueeze(-1))
+
+    def _take(self, bucket: Bucket, own: torch.Tensor, room: torch.Tensor, arrived_C: torch.Tensor, first: int) -> None:
+        """Takes what came of one message."""
+        wire, policy = self._answers[bucket.index], self._policy
+        keeps = self._keeps and wire.dtype != bucket.dtype
+        if not (self._accepts or keeps):
+            wire.place(room, own, arrived_C)
+            return
+        came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
+        wire.place(room, came, arrived_C)
+        if keeps:
+            came += own - own.to(wire.dtype)
+        memory = self._memories.rank(bucket.index, first) if takes_rank(policy.accept) else None
+        own.copy_(chunked(policy.accept, wire.per_chunk, [own, came], [arrived_C], memory))
+
+    def _count(self, arrival: Arrival) -> None:
+        counts = arrival.counts()
+        if counts.numel():
+            self._copies += float(counts.sum())
+            self._inverse += float(counts.reciprocal().sum())
+            self._chunks += counts.numel()
+            self.effective_batch = self._copies / (self._all.size * self._chunks)
+            self.variance_inflation = self._all.size * self._inverse / self._chunks

@@ -1,0 +1,175 @@
+"""A session under a `RankPolicy` that sends gradients: ranks average their gradients before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import time
+
+import torch
+from torch import nn
+
+from stormtorch.collectives import Group, objects
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.runtime.members.calls import EXACT_MODEL
+from stormtorch.runtime.members.prepared import trained
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.gradients import GradientCollector
+from stormtorch.runtime.rank.replicated import ReplicatedSession
+
+_log = logging.getLogger("stormtorch")
+
+
+class GradientSession(ReplicatedSession):
+    """A session whose ranks exchange gradients before each step, and each apply what they got.
+
+    Args: See `Session`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
+    ) -> None:
+        super().__init__(model, optimizer, group, name, policy)
+        self._gradients = GradientCollector(self.buckets, self._start, self._finish)
+        self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
+        self._gradients.wanted = self.wants_exchange
+        self._waited_s = 0.0
+        self._exchanging = self._unstepped = False
+        if self.membership.newcomer:
+            self.change()
+
+    def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the gradients of a bucket."""
+        return bucket.grads, bucket.host_grads
+
+    def _start(self, bucket: Bucket) -> None:
+        self.scaling.fit(bucket)
+        self.begin(bucket)
+
+    def _finish(self) -> None:
+        if self.left_out():
+            return
+        began = time.perf_counter()
+        # Keep events: an earlier backward of this step, or a return, may have left some.
+        self._row = Row(self.steps, events=self._row.events)
+        self._exchanging = True
+        try:
+            while not self._exchange():
+                # This rank was cut off. Once it is back, it sends the gradients that it has.
+                for bucket in self.buckets:
+                    self._start(bucket)
+                if self.left_out():
+                    break
+        finally:
+            self._exchanging = False
+        self._unstepped = True
+        self._waited_s = time.perf_counter() - began
+
+    def _exchange(self) -> bool:
+        # Counted by rounds, not by steps: a rank may skip a step, but no exchange.
+        number, digest = self.membership.round, self._rounds.hyperparameters.digest()
+        self.sample(number)
+        telling = self.tell(number, digest)
+        for bucket in self.buckets:
+            self._averages.finish(bucket)
+        return self.complete(telling, self._row, number, digest)
+
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, unless `no_sync` forbids it."""
+        if self._gradients.syncing:
+            self._gradients.complete()
+
+    def before_step(self, *, closure: bool) -> None:
+        """Waits for gradients, unless a closure will compute them."""
+        if not closure:
+            self._gradients.complete()
+
+    def after_step(self) -> None:
+        """Completes the row of the step: every rank has applied what it got."""
+        row = self._row
+        self._unstepped = False
+        row.step = self.steps
+        self.steps += 1
+        self.complete_row(row, self._waited_s)
+        self.stepped()
+
+    def make_up(self) -> None:
+        """Takes part in the round with zeros, as this rank leaves and computes no more: others wait for it."""
+        _log.warning(
+            "rank %d: leaves when the others have begun step %d, and counts with zeros in it",
+            *(self.label(self.group.transport.rank), self.steps),
+        )
+        self._gradients.clear(True)
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+            self._start(bucket)
+        self._finish()
+        self._unstepped = False
+
+    def at_rest(self) -> bool:
+        """Whether this rank exchanges nothing, and begins no view."""
+        return not (self._exchanging or self._entering)
+
+    @property
+    def rests(self) -> bool:
+        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        return not self._unstepped
+
+    def may_change(self) -> bool:
+        """Whether a view can begin with this session: a round that has begun ends in its own."""
+        return super().may_change() and not self._open
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        self._gradients.clear(set_to_none)
+        self._unstepped = False  # a step that was skipped will not come
+        self.forget_personal(set_to_none=set_to_none)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context within which backward exchanges nothing."""
+        return self._gradients.no_sync()
+
+    def wait(self) -> None:
+        """Returns immediately: parameters are never on their way."""
+
+    def _hand_over(self, root: int, *, new: bool) -> None:
+        """Gives newcomers the root's model and its optimizer's state: all make the same steps from then on."""
+        super()._hand_over(root, new=new)
+        group = self.channel("optimizer", interruptible=True)
+        whole = self.optimizer.state_dict()
+        homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        ours = [number for number, parameter in enumerate(trained(self.optimizer)) if id(parameter) in homes]
+        message = objects.pack({number: whole["state"][number] for number in ours if number in whole["state"]})
+        message = self._handed(group, message, root)
+        beside = self._handed(group, self.beside.told(whole=True), root)
+        if not new:
+            return
+        kept = {number: each for number, each in whole["state"].items() if number not in ours}
+        try:
+            state = objects.unpack(message)
+        except pickle.UnpicklingError as error:
+            _log.warning(
+                "rank %d: differs from the others from now on: the state of their %s cannot be sent: %s",
+                *(self.label(group.transport.rank), type(self.optimizer).__name__, error),
+            )
+            return
+        self.optimizer.load_state_dict(whole | {"state": kept | state})
+        self.take_beside(beside)
+
+    def _handed(self, group: Group, message: torch.Tensor, root: int) -> torch.Tensor:
+        """Gives all ranks the root's message of bytes."""
+        size = torch.tensor([message.numel()], device="cpu")
+        self.hand(group, size, root)
+        if group.rank != root:
+            message = objects.room(int(size), group.ranks[root], group)
+        if message.numel():
+            self.hand(group, message, root)
+        return message
+
+    def loaded(self) -> None:
+        """Does nothing: parameters are views of the buckets."""
+
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """Does nothing: there is no common value, and every rank keeps its own."""

@@ -1,0 +1,382 @@
+"""The base of sessions under a `RankPolicy`: every rank runs the user's optimizer on a model of its own."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, Pending, objects
+from stormtorch.errors import Interrupted, StormError
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.memory import Store
+from stormtorch.policies.policy import overrides
+from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.runtime.handover.reports import Report, ShardReport
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.holdings import clear_pruned
+from stormtorch.runtime.memory.layout import recut
+from stormtorch.runtime.memory.scaling import UNKNOWN
+from stormtorch.runtime.rank.averages import Averages, Standing
+from stormtorch.runtime.rank.memories import Call, Memories
+from stormtorch.runtime.session.buffers import buffers_of
+from stormtorch.runtime.session.drift_samples import apart
+from stormtorch.runtime.session.rounds import Rounds
+from stormtorch.runtime.session.session import Session
+from stormtorch.staging.order import Order
+
+_log = logging.getLogger("stormtorch")
+
+# Name of a policy's memories in the state dict of an optimizer.
+_MEMORIES = "stormtorch_memories"
+
+
+class ReplicatedSession(Session):
+    """A session whose rounds exchange one vector per bucket: the parameters or the gradients.
+
+    Args: See `Session`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
+    ) -> None:
+        super().__init__(model, optimizer, group, name, policy)
+        self.policy = policy
+        self.buckets = buckets = self.make_buckets(self._bucket_mb(), whole=False)
+        self._planned = [bucket.layout for bucket in buckets]
+        self._rounds = Rounds(self, optimizer, policy)
+        self._memories = Memories(policy, buckets, self._planned)
+        self._standing = Standing()
+        self._partners: list[int] = []
+        self.round_number = 0
+        """Number of exchanges of all ranks that this rank has begun."""
+        self._staging = Order()
+        self._row = Row(0)
+        self._scale = UNKNOWN
+        self._buffers = buffers_of(model)
+        self._open = self._missed = False
+        """Whether a round has begun and not ended; and whether this rank, which was away, leaves it out."""
+        self._ready = 0
+        """The latest view for which this rank has what it needs."""
+        self.ledger.attend(group.rank, self.wait)
+        if not self.membership.newcomer:
+            self.agree(buckets)
+            self._rounds.agree()
+            self.say_who_never_came(self._row)
+            self._memories.begin(group.transport.rank, self.view.number, self.view.members)
+            self._begin_view()
+
+    def _bucket_mb(self) -> float:
+        """Returns the size of buckets: small enough that every fragment has one of its own."""
+        bytes_ = sum(each.numel() * each.element_size() for each in self.parameters if each.requires_grad)
+        return min(self.policy.bucket_mb, max(bytes_ / self.policy.fragments / 1e6, 1e-6))
+
+    def _begin_view(self) -> None:
+        """Makes all that depends on the number of ranks."""
+        members = self.view.members
+        for bucket, layout in zip(self.buckets, self._planned, strict=True):
+            bucket.divide(recut(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
+        rounds = self._rounds
+        rounds.begin_view(self.buckets)
+        self._averages = Averages(
+            *(self.policy, self.buckets, self.exchanged, self._staging, rounds.here, self._memories),
+            reports=rounds.channels("arrived") if self.policy.reports else [],
+            following=rounds.channels("follow") if self.policy.owners_remember else [],
+        )
+        self._groups = rounds.channels("mean")
+        self._weighing = self.channel("weights") if self.policy.pace == "fastest" else None
+        chunks = [self._averages.chunks_of(owner) for owner in range(len(members))]
+        rounds.open(chunks, [0] * len(members))
+        self._order = torch.Generator(device="cpu").manual_seed(self.policy.seed + self.view.number - 1)
+        self._orders: dict[int, list[int]] = {}
+        self._samples_S = rounds.drift.read()
+        if overrides(self.policy, "meet"):
+            self._meet()
+
+    def _meet(self) -> None:
+        """Tells all members what the policy has to say when a view begins."""
+        group = self.channel("meet", interruptible=True)
+        rank = Store(0).chunks(0, 0, 0).told(index=group.rank, ranks=group.size, round_=self.membership.round)
+        # As text: torch does not unpack bytes from data that it must not trust.
+        told = objects.gather(self.policy.meet(rank).decode("latin-1"), group)
+        self.policy.met(rank, [str(each).encode("latin-1") for each in told])
+
+    @abstractmethod
+    def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the vector of a bucket that ranks exchange, and the memory that the network reads and writes."""
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begins to exchange a bucket's vector."""
+        if not self._open:
+            self._open = True
+            self._take_turn()
+            if not self._missed:
+                self._stand()
+        if self._missed:
+            return
+        group = self._groups[bucket.index]
+        if not self._orders:
+            # All at once: buckets may begin in another order on another rank, and must have the same owners there.
+            self._orders = {each.index: self.policy.order(group.size, self._order) for each in reversed(self.buckets)}
+        order = self._orders.pop(bucket.index)
+        turned = group if order == list(range(group.size)) else group.turned(order)
+        seed = self.membership.round * group.size + group.rank
+        self._averages.start(bucket, turned, self._standing, seed)
+
+    def _take_turn(self) -> None:
+        """Waits until this rank's round can begin, or leaves it out because it was away in the midst of a turn."""
+        self.turns.begin(self)
+        try:
+            while self.turns.wants_view(self) or not self.membership.complete():
+                if self.turns.misses(self):
+                    self._missed = True
+                    break
+                self.turns.change(self)
+            self.turns.made(self)
+        finally:
+            self.turns.end()
+
+    def left_out(self) -> bool:
+        """Whether this rank leaves out the round that it has begun, which then ends."""
+        missed, self._missed = self._missed, False
+        self._open = self._open and not missed
+        return missed
+
+    def made(self) -> int:
+        """Returns the optimizer steps that this rank has made since it last took part in a round like this one."""
+        return 1
+
+    def _stand(self) -> None:
+        """Finds out what this rank contributes to the round that begins, and whom it meets."""
+        policy, group, steps = self.policy, self._groups[0], self.made()
+        self._standing = standing = Standing(takes=policy.pace == "together" or steps >= policy.at_least)
+        self._memories.call = Call(group.rank, group.size, self.membership.round, steps)
+        if self._weighing is not None:
+            most = policy.every if policy.by_steps else max(steps, 1)
+            standing.weight = min(steps / most, 1.0) if standing.takes else 0.0
+            standing.weights_N = [torch.zeros(1, device="cpu") for _ in range(group.size)]
+            own = torch.tensor([standing.weight], device="cpu")
+            standing.all_weights = collectives.all_gather(self._weighing, standing.weights_N, own)
+        if policy.meets_in_pairs:
+            standing.partner = policy.partners(group.size, self._order)[group.rank]
+
+    def tell(self, step: int, digest: int) -> Pending:
+        """Begins to send reports about the previous round."""
+        averages = self._averages
+
+        self._scale = scale = self.scaling.report(self.buckets)
+
+        def report_to(peer: int) -> Report:
+            down, up = averages.down.fraction(peer), averages.up.fraction(peer)
+            nothing = torch.empty(0, dtype=torch.bool)
+            return Report(
+                not_finite=False,
+                alarm=False,
+                broadcast_missing=-1.0 if down is None else 1.0 - down,
+                gradients_missing=-1.0 if up is None else 1.0 - up,
+                update_variance=0.0,
+                samples_S=self._samples_S,
+                used_P=torch.zeros(len(self.parameters), dtype=torch.bool),
+                wanted_C=nothing,
+                settings=digest,
+                shard=ShardReport(state=self._memories.origin),
+                scale=scale,
+            )
+
+        telling = self._rounds.tell(step, report_to)
+        averages.clear()
+        return telling
+
+    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> None:
+        """Learns who is there and what was lost."""
+        rounds, averages = self._rounds, self._averages
+        reports = rounds.hear(telling, row, step, digest)
+        averages.present = rounds.here.size
+        if self.agree_on_scale(self._scale, reports, row):
+            for bucket in self.buckets:
+                bucket.grads.fill_(torch.nan)  # so that every GradScaler leaves the step out
+        rounds.losses.hear(reports, guarded=False, resent=(0, 0))
+        averages.losses = [each.value for each in rounds.losses.gradients]
+        if len({self._memories.origin, *(report.shard.state for report in reports.values())}) > 1:
+            # Every rank has seen it: some have loaded what others have not, and owners may count what nobody remembers.
+            self._memories.count_anew(self.round_channel("memories"))
+        self._memories.used()
+        row.loss = rounds.losses.broadcast.value
+        row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state dict of this rank's optimizer, with what the policy remembers here."""
+        self.wait()
+        memories = self._memories.state_dict(f"{self.name}/{self.round_number}/{self.steps}")
+        return local | {_MEMORIES: memories} if memories else local
+
+    def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict without the policy's memories, with which this rank goes on."""
+        if _MEMORIES in whole:
+            why = self._memories.load_state_dict(whole[_MEMORIES])
+            if why:
+                rank = self.label(self.group.transport.rank)
+                _log.warning("rank %d: what %s remembers begins anew: %s", rank, type(self.policy).__name__, why)
+        return {name: each for name, each in whole.items() if name != _MEMORIES}
+
+    def complete_row(self, row: Row, waited_s: float) -> None:
+        """Completes the row of a round."""
+        averages = self._averages
+        labels = self.labels()
+        row.gradients = {labels[place]: each for place, each in averages.up.fractions().items()}
+        row.broadcast = {labels[place]: each for place, each in averages.down.fractions().items()}
+        row.effective_batch, row.variance_inflation = averages.effective_batch, averages.variance_inflation
+        row.broadcast_wait_s = waited_s
+        self.count_sent(row)
+        self.ledger.add(row)
+        self._row = Row(self.steps)
+
+    def sample(self, number: int) -> None:
+        """Reads the elements by which replicas are compared in a round, the same ones on all ranks."""
+        self._rounds.drift.choose(number)
+        self._samples_S = self._rounds.drift.read()
+
+    @torch.no_grad()
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and the optimizer's state of all parameters."""
+        for bucket, kept in zip(self.buckets, masks, strict=True):
+            bucket.prune(kept)
+            if bucket.kept is not None:
+                for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                    state = self.optimizer.state.get(parameter, {})
+                    clear_pruned(state, bucket.kept.narrow(0, slot.first, slot.count))
+        self.count_pruning()
+        self._begin_view()
+
+    # --- ranks that come and go --------------------------------------------------------------------------------------
+
+    def void(self) -> bool:
+        """Whether the round under way is void: a round that has begun ends in its view, unless this rank is cut off."""
+        return self.membership.cut_off()
+
+    def complete(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
+        """Ends a round. Returns False if this rank was cut off meanwhile: what it has got is nobody else's."""
+        self._open = False
+        try:
+            self.hear(telling, row, step, digest)
+        except Interrupted:
+            telling.cancel()
+            return False
+        return not self.membership.cut_off()
+
+    @abstractmethod
+    def make_up(self) -> None:
+        """Makes a round that the others have begun in the view that ends, before this rank told them that it leaves."""
+
+    def steps_of_rounds(self) -> int:
+        """Returns the number of optimizer steps that the rounds so far have covered."""
+        return self.steps
+
+    def count_from(self, steps: int) -> None:
+        """Counts steps as the others do, on a rank that was away or is new.
+
+        Args:
+            steps: What `steps_of_rounds` returns on the others.
+        """
+        self.steps = steps
+
+    def begin_latest(self) -> bool:
+        """Goes on with the members of the latest view; newcomers get another rank's model."""
+        while (held := self._enter(self.turns.await_view(self))) is None:
+            pass
+        return held
+
+    def _enter(self, latest: Any) -> bool | None:
+        """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""
+        membership, rank = self.membership, self.group.transport.rank
+        base, round_ = membership.base(latest)
+        members, waiting = membership.members_of(latest), membership.waiting(latest)
+        before = membership.view.members
+        holds = not membership.blank() and base in (self._ready, membership.settled)
+        if holds and round_ > membership.round:
+            self.make_up()
+        memories = self._memories
+        if holds and memories.view != base:
+            memories.go_back(base)
+        own = {
+            "holds": holds,
+            "steps": self.steps_of_rounds(),
+            "carried": self.given(),
+            "members": memories.members(),
+            "names": memories.names(),
+            "open": self.turns.takes_in(latest.number),
+        }
+        try:
+            group = self.moving(latest, without=() if rank in waiting else waiting)
+            told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+            if not all(each["open"] for each in told.values() if each["holds"]):
+                members = tuple(each for each in members if each in told and told[each]["holds"])
+                if rank in membership.members_of(latest) and rank not in members:
+                    membership.pass_over(latest)
+                    return None
+            elif waiting and rank not in waiting:
+                group = self.moving(latest)
+                told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+            if rank not in members:
+                self.leave()
+            there = [rank for rank in members if told[rank]["holds"]]
+            if not there:
+                raise StormError(
+                    f"rank {group.transport.rank}: no rank of {members} has been in the job for long enough"
+                )
+            root, newcomers = min(there), [rank for rank in members if rank not in there]
+            if not holds:
+                self.check_fits(told[root])
+                self.count_from(max(int(told[rank]["steps"]) for rank in there))
+                self.come(told[root])
+            membership.enter(latest, self.steps_of_rounds(), members)
+            if newcomers:
+                self._hand_over(members.index(root), new=rank in newcomers)
+            self.learn_masks(told, new=not holds)
+            memories.move(
+                self.channel("memories", interruptible=True),
+                latest.number,
+                told[root]["members"],
+                members,
+                there,
+                sorted({name for rank in there for name in told[rank]["names"]}),
+            )
+            self._begin_view()
+            self._ready = latest.number
+            objects.gather(True, self.channel("settle", interruptible=True))
+            settled = membership.settle(round_)
+        except Interrupted:
+            settled = False
+        if not settled and not (self._ready == latest.number and membership.overtaken(round_)):
+            return None
+        memories.settle()
+        self.forget_channels()
+        words = self.told_of(before, members, newcomers)
+        self._row.events.append(words)
+        _log.warning("rank %d: %s", self.label(group.transport.rank), words)
+        self.say_how_it_came(self._row)
+        self.taken({rank: each["carried"] for rank, each in told.items()})
+        return holds
+
+    def _hand_over(self, root: int, *, new: bool) -> None:
+        """Gives newcomers the whole model of the root, and its settings."""
+        group = self.channel("handover", interruptible=True)
+        for bucket in self.buckets:
+            message = bucket.flat.detach().to("cpu", copy=True)
+            self.hand(group, message, root)
+            if new:
+                bucket.flat.copy_(message)
+                bucket.adopt()
+        if new:
+            self._memories.begin_ranks()
+        self.hand_rest(group, self.buckets, root, take=new)
+        self._rounds.hyperparameters.take(group, root, new=new)

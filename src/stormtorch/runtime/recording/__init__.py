@@ -1,0 +1,1 @@
+"""How a rank records its steps."""

@@ -1,0 +1,1 @@
+"""What every prepared model has: a session, hooks, buffers, rounds."""

@@ -1,0 +1,191 @@
+"""Hooks on the user's model and optimizer: through them, an unchanged training loop drives a session."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from stormtorch.backend import within_step
+from stormtorch.exchange.waiting import doing
+from stormtorch.runtime.members.calls import MODEL_STATE
+from stormtorch.runtime.members.preparable import check_frozen, warn_of_left_out
+from stormtorch.runtime.members.prepared import adopt, keep_last
+from stormtorch.runtime.members.wrappers import Kept, refuse_active_wrapper, refuse_other_optimizers, refuse_wrappers
+from stormtorch.runtime.session.buffers import buffers_of
+from stormtorch.runtime.session.session import Session, any_prepared, combined, register, sessions_of
+
+
+def take_over(session: Session) -> None:
+    """Makes the optimizer of a session a prepared one, and its model one whose state all ranks share."""
+    session.bytes_sent()
+    adopt(session.optimizer, session)
+    session.optimizer.__dict__["ledger"] = session.ledger
+    register(session)
+    refuse_wrappers(any_prepared)
+    refuse_other_optimizers(functools.partial(any_prepared, in_a_job=True), _Outermost.any_on)
+    kept = Kept(session.model, session.parameters)
+    _hook_optimizer(session, kept)
+    _hook_model(session, kept)
+    _offer_no_sync(session.model)
+
+
+class _Outermost:
+    """Tells a call of `step` from those within it, where an optimizer calls the step of its base class.
+
+    torch calls hooks in both if there has been an optimizer of the base class.
+    """
+
+    _all: ClassVar[weakref.WeakSet[_Outermost]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._all.add(self)
+
+    @classmethod
+    def any_on(cls, frame: FrameType) -> bool:
+        """Returns whether a call is made within a step of any prepared optimizer."""
+        return any(each._frame is not None and within_step.on_stack(each._frame, frame) for each in list(cls._all))
+
+    def begins(self, frame: FrameType) -> bool:
+        """Notes the call of a step. Returns False if it is made within another."""
+        if self._frame is not None and within_step.on_stack(self._frame, frame):
+            return False
+        self._frame = frame
+        return True
+
+    def now(self, frame: FrameType) -> bool:
+        """Returns whether a call is the outermost one."""
+        return frame is self._frame
+
+    def ends(self) -> None:
+        """Notes that it ends."""
+        self._frame = None
+
+
+def _hook_optimizer(session: Session, kept: Kept) -> None:
+    optimizer_of = weakref.ref(session.optimizer)
+    outermost = _Outermost()
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer is optimizer_of() and outermost.begins(sys._getframe(1)):
+            check_frozen(session.frozen)
+            kept.check()
+            _look_for_left_out(session)
+            session.bring_home()
+            # kwargs may hold more than the closure, and the closure may be None in either place.
+            closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
+            with doing("optimizer.step()"):
+                session.before_step(closure=closure)
+            session.beside.before_step()
+
+    def last(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is not optimizer_of() or not outermost.now(sys._getframe(1)):
+            return None
+        if session.splits_optimizer:
+            within_step.begins(type(optimizer).__name__, sys._getframe(1))
+        if not any(callable(each) for each in (*args[1:], kwargs.get("closure"))):
+            session.gradients_final()
+            return None
+
+        def within(given: Any) -> Any:
+            if not callable(given):
+                return given
+
+            def closure() -> Any:
+                with within_step.closure():
+                    session.closure_begins()
+                    loss = given()
+                    session.gradients_final(within=True)
+                return loss
+
+            return closure
+
+        with_closure = {**kwargs, "closure": within(kwargs["closure"])} if "closure" in kwargs else kwargs
+        return (args[0], *map(within, args[1:])), with_closure
+
+    def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if optimizer is optimizer_of() and outermost.now(sys._getframe(1)):
+            outermost.ends()
+            within_step.ends()
+            session.beside.after_step()
+            for bucket in session.buckets:
+                bucket.clear_pruned()
+            with doing("optimizer.step()"):
+                session.after_step()
+
+    session.optimizer.register_step_pre_hook(before)
+    keep_last(session.optimizer, session.optimizer.register_step_pre_hook(last))
+    # First, so that hooks of the program see the parameters that have arrived.
+    found = session.optimizer.register_step_post_hook(after)
+    hooks: Any = session.optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(found.id, last=False)
+
+
+def _hook_model(session: Session, kept: Kept) -> None:
+    def forward(module: nn.Module, _args: object) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_active_wrapper(module)
+            if module.training and torch.is_grad_enabled():
+                session.bring_home()
+
+    def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if module is session.model:
+            kept.check()
+            session.bring_home()
+            session.synchronise(MODEL_STATE)
+
+    def loading(module: nn.Module, *_: Any) -> None:
+        if module is session.model:
+            session.bring_home()
+            session.wait()  # parameters that arrive later would overwrite those that are loaded
+
+    def loaded(module: nn.Module, _keys: Any) -> None:
+        if module is session.model:
+            if kept.gone():
+                raise RuntimeError(
+                    "load_state_dict(assign=True) replaces parameters that are prepared: use assign=False"
+                )
+            for bucket in session.buckets:
+                bucket.clear_pruned()
+            session.loaded()
+            buffers_of(module).remember()  # other ranks may ask for them before this rank's next step
+
+    model = session.model
+    model.register_forward_pre_hook(forward)
+    model.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's, and the next two
+    model.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
+
+
+def _offer_no_sync(model: nn.Module) -> None:
+    """Gives a model what scripts for DDP use: `no_sync()` and `require_backward_grad_sync`."""
+    # A function and not a method: a copy of the model must not copy the session.
+    model_of = weakref.ref(model)
+
+    def no_sync() -> contextlib.AbstractContextManager[None]:
+        model = model_of()
+        return combined(each.no_sync() for each in ([] if model is None else sessions_of(model)))
+
+    model.__dict__["no_sync"] = no_sync
+    # By setattr, not in __dict__: a compiled model passes attributes on to the model that it was made of.
+    model.require_backward_grad_sync = True  # type: ignore[assignment]  # torch's modules hold anything
+
+
+def _look_for_left_out(session: Session) -> None:
+    """Warns once, at the first step: until then, another optimizer may still be prepared."""
+    if session.looked:
+        return
+    sessions = sessions_of(session.model)
+    for each in sessions:
+        each.looked = True
+    prepared = [parameter for each in sessions for parameter in each.parameters]
+    warn_of_left_out(session.model, prepared, session.group.rank)

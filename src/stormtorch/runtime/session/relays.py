@@ -1,0 +1,134 @@
+"""Collectives in a row: the second begin as soon as the first have ended, whatever the rank does meanwhile.
+
+Where exchanges go by machines, other ranks wait for what this one passes on. Its program may then compute, evaluate or
+wait in a barrier, so a background thread does it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from stormtorch.collectives import Pending
+from stormtorch.errors import Closed
+from stormtorch.exchange.exchange import Arrival, Transport
+from stormtorch.staging.threads import run_soon
+
+Then = Callable[[], Sequence[Pending]]
+"""Function that begins the second collectives. It must not wait for anything."""
+
+
+class Relay(Pending):
+    """Collectives under way, of which the second begin when all of the first have ended.
+
+    If one of the first fails, none of the second begins, and `wait` raises the error. Peers in the second then wait for
+    this rank until another view begins without it: a relay is for groups with a view.
+
+    Args:
+        transport: Carries the exchanges.
+        first: Collectives that have begun. Nobody else may wait for them.
+        then: Begins the second ones, on the background thread.
+        peers: Ranks on which the first depend.
+    """
+
+    def __init__(self, transport: Transport, first: Sequence[Pending], then: Then, peers: Sequence[int]) -> None:
+        self.exchanges = 2
+        self._transport = transport
+        self._first = first
+        self._then: Then | None = then
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._second: Future[Sequence[Pending]] = Future()
+
+    def pass_on(self) -> None:
+        """Waits for the first collectives, and begins the second. Called once, on the background thread."""
+        then, self._then = self._then, None
+        assert then is not None
+        try:
+            for each in self._first:
+                each.wait()
+            with self._lock, torch.no_grad():
+                if self._given_up:
+                    raise Closed("the collective was given up")
+                second = then()
+        except BaseException as error:
+            for each in self._first:
+                each.cancel()  # so that its memory is free
+            self._second.set_exception(error)
+        else:
+            self._second.set_result(second)
+
+    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+        """Blocks until all have ended, and returns the arrivals of the second. It takes no other time than theirs."""
+        self._transport.rest(self._second, self._peers)
+        return [arrival for each in self._second.result() for arrival in each.wait(timeout_s)]
+
+    def stop(self) -> None:
+        """Gives everything up without waiting for the end: `cancel` does."""
+        with self._lock:
+            self._given_up = True
+        for each in self._first:
+            each.stop()
+
+    def cancel(self) -> None:
+        """Gives everything up. All tensors belong to the caller again."""
+        self.stop()
+        self._transport.rest(self._second, self._peers)
+        if self._second.exception() is None:
+            for each in self._second.result():
+                each.cancel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all are already known to have ended, without asking the transport."""
+        if not self._second.done():
+            return False
+        return self._second.exception() is not None or all(each.ended for each in self._second.result())
+
+    def done(self) -> bool:
+        """Asks whether all have ended, well or not."""
+        if not self._second.done():
+            return False
+        return self._second.exception() is not None or all(each.done() for each in self._second.result())
+
+
+class Relays:
+    """Relays of one session, passed on one after the other.
+
+    The first collectives of all relays begin at once, before any rank waits for one, so the order in which they are
+    passed on keeps nobody waiting for ever.
+
+    Args:
+        transport: Carries the exchanges.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._queue: deque[Relay] = deque()
+        self._running = False
+
+    def begin(self, first: Sequence[Pending], then: Then, peers: Sequence[int]) -> Relay:
+        """Has `then` called as soon as all of `first` have ended. Returns at once; see `Relay`."""
+        relay = Relay(self._transport, first, then, peers)
+        with self._lock:
+            if not self._running:
+                run_soon(self._transport.aside(self._run))  # may fail; it waits for this lock
+                self._running = True
+            self._queue.append(relay)
+        return relay
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running = False
+                    return
+                relay = self._queue.popleft()
+            relay.pass_on()
+            del relay  # and with it the tensors

@@ -1,0 +1,749 @@
+"""A session, the base of what every policy does on a real rank: the model and optimizer, and what hooks call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from stormtorch import collectives
+from stormtorch.collectives import Group, objects
+from stormtorch.collectives.group import Islands
+from stormtorch.collectives.objects import complete
+from stormtorch.errors import Interrupted, StormError
+from stormtorch.exchange.waiting import doing
+from stormtorch.policies.ledger import Ledger, Row
+from stormtorch.policies.policy import Policy
+from stormtorch.runtime.handover.reports import Report
+from stormtorch.runtime.members import given
+from stormtorch.runtime.members.beside import Beside
+from stormtorch.runtime.members.calls import EXACT_MODEL
+from stormtorch.runtime.members.membership import Left, Membership
+from stormtorch.runtime.members.preparable import check_model, check_parameters
+from stormtorch.runtime.members.prepared import trained
+from stormtorch.runtime.members.together import Together
+from stormtorch.runtime.members.turns import turns_of
+from stormtorch.runtime.memory import personal
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.layout import Layout, Slot, plan
+from stormtorch.runtime.memory.scaling import LossScale, Scale
+from stormtorch.runtime.recording.recorder import Recorder
+
+_log = logging.getLogger("stormtorch")
+
+# Name under which a rank tells how often it has pruned.
+_PRUNINGS = "stormtorch/prunings"
+# Name under which it tells its loss scale.
+_SCALE = "stormtorch/scale"
+# Name under which it tells what its optimizer keeps beside the state of parameters.
+_BESIDE = "stormtorch/beside"
+# Name under which it tells what it was given to prepare.
+_PREPARED = "stormtorch/prepared"
+# Name under which it tells which parameters its program has frozen since `prepare`.
+_FROZEN = "stormtorch/frozen"
+_OWN = (
+    "this process has come into a running job, with the others' parameters, buffers, optimizer and settings: what the "
+    "program itself keeps, as schedulers, averages or slow weights, comes along only by session.carry()"
+)
+# What ranks tell each other about a step: steps would wait for it behind everything else if it had low priority.
+_SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms", "settle", "weights"})
+
+# Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
+_sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
+
+
+class Session(Together, ABC):
+    """A prepared model and optimizer on one rank. A subclass does what its kind of policy needs.
+
+    Args:
+        model: The user's model.
+        optimizer: The user's optimizer.
+        group: The ranks that train together.
+        name: First part of the names of the session's channels; no other session of the transport has it.
+        policy: The user's policy.
+    """
+
+    splits_optimizer = False
+    """Whether each rank has the optimizer for a part of the parameters alone."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.name = name
+        self.ledger = Ledger()
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.membership = Membership(group, name, policy.give_up_s, policy.priority)
+        self.turns = turns_of(group.transport)
+        self.recorder: Recorder | None = None
+        """Makes the records of this process; None on a simulated network."""
+        self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
+        self._gone = self._entering = False
+        self._told: dict[int, dict[str, bytes]] = {}
+        """What the others have told when this process came into the job, for those who ask only afterwards."""
+        self._on_step: list[Callable[[int], None]] = []
+        self.machines: dict[int, str] = {}
+        """Identity of the machine of each rank, as each has told it; empty if it is unknown."""
+        self._bytes_sent = 0
+        self._parity: dict[str, int] = {}
+        # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
+        self._channels_used: set[str] = set()
+        weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
+        self._given = given.describe(model, optimizer, policy)
+        self.given_policy = policy
+        """The policy as the user gave it."""
+        self.parameters = trained(optimizer)
+        """All parameters of the optimizer as the user gave it, in the order of its groups."""
+        self.personal = [each for each in self.parameters if personal.is_personal(each)]
+        """Parameters that never leave this rank. No bucket has them."""
+        self.shared = [each for each in self.parameters if not personal.is_personal(each)]
+        """All other parameters."""
+        self.frozen = [each for each in self.shared if not each.requires_grad]
+        """Parameters that required no gradient at `prepare`, so that no bucket has them."""
+        self.buckets: list[Bucket] = []
+        self.prunings = 0
+        """How often parameters have been pruned; a rank with fewer gets its masks when a view begins."""
+        self._pruned_at = (0, 0)
+        """Step before which parameters were pruned last, and how often they were before it."""
+        self._pruned_ahead = (0, 0)
+        """Calls that other ranks had made before this process came; its own program makes them once more."""
+        self.beside = Beside(optimizer, self.parameters)
+        """What the optimizer keeps beside the state of parameters."""
+        self._come: list[str] = []
+        """What is to be said of how this process came into the job, once the view has begun."""
+        self.scaling = LossScale()
+        """The loss scale of the gradients, where ranks exchange gradients."""
+        self.looked = False
+        """Whether parameters that no prepared optimizer has were looked for."""
+        check_model(model, self.parameters)
+        check_parameters(self.shared)
+
+    def backward_ended(self) -> None:
+        """Completes the gradients of all optimizers of the model, in the same order on all ranks.
+
+        A backward may have brought gradients for one optimizer on this rank and for another one on others.
+        """
+        for session in sessions_of(self.model):
+            session.complete_gradients()
+
+    def wants_exchange(self) -> bool:
+        """Whether backward may exchange gradients: scripts for DDP forbid it by `model.require_backward_grad_sync`."""
+        return bool(getattr(self.model, "require_backward_grad_sync", True))
+
+    # --- what a subclass does ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def complete_gradients(self) -> None:
+        """Ends the exchange of gradients, if there is one and `no_sync` does not forbid it."""
+
+    @abstractmethod
+    def before_step(self, *, closure: bool) -> None:
+        """Called before the optimizer steps. With a closure, gradients are computed within the step."""
+
+    def gradients_final(self, *, within: bool = False) -> None:
+        """Called when gradients are what the optimizer is about to use.
+
+        Args:
+            within: Whether a closure has computed them within the optimizer's step, which may call it again.
+        """
+        return
+
+    def settle_gradients(self) -> None:  # only owners have gradients besides
+        """Takes what the program has made of its gradients since backward, if the optimizer has others."""
+
+    def whole_groups(self) -> list[dict[str, Any]] | None:
+        """Returns the optimizer's groups with the model's parameters; None if it has them."""
+        return None
+
+    def moves(self, method: Callable[[], Any]) -> Any:
+        """Calls a method of the optimizer that may move parameters outside a step, for all that this rank has."""
+        return method()
+
+    def closure_begins(self) -> None:
+        """Called when the optimizer calls its closure."""
+        return
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Called after the optimizer has stepped, before hooks of the program."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+
+    def shard_prints(self) -> dict[int, list[int]]:
+        """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each.
+
+        They are of values and state after the last step, if the program has changed nothing since.
+        """
+        return {}
+
+    @abstractmethod
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context within which backward exchanges nothing."""
+
+    @abstractmethod
+    def synchronise(self, call: int = EXACT_MODEL) -> None:
+        """Gives every rank the parameters that count under the policy. All ranks take part.
+
+        Args:
+            call: Number of the user's call that needs them, as in `stormtorch.runtime.members.meeting`.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until the parameters of the last step have arrived or are lost."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """Called after `load_state_dict` has given the model other values."""
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Enters a context within which the parameters are those that count under the policy. All ranks take part."""
+        self.bring_home()
+        self.synchronise()
+        yield
+
+    def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state dict of the whole optimizer, given this rank's."""
+        return local
+
+    def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of a state dict of the whole optimizer."""
+        return whole
+
+    def forget_personal(self, *, set_to_none: bool) -> None:
+        """Forgets the gradients of personal parameters."""
+        for parameter in self.personal:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
+    def arriving(self) -> bool:
+        """Whether parameters are on their way."""
+        return False
+
+    def bring_home(self) -> None:
+        """Puts parameters back into their buckets, or raises an error where that is impossible."""
+        arriving = self.arriving()
+        for bucket in self.buckets:
+            bucket.bring_home(arriving=arriving)
+
+    # --- for users who count on changes of the membership -------------------------------------------------------------
+
+    def carry(self, name: str, give: Callable[[], bytes], take: Callable[[dict[int, bytes]], None]) -> None:
+        """Has something travel along whenever a view begins.
+
+        Args:
+            name: Name of it, the same on all ranks.
+            give: Returns what this rank tells the others; also asked of ranks that are new.
+            take: Called with what each member, by rank, has told, once the view has begun. In a process that has just
+                come into a running job, it is called at once with what the others have told.
+        """
+        self._carried[name] = give, take
+        if self._told:
+            take({rank: each[name] for rank, each in self._told.items() if name in each})
+
+    def on_step(self, callback: Callable[[int], None]) -> None:
+        """Has a function called after every complete optimizer step, with the number of steps so far."""
+        self._on_step.append(callback)
+
+    def record(self, folder: str | Path, *, every_s: float | None = None) -> Path:
+        """Writes records of this training to a file in a folder, which other ranks may share: `stormtorch watch` and
+        `stormtorch ledger` read it. STORM_RECORD=FOLDER does the same without a change of the program.
+
+        Where nothing can be written any more, as on a full disk, a warning says so and training goes on.
+
+        Args:
+            folder: Folder of the run; it is made if it is missing.
+            every_s: Seconds between two records of a kind; None keeps the interval, which is 1 s at first.
+
+        Returns:
+            Path of the file.
+
+        Raises:
+            ValueError: The folder cannot be written to, or the network is simulated.
+        """
+        if self.recorder is None:
+            raise ValueError("a training on a simulated network makes no records")
+        if every_s is not None and not 0.01 <= every_s <= 3600.0:
+            raise ValueError(f"every_s must lie in [0.01, 3600], got {every_s}")
+        return self.recorder.write_to(folder, every_s)
+
+    def note(self, *, loss: float | torch.Tensor) -> None:
+        """Notes the loss of the training, so that records show it. A tensor is not read before a record is made."""
+        if self.recorder is not None:
+            self.recorder.note(loss)
+
+    def stepped(self) -> None:
+        """Called by subclasses when a step is complete."""
+        self._told = {}
+        for callback in self._on_step:
+            callback(self.steps)
+
+    def change(self) -> bool:
+        """Begins the latest view, together with all its members. Returns False if this rank had been away.
+
+        This rank is at rest, between two steps.
+
+        Raises:
+            Left: This rank has handed over what it owned, and may leave.
+        """
+        self._entering = True
+        try:
+            # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
+            with torch.inference_mode(False), torch.no_grad():
+                held = self.begin_latest()
+        finally:
+            self._entering = False
+        if self.recorder is not None:
+            self.recorder.view(self)
+        return held
+
+    @abstractmethod
+    def begin_latest(self) -> bool:
+        """Does what `change` says, as the subclass needs it."""
+
+    def hand_over(self) -> None:
+        """Hands over what this rank owns, as it is about to leave. The others are told already that it wants to."""
+        if self._gone:
+            return
+        with doing("leave()"), contextlib.suppress(Left):
+            while True:
+                self.change()
+        self._gone = True
+
+    def leave(self) -> NoReturn:
+        """Leaves the job: this session has handed over what it owned, and now the others of this rank do.
+
+        Raises:
+            Left: Always.
+        """
+        self._gone = True
+        rank = self.label(self.group.transport.rank)
+        _log.warning("rank %d: has handed over what it owned, and leaves at step %d", rank, self.steps)
+        raise Left
+
+    @abstractmethod
+    def at_rest(self) -> bool:
+        """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        return True
+
+    def may_change(self) -> bool:
+        """Whether a view can begin with this session where another one's round is about to begin."""
+        return self.rests and not (self._gone or self._entering)
+
+    def switch(self) -> None:
+        """Begins the latest view where another session's round is about to begin."""
+        self.change()
+
+    # --- for subclasses ---------------------------------------------------------------------------------------------
+
+    def bytes_sent(self) -> int:
+        """Returns the bytes that this rank's transport has sent since the last call."""
+        return self._sent_since(self.group.transport.health())
+
+    def _sent_since(self, health: Mapping[str, Any]) -> int:
+        before, self._bytes_sent = self._bytes_sent, int(health["bytes_sent"]) + int(health["shared_bytes_sent"])
+        return self._bytes_sent - before
+
+    def count_sent(self, row: Row) -> None:
+        """Writes into a row what this rank's transport has sent, and what parity did, since the last call."""
+        health = self.group.transport.health()
+        row.bytes_sent = self._sent_since(health)
+        for name in ("parity_bytes", "blocks_saved", "blocks_topped_up", "recovered"):
+            now = int(health[name])
+            setattr(row, name, now - self._parity.get(name, 0))
+            self._parity[name] = now
+
+    def channel(self, name: str, *, interruptible: bool = False) -> Group:
+        """Returns the members of the view with a sequence of exchanges of its own, which ends with the view.
+
+        Args:
+            name: Name of the sequence.
+            interruptible: Whether a wait in it ends with `Interrupted` when another view begins for this rank.
+        """
+        small = name in _SMALL_CHANNELS
+        name = f"{self.name}/{self.view.number}/{name}"
+        self._channels_used.add(name)
+        return self.membership.group(name, self.membership.due if interruptible else None, small=small)
+
+    def round_channel(self, name: str) -> Group:
+        """Returns the members with a sequence of exchanges in which a round is made, interrupted when it is void."""
+        name = f"{self.name}/{self.view.number}/{name}"
+        self._channels_used.add(name)
+        return self.membership.group(name, self.void)
+
+    def islands(self, groups: Sequence[Group]) -> list[Islands] | None:
+        """Returns how the members of the view, in channels of it, are laid out over machines.
+
+        None if they are not, in a way that allows a hierarchy. All members have the same answer.
+        """
+        found = [group.by_machine(lambda rank: self.machines.get(rank, "")) for group in groups]
+        known = [each for each in found if each is not None]
+        self._channels_used |= {part.name for each in known for part in (each.inside, each.between)}
+        return known if len(known) == len(groups) else None
+
+    def void(self) -> bool:
+        """Whether the round that is under way must be given up: by default, if another view begins with it."""
+        return self.membership.due()
+
+    def label(self, rank: int) -> int:
+        """Returns the number of a rank in messages and in the ledger: its rank in the group that was prepared."""
+        some = rank in self.group.ranks and len(self.group.ranks) < self.group.transport.world
+        return self.group.ranks.index(rank) if some else rank
+
+    def labels(self) -> list[int]:
+        """Returns the numbers of the members, by their places."""
+        return [self.label(rank) for rank in self.view.members]
+
+    def told_of(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
+        """Says in words who has come and gone with the view that the session has begun."""
+        self.view_began(newcomers)
+        gone = [self.label(rank) for rank in before if rank not in after]
+        come = [self.label(rank) for rank in after if rank not in before]
+        back = [self.label(rank) for rank in newcomers if rank in before]
+        words = f"view {self.view.number} begins at step {self.steps} with {len(after)} rank{'s' * (len(after) > 1)}"
+        for what, ranks in (("gone", gone), ("new", come), ("back", back)):
+            if ranks and before:
+                words += f"; rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {what}"
+        return words
+
+    def moving(self, latest: Any, without: Sequence[int] = ()) -> Group:
+        """Returns all ranks that take part in the beginning of a view, with those that leave.
+
+        Args:
+            latest: One of the engine's views.
+            without: Members that wait for a turn to begin.
+        """
+        name = f"{self.name}/{latest.number}/moving{'/first' if without else ''}"
+        self._channels_used.add(name)
+        ranks = [rank for rank in self.membership.takes_part(latest) if rank not in without]
+        stop = functools.partial(self.membership.obsolete, latest.number)
+        return Group(
+            self.group.transport,
+            ranks,
+            name=name,
+            view=latest.number,
+            interrupted=stop,
+            priority=self.membership.priority,
+        )
+
+    def forget_channels(self) -> None:
+        """Forgets the channels of earlier views."""
+        now = f"{self.name}/{self.view.number}/"
+        gone = {name for name in self._channels_used if not name.startswith(now)}
+        self.group.transport.channels.forget(gone)
+        self._channels_used -= gone
+
+    def given(self) -> dict[str, str]:
+        """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
+        # As text: torch does not unpack bytes from data that it must not trust.
+        own = {_PREPARED: " ".join(map(str, given.digests(self._given)))}
+        if self.prunings:
+            own[_PRUNINGS] = " ".join(map(str, (self.prunings, *self._pruned_at)))
+        if scale := self.scaling.told():
+            own[_SCALE] = scale
+        if self.splits_optimizer and (message := self.beside.told(whole=False)).numel():
+            own[_BESIDE] = message.numpy().tobytes().decode("latin-1")
+        if frozen := self._frozen_since():
+            own[_FROZEN] = " ".join(map(str, sorted(frozen)))
+        return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
+
+    def taken(self, told: dict[int, dict[str, str]]) -> None:
+        """Passes on what members have told when a view began."""
+        self._told = {
+            rank: {name: value.encode("latin-1") for name, value in each.items()} for rank, each in told.items()
+        }
+        for name, (_, take) in self._carried.items():
+            take({rank: each[name] for rank, each in self._told.items() if name in each})
+
+    def check_fits(self, told: Mapping[str, Any]) -> None:
+        """Compares what this process was given with what a member was, before it takes anything from the job.
+
+        Raises:
+            ValueError: It is another model, optimizer or policy.
+        """
+        theirs = map(int, str(told["carried"][_PREPARED]).split())
+        for what, own, other in zip(self._given, given.digests(self._given), theirs, strict=True):
+            if own != other:
+                raise ValueError(
+                    f"rank {self.group.transport.rank} comes into a running job with another {what} than the job's: "
+                    "give all processes the same"
+                )
+
+    def come(self, told: Mapping[str, Any]) -> None:
+        """Takes what a member has told, as this rank is new or was away: all that follows from steps without it.
+
+        Args:
+            told: The loss scale, what the optimizer keeps beside the state of parameters, and what is frozen.
+        """
+        carried = told["carried"]
+        self.scaling.come(str(carried.get(_SCALE, "")))
+        self._come = [_OWN] if self.turns.welcomes() else []
+        self._freeze({*map(int, str(carried.get(_FROZEN, "")).split())})
+        message = str(carried.get(_BESIDE, "")).encode("latin-1")
+        self.take_beside(torch.tensor(list(message), dtype=torch.uint8, device="cpu"))
+
+    def take_beside(self, message: torch.Tensor) -> None:
+        """Takes what a member's optimizer keeps beside the state of parameters."""
+        lacking = self.beside.take(message)
+        if lacking:
+            self._come.append(
+                f"{type(self.optimizer).__name__} keeps {', '.join(map(repr, lacking))} beside the state of "
+                "parameters, which cannot be sent: this process begins it anew, and its steps may differ from others'"
+            )
+
+    def _frozen_since(self) -> set[int]:
+        """Returns the numbers of the parameters that the program has frozen since `prepare`."""
+        others = {*map(id, self.frozen), *map(id, self.personal)}
+        pairs = enumerate(self.parameters)
+        return {number for number, each in pairs if not each.requires_grad and id(each) not in others}
+
+    def _freeze(self, frozen: set[int]) -> None:
+        """Freezes the parameters that the others' programs have frozen since `prepare`, and no others."""
+        changed = [self.parameters[number] for number in frozen ^ self._frozen_since()]
+        for each in changed:
+            each.requires_grad_(not each.requires_grad)
+        if changed:
+            names = {id(each): name for name, each in self.model.named_parameters()}
+            told = ", ".join(names.get(id(each), "a parameter") for each in changed)
+            self._come.append(
+                f"requires_grad of {told} is here now what it is on the others, whose programs changed it"
+            )
+
+    def say_who_never_came(self, row: Row) -> None:
+        """Notes in the ledger, and logs, which ranks of the start were gone before this session began."""
+        gone = [self.label(rank) for rank in self.group.ranks if rank not in self.view.members]
+        if gone:
+            ranks, is_are = ", ".join(map(str, gone)), "is" if len(gone) == 1 else "are"
+            here = len(self.view.members)
+            self._come.append(
+                f"rank {ranks} {is_are} gone since before prepare(): training begins with {here} "
+                f"rank{'s' * (here > 1)}. Has every rank called prepare()?"
+            )
+            self.say_how_it_came(row)
+
+    def say_how_it_came(self, row: Row) -> None:
+        """Notes in the ledger, and logs, what this process has not got of the others, or changed to be like them."""
+        words, self._come = self._come, []
+        for each in words:
+            row.events.append(each)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), each)
+
+    def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: Row) -> bool:
+        """Agrees on the loss scale with the members. Returns whether the gradients have different ones."""
+        labels = self.labels()
+        scales = {labels[place]: report.scale for place, report in reports.items()}
+        scales[self.label(self.group.transport.rank)] = own
+        words = self.scaling.agree(scales)
+        if words:
+            row.events.append(words)
+            _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
+        return bool(words)
+
+    def learn_masks(self, told: Mapping[int, Mapping[str, Any]], *, new: bool) -> bool:
+        """Gives members that have come since, or were away, the masks of what is pruned. All members take part.
+
+        Args:
+            told: What each rank has told in the beginning of the view, which this rank has entered.
+            new: Whether this rank comes from elsewhere, so that its program is at the beginning of the step.
+
+        Returns:
+            Whether this rank got masks.
+
+        Raises:
+            Interrupted: A rank is gone, and another view begins without it.
+        """
+        members = self.view.members
+        said = [tuple(map(int, told[rank]["carried"].get(_PRUNINGS, "0 0 0").split())) for rank in members]
+        counts = [count for count, *_ in said]
+        if min(counts) == max(counts):
+            return False
+        group = self.channel("masks", interruptible=True)
+        for bucket in self.buckets:
+            kept = torch.ones(bucket.layout.elements, dtype=torch.uint8, device="cpu")
+            if bucket.kept is not None:
+                kept.copy_(bucket.kept)
+            self.hand(group, kept, counts.index(max(counts)))
+            if self.prunings < max(counts) and not bool(kept.all()):
+                bucket.prune(kept.bool())
+        learns = self.prunings < max(counts)
+        self.prunings, *pruned_at = max(said)
+        self._pruned_at = pruned_at[0], pruned_at[1]
+        if new:
+            self._pruned_ahead = self._pruned_at
+        return learns
+
+    def count_pruning(self) -> None:
+        """Notes that parameters have been pruned once more."""
+        step, times = self._pruned_at
+        self._pruned_at = self.steps, times + 1 if step == self.steps else 1
+        self.prunings += 1
+
+    def pruned_already(self) -> bool:
+        """Whether the others have made this call of `prune` before this process came, which then has their masks."""
+        step, times = self._pruned_ahead
+        if step != self.steps or times == 0:
+            return False
+        self._pruned_ahead = step, times - 1
+        return True
+
+    @abstractmethod
+    def prune(self, masks: Sequence[torch.Tensor]) -> None:
+        """Prunes all buckets, and goes on with exchanges of what is kept. All ranks take part, between two steps.
+
+        Args:
+            masks: Whether each element is kept, by bucket.
+        """
+
+    def make_buckets(self, bucket_mb: float, *, whole: bool) -> list[Bucket]:
+        """Moves the parameters that require a gradient into buckets, each of one dtype and device.
+
+        Args:
+            bucket_mb: Size at which a bucket is full.
+            whole: Whether shards must not cut through parameters.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and not personal.is_personal(parameter):
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
+        if not kinds:
+            others = " and is not personal" if self.personal else ""
+            raise ValueError(f"the optimizer has no parameter that requires a gradient{others}")
+        layouts: list[Layout] = []
+        for (dtype, _), numbers in kinds.items():
+            counts = [self.parameters[number].numel() for number in numbers]
+            # For as many owners as there were at the start: newcomers must put parameters in the same places.
+            for each in plan(counts, dtype.itemsize, bucket_mb * 1e6, self.owners_at_start, whole=whole):
+                slots = tuple(Slot(numbers[slot.parameter], slot.first, slot.count) for slot in each.slots)
+                layouts.append(Layout(each.elements, slots, each.spans))
+        place = self.group.rank if self.group.rank < self.owners_at_start else 0
+        return [Bucket(index, layout, self.parameters, place) for index, layout in enumerate(layouts)]
+
+    @property
+    def owners_at_start(self) -> int:
+        """Number of ranks with which the job of this session's ranks began."""
+        return min(self.group.size, self.group.transport.world)
+
+    def agree(self, buckets: Sequence[Bucket]) -> None:
+        """Gives every rank the parameters and buffers of the lowest rank.
+
+        Raises:
+            ValueError: A rank was given another model, optimizer or policy than the lowest one. Much of that would
+                otherwise go unnoticed.
+            StormError: A rank was lost meanwhile.
+        """
+        group = self.channel("begin", interruptible=True)
+        try:
+            self._compare(group)
+            for bucket in buckets:
+                self.hand(group, bucket.host_flat, 0)
+                if bucket.on_gpu:
+                    bucket.flat.copy_(bucket.host_flat)
+                if bucket.masters is not bucket.own:
+                    bucket.masters.copy_(bucket.own)
+            self.hand_rest(group, buckets, 0, take=True)
+        except Interrupted as error:
+            raise StormError(
+                f"rank {group.transport.rank}: a rank was lost before all had prepared their models: start again"
+            ) from error
+
+    @staticmethod
+    def hand(group: Group, values: torch.Tensor, root: int) -> None:
+        """Gives all ranks the root's values.
+
+        Raises:
+            Interrupted: A rank is gone, and another view begins without it.
+        """
+        complete(collectives.broadcast(group, values, root), group)
+
+    @torch.no_grad()
+    def hand_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
+        """Gives ranks the root's buffers, and its parameters that are not trained; nothing that is personal.
+
+        Args:
+            group: Ranks that take part.
+            buckets: Buckets that hold the parameters that are trained.
+            root: Place of the rank that gives.
+            take: Whether this rank takes them.
+        """
+        homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        for tensor in personal.shared(self.model):
+            if id(tensor) not in homes and tensor.numel():
+                values = tensor.detach().to("cpu", copy=True).contiguous()
+                self.hand(group, values, root)
+                # Tables, which are equal on all ranks, must not count as changed.
+                if take and not torch.equal(values.to(tensor.device), tensor):
+                    tensor.copy_(values)
+
+    def _compare(self, group: Group) -> None:
+        personal_parts, *digests = given.digests(self._given)
+        machine = zlib.crc32(group.transport.machine_of(group.transport.rank).encode())
+        # Two digests share a number: the message stays as short as without personal parts.
+        last = machine | personal_parts >> 1 << 32
+        all_N = [torch.tensor([*digests, last], dtype=torch.int64, device="cpu") for _ in range(group.size)]
+        collectives.all_gather(group, all_N, all_N[group.rank]).wait()
+        # Each rank tells its own, so that all have the same: cards of processes that come and go may differ a while.
+        told = [int(each[-1]) & 0xFFFFFFFF for each in all_N]
+        self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, told, strict=True)}
+        compared = [[int(each[-1]) >> 32, *each[:-1].tolist()] for each in all_N]
+        for what, first, *others in zip(self._given, *compared, strict=True):
+            for peer, digest in enumerate(others, 1):
+                if digest != first:
+                    # All ranks find the same, so that all take part.
+                    said = objects.gather(dict(self._given[what]), group)
+                    raise ValueError(
+                        f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: "
+                        f"{given.difference(said[peer], said[0])}. Give all ranks the same"
+                    )
+
+
+def register(session: Session) -> None:
+    """Makes a session one of its model's."""
+    _sessions.setdefault(session.model, []).append(weakref.ref(session))
+    session.turns.add(session)
+
+
+def sessions_of(model: nn.Module) -> list[Session]:
+    """Returns the sessions of a model, one per optimizer; none if it is not prepared."""
+    return [session for found in _sessions.get(model, ()) if (session := found()) is not None]
+
+
+def any_prepared(parameters: Iterable[nn.Parameter], *, in_a_job: bool = False) -> bool:
+    """Whether any of some parameters is prepared; with `in_a_job`, in a job that this process has not ended."""
+    given = {id(parameter) for parameter in parameters}
+    return any(
+        id(parameter) in given
+        for model in list(_sessions)
+        for session in sessions_of(model)
+        if not (in_a_job and getattr(session.group.transport, "closed", False))  # simulated ones have no end
+        for parameter in session.parameters
+    )
+
+
+@contextlib.contextmanager
+def combined(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Enters several contexts as one."""
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

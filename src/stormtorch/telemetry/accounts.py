@@ -1,0 +1,239 @@
+"""What a training's files say: ledgers as `ledger.follow` wrote them, and records of `STORM_RECORD`, in one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stormtorch.telemetry.record_files import read_run
+from stormtorch.telemetry.records import MOST_LINE_BYTES, Record, checked
+from stormtorch.telemetry.statistics import mean
+from stormtorch.telemetry.text import share_text, time_text
+
+COLUMNS = (
+    "step",
+    "steps",
+    "seconds",
+    "gradient_wait_s",
+    "broadcast_wait_s",
+    "view_wait_s",
+    "bytes_sent",
+    "arrived",
+    "loss",
+    "lead",
+    "pair_drift",
+    "owner_drift",
+    "pair_bound",
+    "effective_batch",
+    "variance_inflation",
+    "fetched",
+    "guarded",
+    "train_loss",
+)
+"""Numbers of an entry, as a table of all entries has them."""
+# A link from which less than this fraction is missing is as good as any.
+_FINE = 0.999
+
+
+@dataclass(slots=True)
+class Account:
+    """What one rank wrote."""
+
+    name: str
+    """"rank 3", or the name of a ledger's file, which does not know its rank."""
+    rank: int | None
+    entries: list[Record] = field(default_factory=list)
+    """Records of the kind "steps"; a row of a ledger is one of a single step, or of several where models are averaged,
+    that knows no wall time."""
+    events: list[str] = field(default_factory=list)
+    links: dict[str, Record] = field(default_factory=dict)
+    """The latest look at each link; none in a ledger."""
+    ended: str = ""
+    """How the process ended; empty if that is not known."""
+
+    def total(self, name: str) -> float:
+        """Sum of a number over all entries that have it."""
+        return sum(entry.get(name) or 0 for entry in self.entries)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.total("steps"))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for others."""
+        return self.total("gradient_wait_s") + self.total("broadcast_wait_s")
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of all steps; None in a ledger."""
+        return self.total("seconds") if any(entry["seconds"] for entry in self.entries) else None
+
+    @property
+    def arrived(self) -> float:
+        """Mean fraction that arrived, over all steps."""
+        return float(sum(each.get("arrived", 1.0) * each["steps"] for each in self.entries) / max(self.steps, 1))
+
+    def arrived_from(self) -> dict[str, float]:
+        """Mean fraction that arrived from each peer, over all steps and both stages."""
+        sums: dict[str, list[tuple[float, int]]] = {}
+        for entry in self.entries:
+            for stage in ("gradients", "broadcast"):
+                for peer, fraction in entry.get(stage, {}).items():
+                    sums.setdefault(peer, []).append((fraction, entry["steps"]))
+        return {
+            peer: sum(fraction * steps for fraction, steps in each) / sum(steps for _, steps in each)
+            for peer, each in sorted(sums.items(), key=lambda item: int(item[0]))
+        }
+
+    def latest(self, name: str) -> float | None:
+        """The last value of a number that is not always there."""
+        return next((each[name] for each in reversed(self.entries) if each.get(name) is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAccount:
+    """One direction between two ranks, as its receiver saw it."""
+
+    source: str
+    target: str
+    arrived: float
+    loss: float | None
+    """Loss of datagrams, lately; None in a ledger."""
+    rtt_s: float | None
+
+
+def read_accounts(paths: Sequence[Path]) -> list[Account]:
+    """Reads ledgers, files of records and folders of runs.
+
+    A rank whose place several processes took has one account. Lines that cannot be read are skipped.
+
+    Raises:
+        ValueError: A file is missing, or holds neither rows nor records; the message names it.
+    """
+    accounts: dict[str, Account] = {}
+    for path in paths:
+        for name, found in (_of_run(path) if _is_run(path) else {str(path): _of_ledger(path)}).items():
+            known = accounts.setdefault(name, Account(name, found.rank))
+            known.entries += found.entries
+            known.events += found.events
+            known.links |= found.links
+            known.ended = found.ended
+    if not any(account.entries for account in accounts.values()):
+        raise ValueError(f"{', '.join(map(str, paths))}: no step was complete")
+    return [account for account in accounts.values() if account.entries]
+
+
+def _is_run(path: Path) -> bool:
+    if path.is_dir():
+        return True
+    try:
+        with path.open("rb") as file:
+            first = file.readline(MOST_LINE_BYTES)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    return b'"kind"' in first
+
+
+def _of_run(path: Path) -> dict[str, Account]:
+    accounts: dict[str, Account] = {}
+    for who, records in read_run(path).items():
+        account = accounts.setdefault(f"rank {who.rank}", Account(f"rank {who.rank}", who.rank))
+        account.ended = ""
+        for record in records:
+            if record["kind"] == "steps":
+                account.entries.append(record)
+            elif record["kind"] == "links":
+                account.links |= record["links"]
+            elif record["kind"] == "event":
+                account.events.append(record["text"])
+            elif record["kind"] == "end":
+                account.ended = record["why"]
+    return accounts
+
+
+def _of_ledger(path: Path) -> Account:
+    account, before = Account(str(path), None), -1
+    with path.open("rb") as file:
+        while line := file.readline(MOST_LINE_BYTES):
+            row = _row(line)
+            if row is None:
+                continue
+            step = row["step"]
+            row["steps"] = step - before if 0 <= before < step else 1
+            before = step
+            account.entries.append(row)
+            events = json.loads(line).get("events", [])
+            account.events += [each[:300] for each in events if isinstance(each, str)]
+    if not account.entries:
+        raise ValueError(f"{path} holds neither rows of a ledger nor records")
+    return account
+
+
+def _row(line: bytes) -> Record | None:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    alike = {"kind": "steps", "time": 0.0, "steps": 1, "seconds": 0.0, "guarded": int(bool(row.get("guarded")))}
+    return checked({**row, **alike})
+
+
+def links_of(accounts: Sequence[Account]) -> list[LinkAccount]:
+    """Returns all links that the accounts know, those that lost most first."""
+    found = []
+    for account in accounts:
+        for peer, arrived in account.arrived_from().items():
+            seen = account.links.get(peer, {})
+            found.append(LinkAccount(f"rank {peer}", account.name, arrived, seen.get("loss"), seen.get("rtt_s")))
+    return sorted(found, key=lambda link: (link.arrived, -(link.rtt_s or 0.0)))
+
+
+def answer(accounts: Sequence[Account]) -> str:
+    """Says in one sentence what arrived, what waiting cost, and which link is the worst."""
+    steps = max(account.steps for account in accounts)
+    who = accounts[0].name if len(accounts) == 1 else f"{len(accounts)} ranks"
+    waited = time_text(mean([account.waited_s / max(account.steps, 1) for account in accounts]))
+    arrived = share_text(mean([account.arrived for account in accounts]))
+    timed = [account for account in accounts if account.seconds]
+    if timed:
+        share = sum(account.waited_s for account in timed) / sum(account.seconds or 0.0 for account in timed)
+        cost = f"waiting for others took {100 * share:.0f} % of the time ({waited} a step)"
+    else:
+        cost = f"waiting for others took {waited} a step"
+    words = [f"{who} made {steps:,} step{'s' * (steps != 1)}: {arrived} of the chunks arrived, {cost}"]
+    links = links_of(accounts)
+    if links and links[0].arrived < _FINE:
+        worst = links[0]
+        words.append(f"the worst link is from {worst.source} to {worst.target}, with {share_text(worst.arrived)}")
+    elif links:
+        words.append("no link lost more than one chunk in a thousand")
+    failed = [each for each in accounts if each.ended not in ("", "done", "left")]
+    if failed:
+        words.append(f"{failed[0].name} ended with {failed[0].ended}")
+    return "; ".join(words).rstrip(".") + "."
+
+
+def summary(account: Account) -> dict[str, Any]:
+    """Returns an account in a few numbers, ready for JSON."""
+    return {
+        "name": account.name,
+        "rank": account.rank,
+        "steps": account.steps,
+        "seconds": account.seconds,
+        "arrived": account.arrived,
+        **{
+            name: account.total(name)
+            for name in ("gradient_wait_s", "broadcast_wait_s", "view_wait_s", "bytes_sent", "fetched", "guarded")
+        },
+        **{name: account.latest(name) for name in ("pair_drift", "pair_bound", "train_loss")},
+        "arrived_from": account.arrived_from(),
+        "events": account.events,
+        "ended": account.ended,
+    }

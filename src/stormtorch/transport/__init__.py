@@ -1,1 +1,0 @@
-"""Exchanges between ranks: the seam, its two transports, and how ranks find each other."""

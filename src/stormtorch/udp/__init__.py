@@ -1,0 +1,1 @@
+"""Exchanges over UDP: what a rank knows of its peers, their addresses and liveness, shared memory, and leaving."""

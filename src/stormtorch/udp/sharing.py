@@ -1,0 +1,299 @@
+"""Shared memory between ranks of one machine: they find each other by their cards and pass each other descriptors.
+
+Of two ranks the lower one connects to the higher one's socket, which has a name that only this machine knows. Until
+both have what they need, and where anything fails, data travels by datagram as between machines.
+"""
+
+import array
+import atexit
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import stormtorch._engine as _engine
+from stormtorch.exchange.options import MOST_LANES
+from stormtorch.udp.cards import Card
+from stormtorch.udp.machine import machine_id
+
+_log = logging.getLogger("stormtorch")
+# Longest time until the thread notices that nobody has its transport any more.
+_SLICE_S = 1.0
+# Longest time for which one side of a handshake waits for the other.
+_ANSWER_S = 2.0
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 1.0
+# A peer that has not agreed for so long may never do: say so, and try less often.
+_WARN_S, _RARE_NAP_S = 60.0, 30.0
+_MOST_BYTES = 1024
+
+
+class Shares(Protocol):
+    """A transport that shares memory: see `stormtorch.udp.udp`."""
+
+    rank: int
+    endpoint: _engine.Endpoint
+    cards: dict[int, Card]
+    keys_of: Callable[[int, Card, int], bytes]
+    """Returns the keys of the link to a process in a lane: what seals, then what opens; empty if the job has none."""
+    closed: bool
+
+
+class Sharing:
+    """Shares memory with the other ranks of this machine, in a thread of its own, until it is closed."""
+
+    def __init__(self, transport: Shares) -> None:
+        self._transport = weakref.ref(transport)
+        self._rank = transport.rank
+        self._wanted: dict[int, _Wanted] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(_name(transport.cards[transport.rank]))
+        self._listener.listen(64)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        for peer, card in transport.cards.items():
+            self.seek(peer, card)
+        self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
+        _all.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.forget()
+            raise
+
+    def seek(self, peer: int, card: Card) -> None:
+        """Shares memory with the process of a card, if it is on this machine. Returns at once."""
+        if card.machine and card.machine == machine_id() and peer > self._rank:
+            with self._lock:
+                self._wanted[peer] = _Wanted(card)
+            self._wake()
+
+    def serve(self, transport: Shares) -> None:
+        """Shares the memory of another transport of the same rank from now on."""
+        self._transport = weakref.ref(transport)
+
+    def forget(self) -> None:
+        """Closes the sockets and tells nobody: for a process without this thread."""
+        for each in (self._listener, self._wake_in, self._wake_out):
+            each.close()
+
+    def close(self) -> None:
+        """Ends the thread. Memory that is shared stays so, as it belongs to the engine."""
+        self._closed = True
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _ANSWER_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
+
+    def _run(self) -> None:
+        ready = select.poll()  # select() knows no descriptors above 1023
+        ready.register(self._listener, select.POLLIN)
+        ready.register(self._wake_out, select.POLLIN)
+        with self._listener, self._wake_in, self._wake_out:
+            while not self._closed:
+                with self._lock:
+                    due_at = min((each.at for each in self._wanted.values()), default=float("inf"))
+                wait_s = max(min(due_at - time.monotonic(), _SLICE_S), 0.0)
+                readable = {descriptor for descriptor, _ in ready.poll(1000 * wait_s)}
+                if self._wake_out.fileno() in readable:
+                    self._wake_out.recv(64)
+                transport = self._transport()
+                if transport is None or transport.closed or self._closed:
+                    return
+                if self._listener.fileno() in readable:
+                    self._serve(transport)
+                self._connect_all(transport)
+                del transport
+
+    # --- the lower rank asks ----------------------------------------------------------------------------------------
+
+    def _connect_all(self, transport: Shares) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = {peer: each for peer, each in self._wanted.items() if each.at <= now}
+        for peer, wanted in due.items():
+            if self._closed:
+                return
+            try:
+                self._connect(transport, peer, wanted.card)
+            except (OSError, RuntimeError, ValueError, MemoryError) as error:
+                wanted.later(str(error) or type(error).__name__)
+            else:
+                wanted.done = True
+                _log.debug("rank %d: shares memory with rank %d", self._rank, peer)
+            if not wanted.done and now >= wanted.warn_at:
+                _log.warning(
+                    "rank %d: cannot share memory with rank %d on the same machine, so data travels by datagram: %s",
+                    self._rank,
+                    peer,
+                    wanted.why,
+                )
+                wanted.warn_at = float("inf")
+            with self._lock:
+                if wanted.done and self._wanted.get(peer) is wanted:
+                    del self._wanted[peer]
+
+    def _connect(self, transport: Shares, peer: int, card: Card) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(_name(card))
+            if _user(connection) != os.getuid():
+                raise ValueError("a process of another user answers in its name")
+            own = transport.cards[self._rank]
+            hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
+            given, wanted = _proofs(transport, peer, card)
+            hello["proof"] = given
+            _send(
+                connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport))
+            )
+            answer, descriptors = _receive(connection)
+            if not hmac.compare_digest(answer, b"yes " + wanted.encode()):
+                _close(descriptors)
+                raise ValueError(answer.decode(errors="replace") or "it closed the connection")
+            _take(transport, peer, descriptors)
+            transport.endpoint.use_passage(peer, card.incarnation)
+            connection.send(b"use")
+
+    # --- the higher rank answers ------------------------------------------------------------------------------------
+
+    def _serve(self, transport: Shares) -> None:
+        with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError):
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.settimeout(_ANSWER_S)
+                if _user(connection) != os.getuid():
+                    return
+                hello, descriptors = _receive(connection)
+                try:
+                    peer, incarnation = self._find(transport, json.loads(hello))
+                except BaseException:
+                    _close(descriptors)
+                    connection.send(b"this process does not know the other as a rank of its job, or not yet")
+                    raise
+                _take(transport, peer, descriptors)
+                given, _ = _proofs(transport, peer, transport.cards[peer])
+                answer = b"yes " + given.encode()
+                _send(connection, answer, transport.endpoint.offer_passage(peer, _neighbours(transport)))
+                if connection.recv(16) == b"use":
+                    transport.endpoint.use_passage(peer, incarnation)
+
+    def _find(self, transport: Shares, hello: dict[str, Any]) -> tuple[int, int]:
+        peer = int(hello["rank"])
+        card = transport.cards[peer]
+        own = transport.cards[self._rank]
+        if hello["nonce"] != card.nonce or hello["to"] != own.nonce or peer >= self._rank:
+            raise ValueError("this is another process")
+        _, wanted = _proofs(transport, peer, card)
+        if not hmac.compare_digest(str(hello["proof"]).encode(), wanted.encode()):
+            raise ValueError("it does not have the job's key")
+        return peer, card.incarnation
+
+
+class _Wanted:
+    """A process with which memory is to be shared, and when to try."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.at = time.monotonic()
+        self.warn_at = self.at + _WARN_S
+        self.why = ""
+        self.done = False
+        self._nap_s = _FIRST_NAP_S
+
+    def later(self, why: str) -> None:
+        """Tries again after a while, longer each time."""
+        self.why = why
+        self.at = time.monotonic() + self._nap_s
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S if self.at < self.warn_at else _RARE_NAP_S)
+
+
+def _neighbours(transport: Shares) -> int:
+    """Number of other ranks on this machine, as far as is known now."""
+    machine = machine_id()
+    return sum(card.machine == machine for card in transport.cards.values()) - 1
+
+
+def _name(card: Card) -> str:
+    # An abstract name: it belongs to the network namespace, and ends with the socket.
+    return f"\0stormtorch-{card.nonce}"
+
+
+def _proofs(transport: Shares, peer: int, card: Card) -> tuple[str, str]:
+    """What this process tells a peer, and what it must hear, to show that both have the job's key.
+
+    Without a key, anybody who knows the cards can tell it.
+    """
+    own = transport.cards[transport.rank]
+    keys = transport.keys_of(peer, card, 0)
+    pairs = ((keys[:16], own, card), (keys[16:], card, own))
+    given, wanted = (hmac.new(key, f"share {a.nonce} {b.nonce}".encode(), hashlib.sha256) for key, a, b in pairs)
+    return given.hexdigest(), wanted.hexdigest()
+
+
+def _user(connection: socket.socket) -> int:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
+
+
+def _take(transport: Shares, peer: int, descriptors: list[int]) -> None:
+    # Of each lane its ring, its bell and its shelf. The engine owns them from now on, even if it fails.
+    transport.endpoint.take_passage(peer, descriptors)
+
+
+def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> None:
+    try:
+        socket.send_fds(connection, [message], descriptors)
+    finally:
+        _close(descriptors)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    room = socket.CMSG_LEN(3 * (MOST_LANES + 1) * array.array("i").itemsize)
+    message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        _close(list(found))
+        raise ValueError("not all descriptors arrived: see `ulimit -n`")
+    return message, list(found)
+
+
+def _close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+_all: weakref.WeakSet[Sharing] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for each in list(_all):
+        each.forget()
+    _all.clear()
+
+
+# A forked process has no such thread, and must not keep the name of the socket.
+os.register_at_fork(after_in_child=_in_child)
+
+
+@atexit.register
+def _end() -> None:
+    """Ends all threads: one inside the engine must not meet an interpreter that is being taken down."""
+    for each in list(_all):
+        each.close()

@@ -1,0 +1,199 @@
+"""Ranks behind routers that translate addresses (NAT): each tells in the store where it sees the others.
+
+A rank that others reach learns the address of a rank behind a router from its datagrams, and writes it into the store.
+Two ranks behind two routers read there where the other is seen, and both send to that address: what one sends opens the
+way for what the other sends. The engine moves to an address only when it answers (engine/paths/routes.hpp), so that nothing
+in the store is believed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stormtorch.errors import Unreachable
+from stormtorch.udp.addresses import Address
+from stormtorch.udp.cards import Card
+
+_log = logging.getLogger("stormtorch")
+_PRIVATE = [
+    ipaddress.ip_network(each)
+    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+]
+# Ranks whose addresses agree in so many bits are taken for neighbours.
+_NEIGHBOUR_BITS = {4: 16, 6: 64}
+_EVERY_S = 0.5
+_FIRST_EVERY_S = 0.02
+
+_watchers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+Sightings = dict[int, dict[int, list[Address]]]
+"""By observer and rank seen: addresses by lane."""
+
+
+def translated(cards: Iterable[Card]) -> bool:
+    """Whether routers may translate addresses between ranks: someone says so, or has a private address while others are
+    in another network.
+    """
+    cards = list(cards)
+    said = {card.nat for card in cards}
+    if said & {1, -1}:
+        return 1 in said
+    hosts = [ipaddress.ip_address(card.host.partition("%")[0]) for card in cards]
+    networks = {(each.version, int(each) >> (each.max_prefixlen - _NEIGHBOUR_BITS[each.version])) for each in hosts}
+    return len(networks) > 1 and any(each in network for each in hosts for network in _PRIVATE)
+
+
+class Whereabouts:
+    """Where one transport's peers are, as it and other ranks see them."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = weakref.ref(transport)
+        self._rank = transport.rank
+        self._store = transport.store
+        self._place = f"{transport.prefix}/seen"
+        self._told: Mapping[str, Any] = {}
+        self._version = 0
+        self._lock = threading.Lock()
+        self._seen: Sightings = {}
+        self._kept = False
+        self._over = threading.Event()
+        for peer, card in transport.cards.items():
+            if peer != self._rank:
+                transport.endpoint.offer(peer, transport.ports_of(card))  # asks for an answer
+
+    def watch(self) -> None:
+        """Goes on looking, in a thread, until the transport is closed or gone."""
+        watcher = threading.Thread(target=self._watch, name="whereabouts", daemon=True)
+        _watchers.add(watcher)
+        watcher.start()
+
+    def stop(self) -> None:
+        """Looks no longer: whoever serves the store may leave before this rank."""
+        self._over.set()
+
+    def find_all(self, peers: Sequence[int], timeout_s: float) -> None:
+        """Waits until all peers answer.
+
+        Raises:
+            Unreachable: Some do not within the timeout, and routers translate addresses. If none does, this rank goes
+                on: the first exchange will tell.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        while missing := [peer for peer in peers if not self._answers(peer)]:
+            self.look()
+            if time.monotonic() < give_up_at:
+                time.sleep(_FIRST_EVERY_S)
+                continue
+            peer = missing[0]
+            transport = self._transport()
+            if transport is None:
+                return
+            if not self._seen and not any(card.nat == 1 for card in transport.cards.values()):
+                _log.warning("rank %d: no answer of rank %d for %g s", self._rank, peer, timeout_s)
+                return
+            error = Unreachable(
+                f"rank {self._rank} and rank {peer} find no way to each other within {timeout_s:g} s: "
+                f"{self._where(self._rank)}, {self._where(peer)}. Routers that give every destination another port "
+                "(symmetric NAT) at both ends, or at one end if the other lets in only answers, cannot be passed: join "
+                "these hosts by a VPN, or give one of them a public address."
+            )
+            error.culprit = peer
+            raise error
+        self.look()  # others may need to know at once where this rank sees them
+
+    def look(self) -> None:
+        """Tells where this rank sees others, and tries where others see them."""
+        transport = self._transport()
+        if transport is None or transport.closed:
+            return
+        with self._lock:
+            self._tell(transport)
+            version = self._store.add(self._place, 0)
+            if version == self._version:
+                return
+            self._version = version
+            self._seen = self._read(transport.world)
+            for observer, peers in self._seen.items():
+                for peer, lanes in peers.items():
+                    if observer != self._rank and peer != self._rank:
+                        self._try(transport, peer, lanes)
+            if not self._kept and any(self._rank in peers for peers in self._seen.values()):
+                transport.endpoint.keep_open()
+                self._kept = True
+
+    def _tell(self, transport: Any) -> None:
+        lanes = transport.endpoint.routes()
+        learned = {
+            str(peer): [lane[peer][:2] for lane in lanes]
+            for peer in transport.cards
+            if peer != self._rank and all(lane[peer][2] for lane in lanes) and any(lane[peer][3] for lane in lanes)
+        }
+        if learned != self._told:
+            self._told = learned
+            self._store.set(f"{self._place}/{self._rank}", json.dumps(learned))
+            self._store.add(self._place, 1)
+
+    def _read(self, world: int) -> Sightings:
+        seen: Sightings = {}
+        for observer in range(world):
+            place = f"{self._place}/{observer}"
+            if not self._store.check([place]):
+                continue
+            try:
+                told = json.loads(self._store.get(place))
+                seen[observer] = {
+                    int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in told.items()
+                }
+            # Whoever reaches the store may write anything.
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                _log.warning("rank %d: what rank %d tells in the store is nonsense: %s", self._rank, observer, error)
+        return seen
+
+    @staticmethod
+    def _try(transport: Any, peer: int, lanes: list[Address]) -> None:
+        try:
+            if lanes != [lane[peer][:2] for lane in transport.endpoint.routes()]:
+                transport.endpoint.offer(peer, lanes)
+        except (ValueError, TypeError, IndexError) as error:
+            _log.warning("rank %d: an address of rank %d in the store is nonsense: %s", transport.rank, peer, error)
+
+    def _answers(self, peer: int) -> bool:
+        transport = self._transport()
+        return transport is None or transport.closed or all(lane[peer][2] for lane in transport.endpoint.routes())
+
+    def _where(self, rank: int) -> str:
+        transport = self._transport()
+        card = transport.cards[rank] if transport is not None else None
+        own = f"rank {rank} is at {card.host}:{card.port}" if card is not None else f"rank {rank}"
+        views = [
+            f"seen by rank {observer} at {lanes[0][0]}:{lanes[0][1]}"
+            for observer, peers in sorted(self._seen.items())
+            for peer, lanes in peers.items()
+            if peer == rank and lanes
+        ]
+        return ", ".join([own, *views])
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S) and not _ending.is_set() and self._transport() is not None:
+            try:
+                self.look()
+            except RuntimeError as error:  # the store or the transport is gone
+                _log.info("rank %d: looks no longer where others see its peers: %s", self._rank, error)
+                return
+
+
+@atexit.register
+def _end() -> None:
+    """Ends all watchers: a thread inside the engine must not meet an interpreter that is being taken down."""
+    _ending.set()
+    for watcher in list(_watchers):
+        watcher.join(2 * _EVERY_S)
